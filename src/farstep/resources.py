@@ -11,7 +11,7 @@ from farstep.errors import ConfigError
 
 
 def check_memory(nbytes: int, what: str) -> None:
-    """Raise `ConfigError` if `nbytes` exceed the available memory, before the kernel's OOM killer acts.
+    """Raise `ConfigError` if `nbytes` exceed the available memory, instead of letting the OOM killer act.
 
     Args:
         nbytes: Bytes needed.
@@ -26,7 +26,7 @@ def check_memory(nbytes: int, what: str) -> None:
 
 
 def available_memory(meminfo: Path = Path("/proc/meminfo")) -> float:
-    """Return the available memory in bytes, at most the limits of the cgroup; infinite if unknown."""
+    """Return the available memory in bytes, bounded by the limits of the cgroup; infinite if unknown."""
     limits = _cgroup_memory_limits()
     with contextlib.suppress(OSError, ValueError):
         for line in meminfo.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""make_vec: a Gymnasium VectorEnv whose environments run on farstep's workers, for learners that choose the actions."""
+"""`make_vec`: a Gymnasium VectorEnv with its environments on workers; the caller chooses the actions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_vec(
     env_kwargs: Mapping[str, Any] | None = None,
     wrappers: Sequence[Any] = (),
 ) -> ClusterVectorEnv:
-    """Make a Gymnasium VectorEnv that behaves like `SyncVectorEnv`, with its environments on workers.
+    """Make a Gymnasium VectorEnv that behaves like `SyncVectorEnv` but runs its environments on workers.
 
     Args:
         env_name: A Gymnasium id, an `EnvSpec`, a callable that returns an environment, or a list of callables, one per
@@ -106,7 +106,7 @@ def _checked_thunks(thunks: Sequence[Any], num_envs: int | None) -> Sequence[Cal
 
 
 def _mode(value: AutoresetMode | str) -> AutoresetMode:
-    """Return an autoreset mode, given as itself, by name or by value."""
+    """Return the autoreset mode for a mode, its name or its value."""
     for mode in AutoresetMode:
         if value in (mode, mode.name, mode.value):
             return mode
@@ -116,8 +116,8 @@ def _mode(value: AutoresetMode | str) -> AutoresetMode:
 class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
     """The vector environment that `make_vec` returns.
 
-    If an environment or a worker fails, the call raises; nothing is restarted, since the learner would continue an
-    episode that it did not start.
+    If an environment or a worker fails, the call raises. No environment is restarted, because the learner would not
+    notice that a new episode has begun.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
 
         Raises:
             ConfigError: `actions` do not have the form of `action_space`.
-            EndedError: With `autoreset_mode=DISABLED`, an ended environment was not reset.
+            EndedError: The mode is DISABLED, and an ended environment was not reset before this step.
             FarstepError: A worker or an environment failed.
         """
         self._stepper.server.raise_failure()
@@ -215,8 +215,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         """Return how workers spent their time.
 
         Returns:
-            `time`, with the seconds of each part: `workers` (summed over all) and `per_worker`, as in
-            `ClusterEnv.stats`.
+            The entry `time` of `ClusterEnv.stats`: seconds of each activity under `workers` (the sum) and `per_worker`.
         """
         times = self._stepper.times
         with self._stepper.server.locked():
@@ -275,7 +274,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
             **kwargs: Keyword arguments of the method.
 
         Returns:
-            One value per environment; only plain data and arrays can be returned.
+            One value per environment. The values must be plain data or arrays.
 
         Raises:
             WireError: A value cannot be sent.

@@ -105,7 +105,7 @@ def test_another_launcher_takes_what_it_has_of_the_file(tmp_path: Path) -> None:
         ("env: X\nnum_envs: many\n", ["num_envs is 'many'", "Expected `int`"]),
         ("env: X\nactivation: rleu\n", ["activation is 'rleu'", "Invalid enum value"]),
         ("env: X\nnum_envs: 0\n", ["num_envs", "at least 1"]),
-        ("env: X\nseed: 1\nseed: 2\n", ["line 3", "seed is there twice"]),
+        ("env: X\nseed: 1\nseed: 2\n", ["line 3", "seed occurs twice"]),
         ("env: X\nlauncher: slrum\n", ["launcher 'slrum'", "'slurm'"]),
         ("algorithm: impala\n", ["is for impala, not for ppo", "farstep train impala --config"]),
         ("seed: 1\n", ["'farstep train ppo' needs --env"]),

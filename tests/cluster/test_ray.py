@@ -355,5 +355,5 @@ def test_keys_are_in_no_command_environment_or_log(ray_cluster: RayCluster) -> N
 @pytest.mark.timeout(150)
 def test_an_address_without_a_ray_cluster_is_an_error() -> None:
     env = cluster(config=farstep.RayConfig(address="127.0.0.1:9", workers_per_node=1))
-    with pytest.raises(farstep.LaunchError, match=r"Ray at '127.0.0.1:9' cannot be joined.*ray start --head"):
+    with pytest.raises(farstep.LaunchError, match=r"Ray cluster at '127.0.0.1:9' cannot be joined.*ray start --head"):
         within(env.launch, 140)

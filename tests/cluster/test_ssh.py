@@ -133,7 +133,7 @@ def test_setup_lines_come_first(server: SshServer, tmp_path: Path, caplog: pytes
     with start(config(server.options, setup=setup, workers_per_node=1)) as env:
         env.launch()
     assert mark.read_text() == "here\n" and eaten.read_text() == ""
-    assert "of its setup, 'no-such-program --at all' failed" in caplog.text
+    assert "the setup command 'no-such-program --at all' failed" in caplog.text
 
 
 def test_no_key_is_in_an_argument_or_an_environment(server: SshServer, issued: dict[tuple[int, int], KeyPair]) -> None:

@@ -58,7 +58,7 @@ def written(console: Console) -> str:
 
 
 def plain(console: Console) -> str:
-    """What was written, without colours and movements."""
+    """What was written, without colors and movements."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written(console))
 
 

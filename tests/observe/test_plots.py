@@ -84,7 +84,7 @@ def test_the_average_is_over_the_steps_that_all_runs_have() -> None:
 
 
 @pytest.mark.parametrize("updates", [1, 2, 3, 6, 7, 50])
-def test_smoothing_is_the_mean_of_the_neighbours(updates: int) -> None:
+def test_smoothing_is_the_mean_of_the_neighbors(updates: int) -> None:
     ys = np.random.default_rng(1).normal(size=11)
     half = min(updates, 11) // 2
     expected = [ys[max(i - half, 0) : i + half + 1].mean() for i in range(11)]

@@ -1,7 +1,7 @@
-"""Options of a run in a YAML file: one flat mapping, whose keys are the options without dashes.
+"""Options of a run in a YAML file: a flat mapping. Its keys are the names of the options, without dashes.
 
-Every run writes such a file into its folder, and `farstep train LEARNER --config FILE` reads one. Keys are unique, as
-on the command line, so that a file needs no nesting.
+Every run writes such a file into its folder, and `farstep train LEARNER --config FILE` reads such a file. Names are
+unique, as on the command line, so a file needs no nesting.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from farstep.version import VERSION
 T = TypeVar("T")
 _ALGORITHM = "algorithm"
 _JSON = ("env_kwargs", "stagger")
-"""Options that are JSON on the command line and mappings in a file."""
+"""Options that are JSON on the command line but mappings in a file."""
 _PLAIN = re.compile(r"[A-Za-z][\w./-]*", re.ASCII)
-"""Text that needs no quotes, unless it is one of `_WORDS`."""
+"""Pattern of text that needs no quotes, except for `_WORDS`."""
 _WORDS = ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
 
 
@@ -42,17 +42,17 @@ def read_options(
 ) -> tuple[RunConfig, Any, EngineConfig | NoOptions]:
     """Read the options of a run from a YAML file, as defaults for the command line.
 
-    Required options that the file lacks are marked as missing, and options are not checked against each other: the
-    command line may still add and change some.
+    Required options that the file lacks are marked as missing. Options are not checked against each other yet, because
+    the command line may add and change options.
 
     Args:
         path: The file.
         algorithm: The learner that the command names.
         learners: Configuration classes of all learners, by name.
-        arguments: The command's arguments, in which --launcher may replace that of the file.
+        arguments: The command's arguments; a --launcher among them replaces the launcher of the file.
 
     Returns:
-        Options of the run, of the learner, and of the nodes of the cluster.
+        Options of the run, of the learner and of the cluster's nodes.
 
     Raises:
         ConfigError: The file cannot be read, is for another learner, or has a key or value that is not valid.
@@ -89,7 +89,9 @@ def _read(path: Path) -> dict[str, Any]:
     for key, _ in document.value:
         name = str(key.value).replace("-", "_")
         if name in names:
-            raise ConfigError(f"{path}, line {key.start_mark.line + 1}: {name} is there twice; remove one of them.")
+            raise ConfigError(
+                f"{path}, line {key.start_mark.line + 1}: {name} occurs twice; remove one of the entries."
+            )
         names.add(name)
     return {str(key).replace("-", "_"): value for key, value in found.items()}
 
@@ -108,7 +110,7 @@ def _converted(path: Path, name: str, value: Any, types: Mapping[str, Any], owne
     if name not in types:
         having = [owner for owner, kind in owners.items() if name in dict(_options(kind))]
         near = difflib.get_close_matches(name, types, n=1)
-        hint = f"did you mean {near[0]}?" if near else "the options are those of 'farstep train LEARNER -h'."
+        hint = f"did you mean {near[0]}?" if near else "'farstep train LEARNER -h' lists the options."
         if isinstance(value, dict):
             hint = "options are not grouped: write each one on a line of its own, without indentation."
         hint = f"it belongs to {' or '.join(having)}." if having else hint
@@ -116,7 +118,7 @@ def _converted(path: Path, name: str, value: Any, types: Mapping[str, Any], owne
     if name in _JSON and isinstance(value, dict):
         return json.dumps(value)
     try:
-        # Not strict: YAML reads 3e-4, which has no decimal point, as text.
+        # Not strict, because YAML reads 3e-4, which has no decimal point, as text.
         return msgspec.convert(value, types[name], strict=False, dec_hook=_as_kind)
     except (msgspec.ValidationError, TypeError) as error:
         raise ConfigError(f"{path}: {name} is {value!r}, which is not valid: {error}.") from None
@@ -127,7 +129,7 @@ def _as_kind(kind: type, value: Any) -> Any:
 
 
 def _options(kind: type[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield name and type of each option of a configuration and of the configurations nested in it."""
+    """Yield name and type of each option of a configuration, including nested configurations."""
     hints = get_type_hints(kind)
     for field in fields(kind):
         if is_dataclass(hint := hints[field.name]):
@@ -159,7 +161,7 @@ def _default(field: Field[Any]) -> Any:
 
 
 def as_yaml(algorithm: str, parts: Mapping[str, object]) -> str:
-    """Return the options of a run as YAML: first those that differ from their defaults, then the others.
+    """Return the options of a run as YAML: first the options that differ from their defaults, then the others.
 
     Args:
         algorithm: The learner.
@@ -177,7 +179,7 @@ def as_yaml(algorithm: str, parts: Mapping[str, object]) -> str:
             (same if value == defaults[name] else changed).append(f"{name}: {_scalar(_readable(name, value))}")
         rest += ["", f"# {heading}, as by default", *same] if same else []
     lines = [
-        f"# Options of this run, written by farstep {VERSION}. To repeat it:",
+        f"# Options of this run, written by farstep {VERSION}. To repeat the run:",
         f"#   farstep train {algorithm} --config FILE",
         "# Options on the command line take precedence. --resume reads config.json, not this file.",
         f"{_ALGORITHM}: {algorithm}",
@@ -190,7 +192,7 @@ def as_yaml(algorithm: str, parts: Mapping[str, object]) -> str:
 
 
 def _values(part: object) -> Iterator[tuple[str, Any]]:
-    """Yield name and plain value of each option of a configuration and of the configurations nested in it."""
+    """Yield name and plain value of each option of a configuration, including nested configurations."""
     for field in fields(part):  # type: ignore[arg-type]
         value = getattr(part, field.name)
         if is_dataclass(value):

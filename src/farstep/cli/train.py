@@ -1,4 +1,4 @@
-"""`farstep train`: parse the options, start the environments, train, and store the run."""
+"""`farstep train`: parses the options, starts the environments, trains, and stores the run."""
 
 from __future__ import annotations
 
@@ -62,25 +62,25 @@ E = TypeVar("E", bound=EngineConfig | NoOptions)
 class Options(Generic[C, E]):
     """Train an agent and store the run in a folder.
 
-    The options of a cluster appear when --launcher names one: farstep train ppo --launcher slurm --help
+    To list the options of a cluster, name its launcher: farstep train ppo --launcher slurm --help
     """
 
     run: tyro.conf.OmitArgPrefixes[RunConfig]
     learner: tyro.conf.OmitArgPrefixes[C]
     nodes: tyro.conf.OmitArgPrefixes[E]
-    """Nodes of the cluster that --launcher names."""
+    """Options of the cluster that --launcher names."""
     config: Path | None = None
-    """YAML file with options, such as the config.yaml of a run; options on the command line take precedence over it."""
+    """YAML file with options, such as the config.yaml of a run. Options on the command line take precedence."""
     resume: Path | None = None
-    """Folder of a run to continue. Its options are the defaults of all others."""
+    """Folder of a run to continue. The options of this run become the defaults of all other options."""
     trust: bool = False
-    """With --resume: execute the code that the run's config.json names, even if its tag does not show that you
+    """With --resume: execute the code that the run's config.json names, even if the file's tag does not prove that you
     wrote the file."""
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The configuration class and the constructor of a learner that the command line can name."""
+    """A learner that the command line can name: its configuration class and its constructor."""
 
     config: type[Any]
     learner: Callable[..., Learner]
@@ -94,7 +94,7 @@ ALGORITHMS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse the options, train, and print a summary; return the exit status."""
+    """Parse the options, train, and print a summary. Return the exit status."""
     if not arguments:
         sys.stderr.write(f"farstep: 'farstep train' needs a learner: {', '.join(ALGORITHMS)}.\n")
         return 2
@@ -115,7 +115,9 @@ def main(arguments: Sequence[str]) -> int:
         except KeyboardInterrupt:
             sys.stderr.write("farstep: stopped by SIGINT before training began; no run folder was created\n")
             return _EXIT_STATUS["SIGINT"]
-        folder = _folder(name, options)  # last: a misspelt environment must not leave an empty run folder behind
+        folder = _folder(
+            name, options
+        )  # last, because a misspelled environment must not leave an empty run folder behind
         sys.stdout.write(f"run: {folder.path}\n{_normalized(options.learner.net)}\n")
         sys.stdout.flush()
         try:
@@ -152,7 +154,7 @@ def _options(name: str, arguments: Sequence[str]) -> Options[Any, Any]:
         _check_same(default, options)
         check_trusted(RunFolder(resumed), default.run, why_not, options.trust, f"{command} --resume")
     elif options.trust:
-        raise ConfigError("--trust applies to the run folder of --resume, which is missing: add --resume RUN.")
+        raise ConfigError("--trust applies only to a run folder: add --resume RUN, or omit --trust.")
     return options
 
 
@@ -164,19 +166,20 @@ def _cluster(options: Options[Any, Any]) -> ClusterEnv:
 
 
 def _check_same(saved: Options[Any, Any], now: Options[Any, Any]) -> None:
-    """Raise `ConfigError` if an option that defines the run differs from the saved one."""
+    """Raise `ConfigError` if an option that a resumed run cannot change differs from the saved option."""
     network = [(field.name, saved.learner.net, now.learner.net) for field in fields(NetConfig)]
     for name, *configs in [*((name, saved.run, now.run) for name in _FIXED), *network]:
         before, after = (typed(name, getattr(config, name)) for config in configs)
         if before != after:
             raise ConfigError(
-                f"the run in {now.resume} was started with {before} and cannot be resumed with {after}. Omit that "
+                f"the run in {now.resume} was started with {before} and cannot be resumed with {after}. Omit the "
                 "option, or start another run without --resume."
             )
 
 
 def _named_path(arguments: Sequence[str], option: str, expected: str) -> Path | None:
-    """Return the path that an option names, found before parsing: what it holds are the defaults of all others."""
+    """Return the path that an option names. Find it before parsing, because the file has the defaults of other
+    options."""
     for i, argument in enumerate(arguments):
         flag, _, value = argument.partition("=")
         if flag == option:
@@ -187,7 +190,8 @@ def _named_path(arguments: Sequence[str], option: str, expected: str) -> Path | 
 
 
 def _saved_options(name: str, path: Path) -> tuple[Options[Any, Any], str]:
-    """Return the options stored in a run folder, and why its author may be another user ("" if the tag is valid)."""
+    """Return the options stored in a run folder, and why another user may have written them ("" if the tag is
+    valid)."""
     saved, why_not = RunFolder.open(path).read_signed_config()
     if saved.get("algorithm") != name:
         raise ConfigError(
@@ -216,7 +220,7 @@ def load_config(saved: dict[str, Any]) -> tuple[RunConfig, Any]:
         saved: The parsed JSON.
 
     Returns:
-        The options of the run and those of its learner.
+        The options of the run, and the options of its learner.
 
     Raises:
         ConfigError: An option is missing, unknown or of the wrong type.
@@ -232,12 +236,12 @@ def load_config(saved: dict[str, Any]) -> tuple[RunConfig, Any]:
 
 
 def _check_known(saved: Mapping[str, object], known: Mapping[str, object], path: str = "") -> None:
-    """Raise `ConfigError` if a saved option is unknown: ignoring it would silently change the run."""
+    """Raise `ConfigError` if a saved option is unknown, because ignoring it would silently change the run."""
     for name, value in saved.items():
         if name not in known:
             raise ConfigError(
-                f"config.json has {path + name!r}, which farstep {VERSION} does not know. Use the version that wrote "
-                "the file, or remove that entry and pass --trust."
+                f"config.json has the option {path + name!r}, which farstep {VERSION} does not know. Use the version "
+                "that wrote the file, or remove this entry and pass --trust."
             )
         if isinstance(value, Mapping) and is_dataclass(part := known[name]):
             _check_known(value, vars(part), f"{path}{name}.")
@@ -258,7 +262,7 @@ def _folder(name: str, options: Options[Any, Any]) -> RunFolder:
 
 
 def _write_yaml(name: str, options: Options[Any, Any], folder: RunFolder) -> None:
-    """Write the options for people, and for --config."""
+    """Write the options as YAML, for people and for --config."""
     parts = {"run": options.run, "learner": options.learner}
     cluster = {"cluster": options.nodes} if isinstance(options.nodes, EngineConfig) else {}
     with as_run_error(folder.yaml_file):
@@ -286,7 +290,7 @@ def make_learner(name: str, run: RunConfig, config: Config, env: ClusterEnv) -> 
     torch.manual_seed(run.seed)
     agent = make_agent(*env.launch(), config.net, config.gamma)
     learner = ALGORITHMS[name].learner(agent, config, run.seed, run.device)
-    # More threads do not speed up small matrices, and slow them down where workers need the cores.
+    # For small matrices, more threads do not help; if workers need the cores, they even slow them down.
     torch.set_num_threads(run.threads or (usable_cpus() if agent.sees_images and learner.synchronous else 1))
     return learner
 
@@ -306,7 +310,7 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
 
     Raises:
         Stopped: A signal arrived; a checkpoint has been written.
-        RunError: The run cannot be resumed: it has no checkpoint.
+        RunError: The run cannot be resumed, because it has no checkpoint.
     """
     run, resume = options.run, options.resume is not None
     with ExitStack() as stack:
@@ -330,8 +334,8 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
         if resume:
             if not checkpoint.numbered(folder.checkpoints):
                 raise RunError(
-                    f"{folder.path} ended before its first checkpoint, which is written after "
-                    f"{run.checkpoint_every or DEFAULT_EVERY} updates (--checkpoint-every), so there is nothing to "
+                    f"{folder.path} ended before its first checkpoint (written after "
+                    f"{run.checkpoint_every or DEFAULT_EVERY} updates, see --checkpoint-every), so there is nothing to "
                     "resume; start a new run without --resume."
                 )
             training.resume()
@@ -353,7 +357,7 @@ def _set_up(run: RunConfig) -> None:
     if run.wandb is not None:
         require_wandb()
     logging.getLogger("farstep").setLevel(logging.WARNING)
-    # `RewardError` and the warning about updates without effect already report rewards that are too large.
+    # Ignore overflow: `RewardError` and the warning about updates without effect already report too large rewards.
     warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning, "farstep")
 
 
@@ -388,7 +392,7 @@ def _loggers(
 
 
 def _normalized(net: NetConfig) -> str:
-    """Return a line that says what the learner normalises and how to turn it off."""
+    """Return a line that says what the learner normalizes, and how to disable this."""
     found = [what for what, on in (("observations", net.normalize_obs), ("rewards", net.normalize_reward)) if on]
     if not found:
         return "normalized: nothing"

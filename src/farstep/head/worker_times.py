@@ -1,4 +1,4 @@
-"""Sums what workers report about their time and their steps; the sums continue when a worker is replaced."""
+"""Sums the workers' reports on their time and steps. The sums continue when a worker is replaced."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _PARTS = Times.__struct_fields__
 
 
 class WorkerTimes:
-    """Per worker, the seconds of each part of its time, and its rate."""
+    """For each worker, the seconds of each part of its time, and its rate."""
 
     def __init__(self, num_workers: int) -> None:
         self._seconds = [dict.fromkeys(_PARTS, 0.0) for _ in range(num_workers)]
         self._rates = [Rate() for _ in range(num_workers)]
 
     def add(self, worker: int, times: Times) -> None:
-        """Add what a worker reports with a chunk."""
+        """Add the report that came with a chunk."""
         seconds = self._seconds[worker]
         seconds["env"] += times.env
         seconds["inference"] += times.inference

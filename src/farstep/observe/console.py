@@ -1,7 +1,7 @@
-"""Shows metrics in the terminal: a live display, or plain lines where the terminal cannot show one.
+"""Shows metrics in the terminal: a live display, or plain lines if the terminal cannot show a display.
 
-A separate thread draws the live display. The training thread only appends to lock-free queues, so Ctrl-C is safe at
-any moment, and a blocked terminal does not block training. Printed and logged lines go through such a queue, too, and
+A separate thread draws the live display. The training thread only appends to lock-free queues, so Ctrl-C is safe at any
+moment, and a blocked terminal does not block training. Printed and logged lines also go through such a queue, and
 appear above the display.
 """
 
@@ -31,9 +31,9 @@ from farstep.observe.run_status import RunStatus, line
 _LINE_EVERY_S = 5.0
 _REFRESH_S = 0.25
 _CLOSE_S = 5.0
-"""Seconds that `close` waits for the drawing thread."""
+"""Maximum seconds that `close` waits for the drawing thread."""
 _MAX_LINES = 10_000
-"""Maximum number of printed lines that wait to be shown; older ones are dropped."""
+"""Maximum number of printed lines that wait to be shown; older lines are dropped."""
 
 
 def console_logger(
@@ -47,7 +47,7 @@ def console_logger(
         console: Where to write; None: standard output.
 
     Returns:
-        A `LiveDisplay` if the terminal can show it, else `PlainLines`.
+        A `LiveDisplay` if the terminal can show it, otherwise `PlainLines`.
     """
     console = OutputConsole() if console is None else console
     drawable = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
@@ -66,7 +66,7 @@ class OutputConsole(Console):
 
 
 class PlainLines:
-    """Prints at most one line every five seconds, and one at the end."""
+    """Prints at most one line every five seconds, and a last line at the end."""
 
     def __init__(
         self, total_steps: int, console: Console | None = None, clock: Callable[[], float] = time.monotonic
@@ -86,7 +86,7 @@ class PlainLines:
             self._next_s = now + _LINE_EVERY_S
 
     def show(self, diagnosis: str | None = None, events: Sequence[ShownEvent] = ()) -> None:
-        """Add a diagnosis to the lines from now on; events have log lines of their own."""
+        """Add a diagnosis to the next lines. Events are not added, because they have their own log lines."""
         self._diagnosis = diagnosis
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class LiveDisplay:
         self._started_s = time.monotonic()
         self._updates: deque[tuple[int, Mapping[str, float], float]] = deque()
         self._remarks: tuple[str | None, tuple[ShownEvent, ...]] = (None, ())
-        """Diagnosis and events; replaced as a whole, because another thread draws them."""
+        """Diagnosis and events. Always replaced as a whole, because another thread draws them."""
         self._lines: deque[str] = deque(maxlen=_MAX_LINES)
         self._closing = threading.Event()
         self._failure: Exception | None = None
@@ -130,13 +130,13 @@ class LiveDisplay:
         """Replace the diagnosis and the events that the panel shows.
 
         Args:
-            diagnosis: A sentence that says what the run is waiting for; None: nothing to say.
-            events: What happened, oldest first; the latest three are shown.
+            diagnosis: A sentence that says what the run is waiting for; None: show no diagnosis.
+            events: The events, oldest first; the panel shows the latest three.
         """
         self._remarks = (diagnosis, tuple(events))
 
     def close(self) -> None:
-        """Draw a last time and restore streams and log handlers; the cursor ends below the panel."""
+        """Draw a last time, and restore streams and log handlers. The cursor ends below the panel."""
         atexit.unregister(self.close)
         self._redirection.close()
         self._closing.set()
@@ -148,7 +148,7 @@ class LiveDisplay:
 
     def _draw(self) -> None:
         try:
-            # Without rich's own thread and redirection: both take locks that Ctrl-C could leave held.
+            # Do not use rich's own thread and redirection, because both take locks that Ctrl-C could leave held.
             live = Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
             with live:
                 while not self._closing.wait(_REFRESH_S):
@@ -160,7 +160,8 @@ class LiveDisplay:
 
     def _refresh(self, live: Live) -> None:
         now = time.monotonic()
-        # Process only the entries queued now: a program that prints without pause must not prevent drawing.
+        # Process only the entries that are queued now, so that a program that prints without pause cannot prevent
+        # drawing.
         for _ in range(len(self._updates)):
             self._status.update(*self._updates.popleft())
         if lines := [self._lines.popleft() for _ in range(len(self._lines))]:
@@ -172,12 +173,12 @@ class LiveDisplay:
 
 
 class _LineStream(io.TextIOBase):
-    """A stream that passes complete lines to `put`; its other properties are those of the terminal's stream."""
+    """A stream that passes complete lines to `put`. In all else it behaves like the terminal's stream."""
 
     def __init__(self, put: Callable[[str], None], stream: TextIO) -> None:
         self._put, self._stream = put, stream
         self._local = threading.local()
-        """Per thread, the line that is not complete yet."""
+        """For each thread, the line that is not complete yet."""
         self._pid = os.getpid()
 
     def write(self, text: str) -> int:
@@ -212,7 +213,7 @@ class _LineStream(io.TextIOBase):
 
 @contextlib.contextmanager
 def _redirected(put: Callable[[str], None]) -> Iterator[None]:
-    """Redirect stdout, stderr and the logging handlers that write to them."""
+    """Context manager: redirect stdout, stderr and the logging handlers that write to them."""
     before: dict[str, TextIO] = {"stdout": sys.stdout, "stderr": sys.stderr}
     redirected = {name: _LineStream(put, stream) for name, stream in before.items()}
     moved: list[tuple[logging.StreamHandler[Any], TextIO]] = []

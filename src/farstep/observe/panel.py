@@ -1,4 +1,4 @@
-"""Renders the status of a run as a rich panel, for the live display."""
+"""Renders the status of a run for the live display, as a panel of the package rich."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from farstep.observe.run_status import (
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SHADES = "█▓▒░"
-_COLOURS = {
+_COLORS = {
     "collect": "cyan",
     "recompute": "magenta",
     "advantages": "yellow",
@@ -48,7 +48,7 @@ _SHOWN_EVENTS = 3
 
 
 class ShownEvent(Protocol):
-    """What the panel shows of an event."""
+    """The attributes of an event that the panel shows."""
 
     @property
     def time(self) -> float:
@@ -79,13 +79,13 @@ def panel(
     """Render the status.
 
     Args:
-        status: What to show.
+        status: The status to show.
         title: Heading of the panel.
         elapsed_s: Seconds since the start of the run.
-        now_s: Current time of the clock that `status` was updated with.
+        now_s: Current time, from the same clock as `RunStatus.update`.
         width: Columns of the terminal.
-        diagnosis: A sentence that says what the run is waiting for; None: no row for it.
-        events: What happened, oldest first; the latest three are shown.
+        diagnosis: A sentence that says what the run is waiting for; None: show no diagnosis.
+        events: The events, oldest first; the panel shows the latest three.
 
     Returns:
         The panel, at most 100 columns wide.
@@ -193,7 +193,7 @@ def _workers(status: RunStatus) -> Text:
 
 
 class Shares:
-    """A bar of segments in proportion to the shares, with a legend; shaded if the terminal has no colours."""
+    """A bar whose segments are proportional to the shares, with a legend. Without colors, segments are shaded."""
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         self._shares = shares
@@ -203,10 +203,10 @@ class Shares:
         bar, legend, lines = Text(no_wrap=True), Text(no_wrap=True), []
         at = 0.0
         for position, (name, share) in enumerate(self._shares.items()):
-            mark, colour = shades[position % len(shades)], _COLOURS.get(name, "bright_white")
+            mark, color = shades[position % len(shades)], _COLORS.get(name, "bright_white")
             at += share
-            bar.append(mark * (round(at * options.max_width) - len(bar)), style=colour)
-            entry = Text.assemble((mark, colour), (f" {name.replace('_', ' ')} ", "dim"), percent(share))
+            bar.append(mark * (round(at * options.max_width) - len(bar)), style=color)
+            entry = Text.assemble((mark, color), (f" {name.replace('_', ' ')} ", "dim"), percent(share))
             if legend and len(legend) + len(entry) + 3 > options.max_width:
                 lines.append(legend)
                 legend = Text(no_wrap=True)

@@ -1,4 +1,4 @@
-"""Plots what happened in runs: return, throughput, staleness, dropped chunks, restarts."""
+"""Plots return, throughput, staleness, dropped chunks and restarts of runs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from farstep.observe.glossary import METRICS
 from farstep.observe.run_status import EVALUATION, RESTARTS, RETURN, SPEED, STALENESS, label
 
 _FORMATS = (".png", ".svg", ".pdf")
-# Okabe and Ito's palette for colour-blind readers, without yellow, which is hard to see on paper.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
+# Okabe and Ito's palette for color-blind readers, without yellow, because yellow is hard to see on paper.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
 _LINES = ("-", "--", "-.", ":")
 _INK, _FAINT = "#333333", "#8a8a8a"
 _POINTS_PER_WINDOW = 100
@@ -26,7 +26,7 @@ _LARGE_DOTS = 30
 _SHOWN_RAW = 3
 _LEGEND_CHARACTERS = 120
 _RATE_UPDATES = 10
-"""Smallest number of updates over which a rate is measured, in runs of at least 50."""
+"""Minimum number of updates over which a rate is measured, in runs of at least 50 updates."""
 _OLDEST = "lag/versions_max"
 _STYLE = {
     "font.size": 10,
@@ -53,15 +53,16 @@ def plot(
     smooth: int | None = None,
     title: str | None = None,
 ) -> Path:
-    """Plot one or several runs; runs that differ only in their seed share a line with a band around it.
+    """Plot one or several runs. Runs that differ only in their seed share a line with a band around it.
 
     Args:
         runs: Folders of the runs.
         out: File to write, ending in .png, .svg or .pdf.
-        band: From the lowest to the highest seed (`range`), or one standard deviation to both sides (`std`).
-        smooth: Updates per moving average; 1: none; None: a hundredth of the run, and for rates at least ten
-            updates, or a fifth of a run of fewer than fifty.
-        title: Heading; None: the environment and the learner that the runs have in common.
+        band: What the band shows: the lowest to the highest seed (`range`), or one standard deviation to both sides
+            (`std`).
+        smooth: Updates per moving average; 1: no smoothing. None: a hundredth of the run; for rates, at least ten
+            updates, or a fifth of a run of fewer than fifty updates.
+        title: Heading; None: the environment and the learner, if all runs have the same.
 
     Returns:
         The path of the file.
@@ -107,7 +108,7 @@ def _title(groups: Sequence[Group]) -> str:
 
 
 class _Drawing:
-    """Panels with one line for each group of runs; there is a panel only for what happened in at least one run."""
+    """Panels with one line for each group of runs. A panel is drawn only if at least one run has data for it."""
 
     def __init__(self, figure: Any, groups: Sequence[Group], band: str, smooth: int | None) -> None:
         self._figure, self._groups, self._band, self._smooth = figure, groups, band, smooth
@@ -125,7 +126,7 @@ class _Drawing:
         self._legend()
 
     def _panels(self) -> Iterator[tuple[bool, Callable[[Any], None]]]:
-        """Yield whether something happened, and what draws it."""
+        """Yield for each panel whether there is data, and the function that draws it."""
         for x, panel in (("step", self._return_by_steps), ("seconds", self._return_by_time)):
             yield any(group.curves(name, x) for group in self._groups for name in (RETURN, EVALUATION)), panel
         yield any(self._speeds(group) for group in self._groups), self._throughput
@@ -137,7 +138,7 @@ class _Drawing:
         return any((ys > 0).any() for group in self._groups for _, ys in curves(group))
 
     def _axes(self, number: int) -> list[Any]:
-        """Return axes in two columns, or three for more than four panels; the last one fills its row."""
+        """Return axes in two columns; in three for more than four panels. The last panel fills its row."""
         columns = min(number, 2 if number <= 4 else 3)
         rows = -(-number // columns)
         self._figure.set_size_inches(5.5 * max(columns, 1.5), 0.3 + 3.5 * rows)
@@ -150,8 +151,8 @@ class _Drawing:
         ]
 
     def _style(self, position: int) -> dict[str, Any]:
-        lines = _LINES[position // len(_COLOURS) % len(_LINES)]
-        return {"color": _COLOURS[position % len(_COLOURS)], "linestyle": lines}
+        lines = _LINES[position // len(_COLORS) % len(_LINES)]
+        return {"color": _COLORS[position % len(_COLORS)], "linestyle": lines}
 
     # ---- panels ----
 
@@ -175,7 +176,7 @@ class _Drawing:
         self._averaged(axes, METRICS[STALENESS].title, lambda group: group.curves(STALENESS))
         self._oldest(axes)
         top = max(1.0, axes.get_ylim()[1])
-        axes.set_ylim(-0.02 * top, top)  # keeps a line at zero apart from the axis
+        axes.set_ylim(-0.02 * top, top)  # separates a line at zero from the axis
 
     def _dropped(self, axes: Any) -> None:
         self._heading(axes, f"Dropped {METRICS['dropped/stale'].unit} per update")
@@ -206,7 +207,8 @@ class _Drawing:
         return self._smooth or max(self._window(points), min(_RATE_UPDATES, points // 5))
 
     def _speeds(self, group: Group, updates: int | None = None) -> list[Curve]:
-        """Return the throughput of each run that has one, over a window of this many updates; None: by its length."""
+        """Return the throughput of each run that has one, over this many updates; None: depends on the length of the
+        run."""
         found = [run.speed(updates or self._rate_window(len(run.rows))) for run in group.runs]
         return [curve for curve in found if len(curve[0])]
 
@@ -219,7 +221,7 @@ class _Drawing:
             self._line(axes, raw, averages, self._style(position))
 
     def _line(self, axes: Any, raw: list[Curve], curves: list[Curve], style: dict[str, Any]) -> None:
-        """Draw the mean of a group's curves with its band; thin lines where only some of them have values."""
+        """Draw the mean of a group's curves with its band. Where only some curves have values, draw thin lines."""
         if not raw:
             return
         if len(raw) == 1 and len(self._groups) <= _SHOWN_RAW and not np.array_equal(raw[0][1], curves[0][1]):
@@ -236,7 +238,8 @@ class _Drawing:
         axes.plot(grid, mean, linewidth=1.8, marker="o" if len(grid) == 1 else None, **style)
 
     def _evaluations(self, axes: Any, x: str) -> None:
-        """Draw the return of evaluations as dots: the mean over seeds, at the steps of the run with the fewest."""
+        """Draw the return of evaluations as dots: the mean over seeds, at the steps of the run with the fewest
+        evaluations."""
         shown = False
         for position, group in enumerate(self._groups):
             curves = group.curves(EVALUATION, x)
@@ -246,9 +249,9 @@ class _Drawing:
             start, end = common_range(curves)
             grid = grid[(grid >= start) & (grid <= end)]
             mean = np.mean([np.interp(grid, *curve) for curve in curves], 0)
-            colour = self._style(position)["color"]
+            color = self._style(position)["color"]
             dots = {"markersize": 4.5, "markeredgecolor": "white"} if len(grid) <= _LARGE_DOTS else {"markersize": 2.2}
-            axes.plot(grid, mean, "o", color=colour, markeredgewidth=0.8, **dots)
+            axes.plot(grid, mean, "o", color=color, markeredgewidth=0.8, **dots)
             shown = True
         if shown:
             axes.plot([], [], color=_INK, label="training")

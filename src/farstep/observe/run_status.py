@@ -1,4 +1,4 @@
-"""The status of a run, computed from the metrics of its updates; the terminal displays it."""
+"""The status of a run for the terminal, computed from the metrics of its updates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESTARTS = "workers/restarts"
 
 
 class RunStatus:
-    """The latest value of each metric, the history of the return, the remaining time and the time of each phase."""
+    """The latest value of each metric, the history of the return, the remaining time, and the time of each phase."""
 
     def __init__(self, total_steps: int) -> None:
         self.total_steps = total_steps
@@ -29,16 +29,16 @@ class RunStatus:
         self.updates = 0
         self.latest: dict[str, float] = {}
         self.returns: list[float] = []
-        """The return from the start until now, at most 256 points: pairs are averaged when the list is full."""
+        """The history of the return, at most 256 points. When the list is full, pairs of points are averaged."""
         self._updates_per_point = 1
         self._pending: list[float] = []
-        """Returns that are not a point of `returns` yet."""
+        """Returns that will be averaged to the next point of `returns`."""
         self._times: deque[dict[str, float]] = deque(maxlen=_RECENT_UPDATES)
         self._steps: deque[tuple[float, int]] = deque(maxlen=_RECENT_UPDATES + 1)
         """Time and step of the latest updates."""
 
     def update(self, step: int, metrics: Mapping[str, float], now_s: float) -> None:
-        """Add the metrics of an update; values that are not finite are ignored.
+        """Add the metrics of an update. Ignore values that are not finite.
 
         Args:
             step: Environment steps so far.
@@ -50,7 +50,7 @@ class RunStatus:
         self.latest |= known
         self._steps.append((now_s, step))
         times = {name.removeprefix("time/"): s for name, s in known.items() if name.startswith("time/")}
-        self._times.append({name: s for name, s in times.items() if "/" not in name})  # without those of workers
+        self._times.append({name: s for name, s in times.items() if "/" not in name})  # skip the times of workers
         if RETURN in known:
             self._add_return(known[RETURN])
 
@@ -70,7 +70,7 @@ class RunStatus:
         return min(self.step / self.total_steps, 1.0) if self.total_steps > 0 else 1.0
 
     def seconds_left(self, now_s: float) -> float | None:
-        """Return the seconds until the last step at the speed of the latest updates; None if the speed is unknown."""
+        """Return the remaining seconds at the speed of the latest updates; None if the speed is unknown."""
         if len(self._steps) < 2:
             return None
         (then_s, then), (last_s, last) = self._steps[0], self._steps[-1]
@@ -80,7 +80,7 @@ class RunStatus:
         return max(left - (now_s - last_s), 0.0)
 
     def shares(self) -> dict[str, float]:
-        """Return the fraction of the latest updates' time that each phase took, in order; the sum is one."""
+        """Return the share of each phase in the time of the latest updates, in order. The sum is one."""
         sums: dict[str, float] = {}
         for times in self._times:
             for name, seconds in times.items():
@@ -93,7 +93,7 @@ class RunStatus:
         return {name: seconds / total for name, seconds in parts.items() if seconds > 0} if total else {}
 
     def dropped(self) -> dict[str, int]:
-        """Return the number of dropped chunks by cause, without zeros."""
+        """Return the number of dropped chunks by cause; causes with zero chunks are left out."""
         prefix = "dropped/"
         return {name.removeprefix(prefix): int(n) for name, n in self.latest.items() if name.startswith(prefix) and n}
 
@@ -102,9 +102,9 @@ def line(status: RunStatus, now_s: float, diagnosis: str | None = None) -> str:
     """Return the status in one line, for logs and terminals without cursor control.
 
     Args:
-        status: What to show.
-        now_s: Current time of the clock that `status` was updated with.
-        diagnosis: A sentence that says what the run is waiting for; None: none.
+        status: The status to show.
+        now_s: Current time, from the same clock as `RunStatus.update`.
+        diagnosis: A sentence that says what the run is waiting for; None: show no diagnosis.
 
     Returns:
         The line.
@@ -149,7 +149,7 @@ def number(value: float) -> str:
 
 
 def percent(fraction: float) -> str:
-    """Format a fraction in percent; 100 % only if it is exactly one."""
+    """Format a fraction in percent. Show 100 % only if it is exactly one."""
     return f"{min(round(100 * fraction), 99 if fraction < 1 else 100)} %"
 
 

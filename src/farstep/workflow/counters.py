@@ -1,4 +1,4 @@
-"""The counters of a workflow in `ClusterEnv.stats`: its buffer, its limiter, its triggers and their consumers."""
+"""The counters of a workflow in `ClusterEnv.stats`: buffer, limiter, triggers and consumers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from farstep.workflow.triggers import DataKeyTrigger
 
 
 def buffer_counters(buffer: Buffer) -> dict[str, int]:
-    """Rows in the buffer, rows that fit, and bytes of its arrays."""
+    """Number of rows, capacity in rows, and bytes of a buffer."""
     return {"fill": len(buffer), "capacity": buffer.capacity, "bytes": buffer.nbytes}
 
 
@@ -22,7 +22,7 @@ def limiter_counters(buffer: Buffer, refused_s: float) -> dict[str, Any]:
 
     Args:
         buffer: The buffer.
-        refused_s: Seconds for which the limiter has refused the chunk that waits now.
+        refused_s: Seconds for which the limiter has refused the chunk that is waiting now.
     """
     limiter, waited_s = buffer.limiter, buffer.waited_s
     return {
@@ -34,7 +34,7 @@ def limiter_counters(buffer: Buffer, refused_s: float) -> dict[str, Any]:
 def trigger_counters(
     dispatcher: Dispatcher, guards: Iterable[tuple[str, Guard]], ledger: Ledger, num_envs: Mapping[Actor, int]
 ) -> dict[str, dict[str, int | None]]:
-    """Per trigger: how often it fired, rows that it has not consumed yet, messages not done, lag of its consumer.
+    """For each trigger: number of firings, unconsumed rows, unfinished messages, and the lag of its consumer.
 
     Args:
         dispatcher: Evaluates the triggers.

@@ -31,7 +31,7 @@ from farstep.learners.networks.nets import ActorCritic
 
 
 class Learner(Protocol):
-    """The interface that `Training` requires of a learner.
+    """The interface of a learner that `Training` uses.
 
     The loop, without logging and checkpoints:
 
@@ -41,11 +41,11 @@ class Learner(Protocol):
     """
 
     agent: ActorCritic
-    """The agent that acts on workers and is updated here."""
+    """The agent. It acts on workers, and the learner updates it."""
 
     @property
     def synchronous(self) -> bool:
-        """Whether workers wait during updates; such a run can resume exactly where it was saved."""
+        """Whether workers wait during updates. Only such a run can resume exactly."""
         ...
 
     def batches(self, env: ClusterEnv) -> Iterator[Batch]:
@@ -74,11 +74,11 @@ class Learner(Protocol):
         ...
 
     def state(self) -> dict[str, object]:
-        """Return the state for a checkpoint: numbers, text, arrays, tensors, and mappings and lists of these."""
+        """Return the state for a checkpoint: numbers, text, arrays and tensors, or mappings and lists of these."""
         ...
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state; raise any exception, before changing anything, if it does not fit.
+        """Restore a saved state. If it does not fit, raise any exception before changing anything.
 
         Args:
             state: What `state` returned.
@@ -100,7 +100,7 @@ class Sink(Protocol):
 
 
 class _Saved(msgspec.Struct, forbid_unknown_fields=True):
-    """The state of a run in a checkpoint; the restored objects check the contents of the mappings."""
+    """The state of a run in a checkpoint. The restored objects check the contents of the mappings."""
 
     agent: dict[str, Any]
     learner: dict[str, Any]
@@ -108,7 +108,7 @@ class _Saved(msgspec.Struct, forbid_unknown_fields=True):
     torch: torch.Tensor
     version: Count
     env: dict[str, Any] | None = None
-    """None if the environments cannot replay their episodes."""
+    """None if the environments cannot replay episodes."""
     journal: dict[str, Any] | None = None
 
 
@@ -121,7 +121,7 @@ class Limits:
     target_return: float | None = None
     """Stop when the mean return of the last 100 episodes reaches this; None: no target."""
     checkpoint_every: int | None = None
-    """Updates between checkpoints; None: 10, or more if writing would take over 2 % of the time."""
+    """Updates between checkpoints; None: 10, or more if writing would otherwise take over 2 % of the time."""
     eval_every: int | None = None
     """Environment steps between evaluations; None: no evaluations."""
 
@@ -132,8 +132,8 @@ class Training:
     Args:
         learner: The learner, with its agent.
         env: The environments to train in.
-        limits: When to stop, and intervals of checkpoints and evaluations.
-        sink: Receives the metrics of every update; None: metrics are discarded.
+        limits: When to stop, and how often to write checkpoints and to evaluate.
+        sink: Receives the metrics of every update; None: discard metrics.
         checkpoints: Folder for checkpoints; None: no checkpoints.
         evaluator: Runs evaluations every `limits.eval_every` steps and at the end; None: no evaluations.
 
@@ -155,7 +155,7 @@ class Training:
         self._learner, self._env, self._limits = learner, env, limits
         self.sink, self._checkpoints, self._evaluator = sink, checkpoints, evaluator
         self._journal = Journal() if checkpoints and learner.synchronous and not env.cannot_replay else None
-        """None if the run cannot resume exactly where it was saved."""
+        """None if the run cannot resume exactly."""
         self.progress = Progress()
         self._signals = StopSignals(self._journal is not None, self._drop_journal, env.emit_event)
         if evaluator is not None:
@@ -203,7 +203,7 @@ class Training:
                     f"the run ended after {self.progress.updates} updates, during critic warm-up, so its policy was "
                     "not trained: lower --critic-warmup-updates, or train for longer (--total-steps, --target-return)"
                 )
-            self.save()  # before the evaluation, which may be long and may be interrupted
+            self.save()  # before the evaluation, which may take long and may be interrupted
             self._signals.check()
         self._finish_evaluation()
         return self.progress
@@ -214,7 +214,7 @@ class Training:
             with self._timer("collect"):
                 self._signals.collecting = True
                 try:
-                    self._signals.check_before_rollout()  # a signal may have arrived while a checkpoint was written
+                    self._signals.check_before_rollout()  # a signal may arrive while a checkpoint is written
                     batch = next(batches)
                 finally:
                     self._signals.collecting = False
@@ -227,15 +227,15 @@ class Training:
         metrics = self._learner.update(batch, version, progress.steps / self._limits.total_steps, timer)
         if metrics.get("actor/skipped_steps") == 1.0:
             self._warn(
-                f"update {progress.updates + 1} changed nothing: no gradient in it was finite. Lower the learning "
-                "rate, or normalise rewards (normalize_reward)"
+                f"update {progress.updates + 1} changed nothing, because none of its gradients was finite. Lower the "
+                "learning rate, or normalize rewards (normalize_reward)"
             )
         self._in_warmup = "critic/warmup" in metrics
         with timer("publish"):
             self._env.publish(self._learner.agent)
         if self._journal is not None:
             self._journal.add(batch)
-        progress.steps += int(batch["valid"].sum()) + self._new_stagger_steps()  # both count as training
+        progress.steps += int(batch["valid"].sum()) + self._new_stagger_steps()  # both count as training steps
         progress.updates += 1
         progress.seconds = time.monotonic() - start
         progress.episodes += len(batch.episodes["return"])
@@ -244,7 +244,7 @@ class Training:
         self._report(metrics, lag)
 
     def _new_stagger_steps(self) -> int:
-        """Return the steps since the last update that moved staggered environments to their offsets."""
+        """Return the number of steps since the last update that moved staggered environments to their offsets."""
         before, self._stagger_steps = self._stagger_steps, int(self._env.stats()["stagger_steps"])
         return self._stagger_steps - before
 
@@ -295,7 +295,7 @@ class Training:
     # ---- evaluation ----
 
     def _evaluation(self) -> dict[str, float]:
-        """Return the metrics of an evaluation that has finished, and start the next one if it is due."""
+        """Return the metrics of a finished evaluation. If the next evaluation is due, start it."""
         evaluator, every = self._evaluator, self._limits.eval_every
         if evaluator is None or every is None:
             return {}
@@ -306,7 +306,7 @@ class Training:
         return result.metrics() if result is not None else {}
 
     def _finish_evaluation(self) -> None:
-        """Wait for the evaluation in progress; evaluate the final agent unless that evaluation already did."""
+        """Wait for the evaluation in progress. Then evaluate the final agent, unless this was already done."""
         if self._evaluator is None:
             return
         last = self._wait_for_evaluation()
@@ -335,7 +335,7 @@ class Training:
             The checkpoint's folder; None if the run has no folder for checkpoints.
 
         Raises:
-            CheckpointError: It could not be written; earlier checkpoints are intact.
+            CheckpointError: The checkpoint could not be written; earlier checkpoints are intact.
         """
         if self._checkpoints is None:
             return None
@@ -371,7 +371,7 @@ class Training:
         torch.set_rng_state(saved.torch)
 
     def _restore(self, loaded: checkpoint.Loaded) -> _Saved:
-        """Restore everything except the environments; raise `Refused` without changes if the state does not fit."""
+        """Restore everything except the environments. If the state does not fit, raise `Refused` without changes."""
         agent = self._learner.agent
         saved = converted("the state", join_state(loaded), _Saved)
         check_agent(agent, saved.agent)
@@ -382,7 +382,7 @@ class Training:
         agent.load_state_dict(saved.agent)
         try:
             self._learner.load(saved.learner)
-        except Exception as error:  # a learner that the user wrote may raise anything
+        except Exception as error:  # a user's own learner may raise anything
             agent.load_state_dict(before)
             if isinstance(error, Refused):
                 raise
@@ -391,14 +391,14 @@ class Training:
         return saved
 
     def _check_env(self, saved: _Saved) -> Journal | None:
-        """Check the saved environments; return the actions of episodes in progress if they can be replayed."""
+        """Check the saved environments. Return the actions of episodes in progress, if these can be replayed."""
         if (saved.env is None) != (saved.journal is None):
             raise Refused("the state has only one of env and journal; expected both or neither")
         if self._journal is None or saved.env is None:
             return self._journal
         if saved.env.get("version") != saved.version:
             raise Refused(
-                f"the version of the run is {saved.version} and that of its environments {saved.env.get('version')!r}; "
+                f"the run has version {saved.version}, but its environments have {saved.env.get('version')!r}; "
                 "expected the same version"
             )
         journal = Journal.of(saved.journal)
@@ -406,5 +406,5 @@ class Training:
         return journal
 
     def _drop_journal(self) -> None:
-        """Discard the journal: after an abandoned rollout it lacks actions, so episodes restart on resume."""
+        """Discard the journal. It lacks the actions of an abandoned rollout, so episodes restart on resume."""
         self._journal = None

@@ -1,4 +1,4 @@
-"""Actor-critic networks for any space: the agent of farstep's learners, on workers and on the head.
+"""Actor-critic networks: the agents of farstep's learners, on workers and on the head.
 
     obs ── encoders ──┬── actor layers ── heads ──► sample, log-probability
                       └── critic layers ──────────► value
@@ -40,7 +40,7 @@ class NetConfig:
     """
 
     hidden: tuple[int, ...] = (64, 64)
-    """Widths of the hidden layers; actor and critic each have them. Ignored for images."""
+    """Widths of the hidden layers of the actor, and also of the critic. Ignored for images."""
     activation: Literal["tanh", "relu", "silu"] = "tanh"
     """Activation function between layers; relu is the fastest."""
     recurrent: Recurrence = "none"
@@ -48,8 +48,8 @@ class NetConfig:
     core: int = 128
     """Width of the recurrent core."""
     normalize_obs: bool = True
-    """Normalise observations, except images, by their running mean and standard deviation; workers receive these with
-    the weights."""
+    """Normalize observations, except images, by their running mean and standard deviation. Workers receive these
+    statistics with the weights."""
     normalize_reward: bool = True
     """Divide rewards by the running standard deviation of discounted returns."""
 
@@ -71,7 +71,7 @@ DEFAULT_NET = NetConfig()
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Evaluation of recorded samples under the current policy, flat `[n]`."""
+    """Evaluation of recorded samples under the current policy; all tensors have shape `[n]`."""
 
     logprob: Tensor
     """Log-probabilities of the samples."""
@@ -82,7 +82,7 @@ class Evaluation:
 
 
 class ActorCritic(nn.Module):
-    """Agent without a recurrent core: acts on workers, and is optimized by the learner on the head.
+    """Agent without a recurrent core. It acts on workers, and the learner on the head optimizes it.
 
     Args:
         observation_space: Space of single observations.
@@ -114,13 +114,14 @@ class ActorCritic(nn.Module):
         action_spaces = leaf_spaces(action_space, "action")
         self.heads = nn.ModuleDict({_key(n): head_for(s, actor_width) for n, s in action_spaces.items()})
         self.keeps_samples = any(isinstance(head, GaussianHead) for head in self.heads.values())
-        """Whether samples are recorded, too, because actions may differ from them (clipping)."""
+        """Whether samples are recorded in addition to actions, because clipping may change actions."""
         self.normalizes_obs = config.normalize_obs
         self.greedy = False
-        """Whether to take the most likely action instead of sampling, as in an evaluation."""
+        """Whether to take the most likely action instead of sampling; used in evaluations."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copies of arrays: an optimizer makes parameters views of one vector, and each view would pickle all of it.
+        # Copy arrays, because an optimizer makes parameters views of one vector, and each view would pickle the whole
+        # vector.
         state = {name: tensor.numpy(force=True).copy() for name, tensor in self.state_dict().items()}
         return _rebuild, (type(self), self._arguments, state, self.greedy)
 
@@ -142,13 +143,14 @@ class ActorCritic(nn.Module):
         return self.state_dict()
 
     def distribution(self, obs: Nested) -> Mapping[str, Any]:
-        """Return the parameters of the action distributions, from which AAPS computes the divergence.
+        """Return the parameters of the action distributions. AAPS computes the divergence from them.
 
         Args:
             obs: Observations `[n, ...]`.
 
         Returns:
-            Parameters by name, such as `logits`; with several arrays in the action space, by the name of each.
+            Parameters by name, such as `logits`. If the action space has several arrays, a mapping with one entry per
+            array.
         """
         return self._describe(self._encode(obs))
 
@@ -159,7 +161,7 @@ class ActorCritic(nn.Module):
 
         Args:
             obs: Observations `[n, ...]`.
-            sample: Samples `[n, ...]` that were taken there.
+            sample: The samples `[n, ...]` that were drawn for them.
 
         Returns:
             Log-probabilities, entropies and values.
@@ -171,7 +173,7 @@ class ActorCritic(nn.Module):
 
         Args:
             features: Output of encoders and recurrent core, `[n, width]`.
-            sample: Samples `[n, ...]` that were taken there.
+            sample: The samples `[n, ...]` that were drawn for them.
 
         Returns:
             Log-probabilities, entropies and values.
@@ -199,7 +201,7 @@ class ActorCritic(nn.Module):
         """Update the running statistics of observations.
 
         Args:
-            obs: Observations `[n, ...]`, not normalised.
+            obs: Observations `[n, ...]`, not normalized.
         """
         for name, array in leaves(self._obs, obs):
             self.encoders[_key(name)].update(array)  # type: ignore[operator]
@@ -239,9 +241,9 @@ class ActorCritic(nn.Module):
 
 
 class RecurrentActorCritic(ActorCritic):
-    """Agent with a GRU or LSTM core, whose state continues from chunk to chunk.
+    """Agent with a GRU or LSTM core. Its state continues from chunk to chunk.
 
-    Arguments and errors are those of `ActorCritic`.
+    It has the arguments and errors of `ActorCritic`.
     """
 
     core: nn.GRUCell | nn.LSTMCell
@@ -263,11 +265,11 @@ class RecurrentActorCritic(ActorCritic):
 
         Args:
             obs: Observations `[n, ...]`.
-            state: Recurrent state before them.
+            state: Recurrent state before these observations.
             episode_start: True where an episode starts, `[n]`; the state is reset there.
 
         Returns:
-            As `ActorCritic.act`, and `state`, the recurrent state after them.
+            The arrays of `ActorCritic.act`, and `state`, the new recurrent state.
         """
         features, state = self.step_core(self._encode(obs), state, episode_start)
         return {**self._act(features), "state": state}
@@ -277,7 +279,7 @@ class RecurrentActorCritic(ActorCritic):
 
         Args:
             obs: Observations `[n, ...]`.
-            state: Recurrent state before them.
+            state: Recurrent state before these observations.
             episode_start: True where an episode starts, `[n]`; the state is reset there.
 
         Returns:
@@ -286,11 +288,11 @@ class RecurrentActorCritic(ActorCritic):
         return self._describe(self.step_core(self._encode(obs), state, episode_start)[0])
 
     def step_core(self, features: Tensor, state: State, episode_start: Tensor) -> tuple[Tensor, State]:
-        """Make one step of the recurrent core.
+        """Run one step of the recurrent core.
 
         Args:
             features: Output of the encoders, `[n, width]`.
-            state: Recurrent state before them.
+            state: Recurrent state before these observations.
             episode_start: True where an episode starts, `[n]`; the state is reset there.
 
         Returns:
@@ -327,7 +329,7 @@ class RecurrentActorCritic(ActorCritic):
 
         Args:
             obs: Observations `[T, n, ...]`.
-            sample: Samples `[T, n, ...]` that were taken there.
+            sample: The samples `[T, n, ...]` that were drawn for them.
             state: Recurrent state before the first row.
             episode_start: True where an episode starts, `[T, n]`.
 
@@ -342,7 +344,7 @@ class RecurrentActorCritic(ActorCritic):
 
         Args:
             obs: Observations `[n, ...]`.
-            state: Recurrent state before them.
+            state: Recurrent state before these observations.
 
         Returns:
             Values `[n]`.
@@ -355,7 +357,7 @@ def _rebuild(
     kind: type[ActorCritic], arguments: tuple[Any, ...], state: Mapping[str, Array], greedy: bool
 ) -> ActorCritic:
     """Rebuild a pickled or copied agent, on the CPU."""
-    with torch.random.fork_rng(devices=[]):  # initial weights are drawn and overwritten
+    with torch.random.fork_rng(devices=[]):  # the initial weights are drawn, then overwritten
         agent = kind(*arguments)
     agent.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()})
     agent.greedy = greedy
@@ -407,7 +409,7 @@ def _layers(width: int, hidden: tuple[int, ...], activation: str) -> tuple[nn.Se
 
 
 def _key(name: str) -> str:
-    """Return the name of an array without dots, which torch does not allow in module names."""
+    """Return the name of an array without dots, because torch allows no dots in module names."""
     return name.replace(".", "/")
 
 
