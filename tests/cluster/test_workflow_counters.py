@@ -33,8 +33,10 @@ def test_triggers_count_what_they_fired_and_what_they_wait_for() -> None:
         within(lambda: flow.run(total_steps=64))
         stats = env.stats()
     assert pending == [8, 0] * 4
-    assert stats["workflow"]["learn"] == {"fired": 4, "pending_rows": 0, "outstanding": 0, "lag": 1}
-    assert stats["workflow"]["look"] == {"fired": 8, "pending_rows": None, "outstanding": 0, "lag": None}
+    learn = {"fired": 4, "pending_rows": 0, "outstanding": 0, "lag": 1}
+    assert stats["workflow"]["learn"] == {**learn, "waits_for": "DataKeyTrigger(n=1, size=8, keys=None)"}
+    looked = {"fired": 8, "pending_rows": None, "outstanding": 0, "lag": None}
+    assert stats["workflow"]["look"] == {**looked, "waits_for": None}, "a TimeTrigger may wait for long"
     assert (stats["buffer"]["fill"], stats["buffer"]["capacity"]) == (64, 64)
     assert stats["buffer"]["bytes"] >= 64 * 3 * 4
     assert farstep.scalars(stats)["farstep/workflow/learn/fired"] == 4

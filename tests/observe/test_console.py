@@ -16,13 +16,13 @@ import subprocess
 import sys
 import termios
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from farstep.errors import ClosedError
+from farstep.event import Event, EventKind
 from farstep.observe.console import LiveDisplay, PlainLines, console_logger
 from farstep.observe.loggers import Loggers
 from farstep.observe.panel import panel
@@ -203,14 +203,8 @@ def test_plain_lines_come_at_most_every_five_seconds_and_at_both_ends() -> None:
     assert [each.endswith(" · the environment is slow") for each in lines] == [False, False, False, True]
 
 
-@dataclass(frozen=True)
-class Event:
-    time: float
-    kind: str
-    text: str
-
-
-EVENTS = [Event(60.0 * i, kind, f"worker {i}\nof [red]") for i, kind in enumerate(("lost", "joined", "stuck", "lost"))]
+KINDS: tuple[EventKind, ...] = ("lost", "joined", "stuck", "lost")
+EVENTS = [Event(time=60.0 * i, kind=kind, text=f"worker {i}\nof [red]") for i, kind in enumerate(KINDS)]
 SENTENCE = "the environment is slow: workers spend 93 % of their time in step; use more workers, or a faster one"
 
 

@@ -120,7 +120,7 @@ class Counters:
                 "workers": self.workers.total(),
                 "per_worker": self.workers.per_worker(),
                 "learner": self.learner.snapshot(),
-                "head": {"receive": self.receive_s},
+                "head": {"receive": self.receive_s, "held": self.workers.held_s},
             },
             "episodes": {
                 "count": self.episodes,

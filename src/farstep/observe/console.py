@@ -24,7 +24,8 @@ from rich.live import Live
 from rich.text import Text
 
 from farstep.errors import ClosedError
-from farstep.observe.panel import ShownEvent, panel
+from farstep.event import Event
+from farstep.observe.panel import panel
 from farstep.observe.run_status import RunStatus, line
 
 _LINE_EVERY_S = 5.0
@@ -73,7 +74,7 @@ class PlainLines:
             self._show()
             self._next_s = now + _LINE_EVERY_S
 
-    def show(self, diagnosis: str | None = None, events: Sequence[ShownEvent] = ()) -> None:
+    def show(self, diagnosis: str | None = None, events: Sequence[Event] = ()) -> None:
         """Add a diagnosis to the lines from now on; events have log lines of their own."""
         self._diagnosis = diagnosis
 
@@ -98,7 +99,7 @@ class LiveDisplay:
         self._console.file = self._console.file  # keeps the current stream: sys.stdout is redirected below
         self._started_s = time.monotonic()
         self._updates: deque[tuple[int, Mapping[str, float], float]] = deque()
-        self._remarks: tuple[str | None, tuple[ShownEvent, ...]] = (None, ())
+        self._remarks: tuple[str | None, tuple[Event, ...]] = (None, ())
         """Diagnosis and events; replaced as a whole, because another thread draws them."""
         self._lines: deque[str] = deque(maxlen=_MAX_LINES)
         self._closing = threading.Event()
@@ -114,7 +115,7 @@ class LiveDisplay:
             raise ClosedError(f"the live display has failed: {self._failure}") from self._failure
         self._updates.append((step, dict(metrics), time.monotonic()))
 
-    def show(self, diagnosis: str | None = None, events: Sequence[ShownEvent] = ()) -> None:
+    def show(self, diagnosis: str | None = None, events: Sequence[Event] = ()) -> None:
         """Replace the diagnosis and the events that the panel shows.
 
         Args:

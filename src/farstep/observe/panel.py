@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Protocol
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -15,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from farstep.event import Event
 from farstep.observe.run_status import RETURN, RunStatus, data_size, duration, number, percent
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -31,26 +31,7 @@ _COLOURS = {
 }
 _MAX_WIDTH = 100
 _SPARKLINE_WIDTH = 32
-_SHOWN_EVENTS = 3
-
-
-class ShownEvent(Protocol):
-    """What the panel shows of an event."""
-
-    @property
-    def time(self) -> float:
-        """Unix time in seconds."""
-        ...
-
-    @property
-    def kind(self) -> str:
-        """What happened, in one word, e.g. `restarted`."""
-        ...
-
-    @property
-    def text(self) -> str:
-        """What happened, in one sentence."""
-        ...
+SHOWN_EVENTS = 3
 
 
 def panel(
@@ -61,7 +42,7 @@ def panel(
     width: int,
     *,
     diagnosis: str | None = None,
-    events: Sequence[ShownEvent] = (),
+    events: Sequence[Event] = (),
 ) -> Panel:
     """Render the status.
 
@@ -110,12 +91,12 @@ def panel(
     if diagnosis:
         grid.add_row("diagnosis", Text(diagnosis, style="yellow", no_wrap=False, overflow="fold"))
     if events:
-        grid.add_row("events", Text("\n").join(map(_event, events[-_SHOWN_EVENTS:])))
+        grid.add_row("events", Text("\n").join(map(_event, events[-SHOWN_EVENTS:])))
     heading = Text(title, style="bold")
     return Panel(grid, title=heading, title_align="left", box=box.ROUNDED, border_style="dim", width=width)
 
 
-def _event(event: ShownEvent) -> Text:
+def _event(event: Event) -> Text:
     clock = time.strftime("%H:%M:%S", time.localtime(event.time))
     return Text.assemble((f"{clock} ", "dim"), (event.kind, "bold"), f"  {' '.join(event.text.split())}")
 
