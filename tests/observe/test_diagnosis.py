@@ -56,7 +56,7 @@ def updates(number: int = 20, **metrics: float) -> list[dict[str, float]]:
     return [{name.replace("__", "/"): value for name, value in metrics.items()} for _ in range(number)]
 
 
-def pulling(per_update: float, updates: int = 20, **more: float) -> list[dict[str, float]]:
+def pulling(per_update: float, updates: int = 20, **more: Any) -> list[dict[str, float]]:
     return [{"sync/pulls_per_worker": per_update * k, "lag/versions_mean": float(k), **more} for k in range(updates)]
 
 
@@ -83,6 +83,7 @@ def full(share: float) -> dict[str, Any]:
 BUSY = worker(env=0.9, tickets=0.1)
 IDLE = worker(env=0.1, tickets=0.9)
 CROWD: dict[str, Any] = {f"worker {i}": (0.9, 0) for i in range(10)}
+CLIPPED: dict[str, Any] = {"train/actor/clip_fraction": 0.35}
 WARMUP: dict[str, Any] = {"train/critic/warmup": 1.0}
 FILLING: dict[str, Any] = {"buffer": {"fill": 900, "capacity": 1000, "bytes": 4 * GIB, "full_s": 0.0}}
 
@@ -106,6 +107,11 @@ FIRES: list[tuple[str, Window, str]] = [
         "clip range",
         window(metrics=updates(train__actor__clip_fraction=0.8, train__actor__behave_k3=0.1, lag__versions_mean=5.0)),
         "80 % of the rows .* stalls at its clip range",
+    ),
+    (
+        "clip range",
+        window(kl_threshold=0.05, metrics=pulling(0.0, **CLIPPED)),
+        "35 % of the rows .* stalls at its clip range",
     ),
     ("off-policy rows", window(metrics=updates(train__actor__ess=0.1)), "effective sample size is 10 %"),
     ("off-policy rows", window(metrics=updates(train__actor__behave_k3=2.0)), "is 2 nats"),
@@ -171,6 +177,7 @@ HEALTHY_WINDOWS: dict[str, Window] = {
     ),
     "one bad update": window(metrics=[*updates(19, train__actor__ess=1.0), *updates(1, train__actor__ess=0.01)]),
     "AAPS that pulls sometimes": window(kl_threshold=0.05, metrics=pulling(0.3)),
+    "old rows that are pulled sometimes": window(kl_threshold=0.05, metrics=pulling(0.3, **CLIPPED)),
     "critic warm-up": window(kl_threshold=0.05, metrics=pulling(0.0, **WARMUP)),
     "every version without a threshold": window(stats(weight_syncs={"total": 200})),
     "one process per core and the head": window(machine=machine(head=(1, 0), a=(1, 0), b=(1, 0), c=(1, 0), d=(1, 0))),

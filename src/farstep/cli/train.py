@@ -354,11 +354,11 @@ class _Remarks:
 
     def __init__(self, display: LiveDisplay | PlainLines) -> None:
         self._display = display
-        self._diagnosis: str | None = None
+        self._diagnosis: Diagnosis | None = None
         self._events: deque[Event] = deque(maxlen=SHOWN_EVENTS)
 
     def diagnosed(self, diagnosis: Diagnosis) -> None:
-        self._diagnosis = diagnosis.text if diagnosis.is_problem else None
+        self._diagnosis = diagnosis
         self._display.show(self._diagnosis, tuple(self._events))
 
     def happened(self, event: Event) -> None:

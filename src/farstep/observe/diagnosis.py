@@ -37,8 +37,10 @@ _SERIAL = 0.2
 """Share of time in which both sides of a buffer wait by turns; 0.5 if they never work at the same time."""
 _OVERCOMMITTED = 2.0
 """Runnable threads per core: half of the time that they could use they wait for a core."""
-_SKIPPED, _CLIPPED, _ESS, _DIVERGED = 0.5, 0.5, 0.3, 0.5
-"""Skipped optimizer steps, clipped rows, effective sample size (all shares); divergence in nats."""
+_SKIPPED, _ESS, _DIVERGED = 0.5, 0.3, 0.5
+"""Skipped optimizer steps, effective sample size (both shares); divergence in nats."""
+_CLIPPED, _CLIPPED_FRESH = 0.5, 0.25
+"""Share of rows that clipping excludes; the most that fresh rows lose in a run that learns."""
 _ALWAYS = 0.95
 """Share of the opportunities to pull that a threshold should leave out at least sometimes."""
 _STALE = 0.1
@@ -238,19 +240,23 @@ def _judged(window: Window, name: str) -> float | None:
 
 def _clip_range(window: Window) -> Finding | None:
     share = _judged(window, "train/actor/clip_fraction")
-    if share is None or share <= _CLIPPED:
+    if share is None:
         return None
     lag = window.mean("lag/versions_mean") or 0.0
     numbers = {"train/actor/clip_fraction": share, "lag/versions_mean": lag}
     excluded = f"Clipping excludes {_percent(share)} of the rows from the gradient (train/actor/clip_fraction)"
-    if lag >= 1 and not window.mean("train/actor/behave_k3"):
+    clips_around_old = lag >= 1 and not window.mean("train/actor/behave_k3")
+    pulls, versions, _ = _pulls(window)
+    if clips_around_old and share > (_CLIPPED_FRESH if pulls <= (1 - _ALWAYS) * versions else _CLIPPED):
         return Finding(
             f"{excluded}: workers act with weights that are {lag:.1f} versions old, and the loss clips around those, "
             "so the learner stalls at its clip range.",
             numbers,
             "Use the decoupled loss (--decoupled), or a smaller --kl-threshold, with which workers pull more often.",
         )
-    return Finding(f"{excluded}, so the learner stalls at its clip range.", numbers)
+    if share > _CLIPPED:
+        return Finding(f"{excluded}, so the learner stalls at its clip range.", numbers)
+    return None
 
 
 def _off_policy(window: Window) -> Finding | None:
@@ -280,6 +286,8 @@ def _aaps(window: Window) -> Finding | None:
     if chances < UPDATES:
         return None
     if not pulls:
+        if _clip_range(window) is not None:  # the policy cannot change
+            return None
         return Finding(
             f"No worker has pulled weights for {versions:.0f} versions: the policy hardly changes, or kl_threshold="
             f"{threshold:g} is too large.",
@@ -503,7 +511,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "clip range",
         "learning",
-        "Clipping excludes more than half of the rows (train/actor/clip_fraction)",
+        "Clipping excludes more than half of the rows (train/actor/clip_fraction); a quarter of them if the loss clips "
+        "around weights that workers never replace",
         "Lower --learning-rate or --update-epochs, or set --target-kl. If workers act with older weights: --decoupled, "
         "or a smaller --kl-threshold.",
         _clip_range,

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from farstep.event import Event
+from farstep.observe.diagnosis import Diagnosis
 from farstep.observe.run_status import RETURN, RunStatus, data_size, duration, number, percent
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -41,7 +42,7 @@ def panel(
     now_s: float,
     width: int,
     *,
-    diagnosis: str | None = None,
+    diagnosis: Diagnosis | None = None,
     events: Sequence[Event] = (),
 ) -> Panel:
     """Render the status.
@@ -52,7 +53,7 @@ def panel(
         elapsed_s: Seconds since the start of the run.
         now_s: Current time of the clock that `status` was updated with.
         width: Columns of the terminal.
-        diagnosis: A sentence that says what the run is waiting for; None: no row for it.
+        diagnosis: What the run is waiting for; None, or too little data: no row for it.
         events: What happened, oldest first; the latest three are shown.
 
     Returns:
@@ -88,8 +89,9 @@ def panel(
         grid.add_row("workers", _workers(status))
     if shares := status.shares():
         grid.add_row("time", Shares(shares))
-    if diagnosis:
-        grid.add_row("diagnosis", Text(diagnosis, style="yellow", no_wrap=False, overflow="fold"))
+    if diagnosis is not None and diagnosis.cause != "unknown":
+        style = "yellow" if diagnosis.is_problem else ""
+        grid.add_row("diagnosis", Text(diagnosis.text, style=style, no_wrap=False, overflow="fold"))
     if events:
         grid.add_row("events", Text("\n").join(map(_event, events[-SHOWN_EVENTS:])))
     heading = Text(title, style="bold")
