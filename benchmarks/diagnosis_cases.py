@@ -417,7 +417,7 @@ CASES: dict[str, Case] = {
     "kl_threshold without effect": Case(
         train("ppo", env={"kl_threshold": 1e-6}, num_steps=32, update_epochs=2), seconds=2
     ),
-    "clip range": Case(train("ppo", env={"kl_threshold": 0.05}, decoupled=False), seconds=3),
+    "clip range": Case(train("ppo", env={"kl_threshold": 0.05}, decoupled=False, num_steps=64), seconds=3),
     "restarting worker": Case(restarting_worker, seconds=2),
     "memory": Case(memory),
 }

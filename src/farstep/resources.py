@@ -97,13 +97,14 @@ def process_use(pid: int, proc: Path = Path("/proc")) -> ProcessUse | None:
     return ProcessUse((ran_ns + queued_ns) / 1e9, queued_ns / 1e9, anonymous)
 
 
-def _memory() -> tuple[float, float]:
+def _memory(
+    meminfo: Path = Path("/proc/meminfo"), root: Path | None = None, self_file: Path | None = None
+) -> tuple[float, float]:
     """Return the memory of this machine and what is left of it, both at most the limits of the cgroup."""
     total = left = math.inf
     with contextlib.suppress(OSError, ValueError):
-        meminfo = Path("/proc/meminfo")
         total, left = _kilobytes(meminfo, "MemTotal") * 1024.0, _kilobytes(meminfo, "MemAvailable") * 1024.0
-    for folder in _cgroup_folders("memory", _CGROUPS, _MEMBERSHIP):
+    for folder in _cgroup_folders("memory", root or _CGROUPS, self_file or _MEMBERSHIP):
         for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             with contextlib.suppress(OSError, ValueError):  # absent, or "max"
                 bound, current = int((folder / limit).read_text()), int((folder / used).read_text())

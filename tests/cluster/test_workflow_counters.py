@@ -69,6 +69,28 @@ def test_a_limiter_that_holds_workers_back_shows_for_how_long() -> None:
     assert limiter["blocked"]["insert"] == buffer.waited_s["insert"] > first
 
 
+def test_a_buffer_without_room_shows_for_how_long_chunks_waited() -> None:
+    with cluster(envs=2, workers=1, env_kwargs=ENDLESS) as env:
+        flow = farstep.Workflow(env, TableAgent(), full(2 * 8), steps=4, max_staleness=4)
+        go = threading.Event()
+
+        def learn(message: Any) -> None:
+            assert go.wait(60)
+            flow.stop()
+
+        flow.on(DataKeyTrigger(n=1, size=8), learn, thread=True)
+        running = threading.Thread(target=flow.run)
+        running.start()
+        try:
+            first = eventually(lambda: env.stats().get("buffer", {}).get("full_s"))
+            eventually(lambda: env.stats()["buffer"]["full_s"] > first)  # also while a chunk waits
+        finally:
+            go.set()
+            running.join(60)
+        assert not running.is_alive()
+        assert env.stats()["limiter"]["blocked"]["insert"] == 0
+
+
 @pytest.mark.parametrize("thread", [False, True])
 def test_consumers_update_in_whichever_thread(thread: bool) -> None:
     """The loop waits for rows only while no consumer works on them."""

@@ -31,7 +31,7 @@ def test_the_paper_case_is_named(
 ) -> None:
     """AAPS with the loss of the paper: clipping around old weights stalls the learner, so that no worker ever pulls."""
     monkeypatch.setattr(diagnosing, "EVERY_S", 0.0)
-    updates, rows = 22, 2048
+    updates, rows = 22, 1024
     options = ["--num-steps", str(rows // 16), "--total-steps", str(updates * rows), "--folder", str(tmp_path)]
     assert main([*PPO, "--kl-threshold", "0.05", "--no-decoupled", *options]) == 0
     (found,) = [event.text for event in warned(tmp_path) if "stalls at its clip range" in event.text]

@@ -283,7 +283,7 @@ def _aaps(window: Window) -> Finding | None:
     pulls, versions, chunks = _pulls(window)
     chances = min(versions, chunks)
     numbers = {"pulls_per_worker": pulls, "versions": versions, "kl_threshold": threshold}
-    if chances < UPDATES:
+    if chances < UPDATES - 1:  # between as many updates
         return None
     if not pulls:
         if _clip_range(window) is not None:  # the policy cannot change
@@ -306,14 +306,12 @@ def _aaps(window: Window) -> Finding | None:
 
 
 def _pulls(window: Window) -> tuple[float, float, float]:
-    """Pulls per worker, versions, and chunks per worker: over the updates if their metrics are known."""
+    """Pulls per worker, versions, and chunks per worker: between the updates if their metrics are known."""
     metrics = window.after.metrics
     if len(metrics) >= UPDATES and "sync/pulls_per_worker" in metrics[0]:
-        first, last = metrics[0], metrics[-1]
-        updates = len(metrics) - 1
-        return last["sync/pulls_per_worker"] - first["sync/pulls_per_worker"], updates + 1, updates + 1
-    workers = window.alive
-    pulls, chunks = window.grown("weight_syncs", "total") / workers, window.grown("chunks") / workers
+        pulls = metrics[-1]["sync/pulls_per_worker"] - metrics[0]["sync/pulls_per_worker"]
+        return pulls, len(metrics) - 1, len(metrics) - 1
+    pulls, chunks = (window.grown(*path) / window.alive for path in (("weight_syncs", "total"), ("chunks",)))
     return pulls, window.grown("versions", "current"), chunks
 
 
