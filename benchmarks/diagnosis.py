@@ -71,7 +71,8 @@ def main() -> int:
         right = not found["warned"] and found["cause"] != "failed" if is_healthy else found["cause"] == name
         runs.append({"run": name, "healthy": is_healthy, "right": right, **found})
         print(f"{'right' if right else 'WRONG'}  {name}: {found['cause']}. {found['text']}", flush=True)
-    print(table(["run", "diagnosis", "sentence"], [[run["run"], run["cause"], run["text"]] for run in runs]))
+    rows = [[run["run"], run["cause"], "yes" if run["right"] else "no", run["text"]] for run in runs]
+    print(table(["run", "named", "right", "sentence"], rows))
     faulty, healthy = ([run["right"] for run in runs if run["healthy"] is kind] for kind in (False, True))
     summary = {
         "causes_named": sum(faulty),

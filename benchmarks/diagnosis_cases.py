@@ -423,7 +423,7 @@ CASES: dict[str, Case] = {
 }
 """One run per cause, whose name it has."""
 HEALTHY: dict[str, Case] = {
-    "ppo": Case(train("ppo")),
+    "ppo": Case(train("ppo"), seconds=3),
     "async-ppo": Case(train("async-ppo")),
     "impala": Case(train("impala")),
     "workflow": Case(healthy_workflow),
@@ -431,7 +431,7 @@ HEALTHY: dict[str, Case] = {
     "ssh nodes": Case(healthy_ssh),
     "one core": Case(train("ppo"), ("taskset", "--cpu-list", "0")),
     "many environments": Case(train("ppo", env={"envs_per_node": 256})),
-    "AAPS": Case(train("ppo", env={"kl_threshold": 0.05}), seconds=2),
+    "AAPS": Case(train("ppo", env={"kl_threshold": 0.05}, num_steps=64), seconds=3),
     "recurrent": Case(train("ppo", net={"recurrent": "gru"})),
 }
 RUNS = CASES | {f"healthy {name}": case for name, case in HEALTHY.items()}

@@ -20,7 +20,7 @@ from tests.cluster.tables import ENDLESS
 
 @pytest.fixture
 def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("run_window", "run_monitor", "diagnosis"):
+    for module in ("run_monitor", "diagnosis", "diagnosis_rules"):
         monkeypatch.setattr(f"farstep.observe.{module}.MIN_WINDOW_S", 0.2)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from farstep.head.events import EventLog
-from farstep.observe.diagnosis import CAUSES, RULES, Diagnosis, all_diagnoses, diagnose
+from farstep.observe.causes import CAUSES, RULES
+from farstep.observe.diagnosis import Diagnosis, all_diagnoses, diagnose
 from farstep.observe.run_monitor import RunMonitor
 from farstep.observe.run_window import Snapshot, Window
 from farstep.resources import MachineUse, ProcessUse

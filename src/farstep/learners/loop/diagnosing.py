@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from farstep.cluster_env import ClusterEnv, diagnoses_of
-from farstep.observe.diagnosis import UPDATES, Diagnosis
+from farstep.observe.diagnosis import Diagnosis
+from farstep.observe.diagnosis_rules import UPDATES
 
 EVERY_S = 2.5
 """Seconds between two diagnoses."""
