@@ -73,12 +73,14 @@ def main() -> int:
         print(f"{'right' if right else 'WRONG'}  {name}: {found['cause']}. {found['text']}", flush=True)
     rows = [[run["run"], run["cause"], "yes" if run["right"] else "no", run["text"]] for run in runs]
     print(table(["run", "named", "right", "sentence"], rows))
-    faulty, healthy = ([run["right"] for run in runs if run["healthy"] is kind] for kind in (False, True))
+    faulty, healthy = ([run for run in runs if run["healthy"] is kind] for kind in (False, True))
     summary = {
-        "causes_named": sum(faulty),
         "causes": len(faulty),
-        "healthy_without_alarm": sum(healthy),
+        "causes_named": sum(run["right"] for run in faulty),
+        "causes_warned_about": sum(run["run"] in run["warned"] for run in faulty),
         "healthy": len(healthy),
+        "healthy_without_alarm": sum(run["right"] for run in healthy),
+        "healthy_with_a_named_bottleneck": sum(run["cause"] not in ("healthy", "unknown") for run in healthy),
     }
     print(", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in summary.items()))
     write_document(args.out, {**header("diagnosis.py"), **summary, "runs": runs})
