@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Collection, Container, Generator, Iterator, Mapping, Sequence
 from operator import itemgetter
 from types import NoneType, TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import cloudpickle
 import gymnasium
@@ -24,9 +25,14 @@ from farstep.event import Event, EventKind, check_kind
 from farstep.head.collector import Collector
 from farstep.head.events import EventLog
 from farstep.head.members.worker_records import ResetRequest
+from farstep.resources import machine_use
 from farstep.rollout.seeds import fresh_root, resumed_root
 from farstep.schema import map_leaves, nest
 from farstep.sync import Always
+
+if TYPE_CHECKING:
+    from farstep.observe.diagnosis import Diagnosis
+    from farstep.observe.run_monitor import RunMonitor
 
 Space = gymnasium.spaces.Space[Any]
 _MAX_STALENESS = 1000
@@ -77,6 +83,8 @@ class ClusterEnv:
         self._launching = threading.Lock()
         self._closing = threading.RLock()
         self._closed = False
+        self._monitor: RunMonitor | None = None
+        """None before the first call of `diagnose`."""
 
     def __repr__(self) -> str:
         name = self.env_config.env_name
@@ -113,6 +121,7 @@ class ClusterEnv:
                 try:
                     self._check_open()  # another thread may have called close() before self._collector was set
                     self.observation_space, self.action_space = collector.start()
+                    self._at_launch = (time.monotonic(), machine_use(collector.server.local_pids()))
                 except Exception:
                     self.close()
                     raise
@@ -418,6 +427,22 @@ class ClusterEnv:
         """
         return self._launched().snapshot()
 
+    def diagnose(self, metrics: Sequence[Mapping[str, float]] = ()) -> Diagnosis:
+        """Say what the run is waiting for, from its counters of the last half minute, or since the last call.
+
+        Args:
+            metrics: Metrics of the latest updates, oldest first, with the names that `farstep train` logs, such as
+                `train/actor/clip_fraction`. With at least 20 of them, causes of slow learning are recognised, too.
+
+        Returns:
+            The cause in one sentence, with the numbers behind it and the remedy; docs/waiting.md lists all causes.
+            Before there is enough data its cause is `"unknown"`.
+
+        Raises:
+            FarstepError: The workers could not be started, or the `ClusterEnv` is closed.
+        """
+        return diagnoses_of(self, metrics)[0]
+
     def events(self, kinds: EventKind | Collection[EventKind] | None = None, since: float = 0.0) -> list[Event]:
         """Return the latest events of the run, at most 1,000. Also works before `launch` and after `close`.
 
@@ -458,6 +483,17 @@ def collector_for(env: ClusterEnv, agent: Agent) -> Collector:
     collector = env._launched()
     collector.adopt(agent)
     return collector
+
+
+def diagnoses_of(env: ClusterEnv, metrics: Sequence[Mapping[str, float]] = ()) -> list[Diagnosis]:
+    """Return what `ClusterEnv.diagnose` does, then further causes that are independent of it."""
+    from farstep.observe.run_monitor import RunMonitor  # not at launch: `farstep.observe` imports the terminal
+
+    collector = env._launched()
+    if env._monitor is None:
+        env._monitor = RunMonitor(env._events, *env._at_launch)
+    use = machine_use(collector.server.local_pids())
+    return env._monitor.diagnoses(collector.snapshot(), use, collector.kl_threshold, metrics)
 
 
 def event_log_of(env: ClusterEnv) -> EventLog:

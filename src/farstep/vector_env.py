@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import reprlib
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import gymnasium
@@ -24,11 +25,16 @@ from farstep.event import Event, EventKind
 from farstep.head.events import EventLog
 from farstep.head.members.worker_records import ResetRequest
 from farstep.head.stepper import Info, Stepper
+from farstep.resources import machine_use
 from farstep.rollout.program import Program
 from farstep.rollout.progress import Phase
 from farstep.rollout.sources import Source
 from farstep.schema import leaves, nest, space_schema
 from farstep.sync import Always
+
+if TYPE_CHECKING:
+    from farstep.observe.diagnosis import Diagnosis
+    from farstep.observe.run_monitor import RunMonitor
 
 
 def make_vec(
@@ -128,6 +134,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         thunks: Sequence[Callable[..., Any]] = (),
     ) -> None:
         self.closed = True  # until workers run
+        self._monitor: RunMonitor | None = None
         self._closing = threading.RLock()
         self.num_envs = config.nodes * env_config.envs_per_node
         self.autoreset_mode = autoreset_mode
@@ -140,6 +147,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         try:
             self.single_observation_space, self.single_action_space = self._stepper.start()
             described = self._stepper.call("describe", ())[0]
+            self._at_launch = (time.monotonic(), machine_use(self._stepper.server.local_pids()))
         except BaseException:
             self.close()
             raise
@@ -235,6 +243,19 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
             ConfigError: A kind is unknown.
         """
         return self._events.events(kinds, since)
+
+    def diagnose(self) -> Diagnosis:
+        """Say what the program is waiting for, from its counters of the last half minute, or since the last call.
+
+        Returns:
+            The cause in one sentence, with the numbers behind it and the remedy, as `ClusterEnv.diagnose`.
+        """
+        from farstep.observe.run_monitor import RunMonitor  # not at launch: `farstep.observe` imports the terminal
+
+        server = self._stepper.server
+        if self._monitor is None:
+            self._monitor = RunMonitor(server.events, *self._at_launch)
+        return self._monitor.diagnoses(self.stats(), machine_use(server.local_pids()))[0]
 
     def _checked(self, actions: Nested) -> dict[str, Array]:
         try:

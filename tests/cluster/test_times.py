@@ -343,3 +343,16 @@ def test_torch_policies_are_timed(inference: str) -> None:
             env.collect(agent, steps=64)
         times = env.stats()["time"]["workers"]
     assert times["inference"] > 2 * times["env"] > 0
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_remote_workers_hold_tickets_for_at_least_as_long_as_they_roll(transport: str) -> None:
+    """What exceeds the time of rolling is the time that messages were on their way."""
+    with cluster(SleepyEnv, envs=2, workers=2, transport=transport) as env:
+        stream = env.stream(TableAgent(), steps=7, max_staleness=1)
+        for _ in range(3):
+            next(stream)
+        stream.close()
+        times = env.stats()["time"]
+    rolled = times["workers"]["env"] + times["workers"]["inference"]
+    assert times["head"]["held"] == 0 if transport == "shm" else times["head"]["held"] > 0.9 * rolled > 0

@@ -34,8 +34,10 @@ def test_triggers_count_what_they_fired_and_what_they_wait_for() -> None:
         within(lambda: flow.run(total_steps=64))
         stats = env.stats()
     assert pending == [8, 0] * 4
-    assert stats["workflow"]["learn"] == {"fired": 4, "pending_rows": 0, "outstanding": 0, "lag": 1}
-    assert stats["workflow"]["look"] == {"fired": 8, "pending_rows": None, "outstanding": 0, "lag": None}
+    learn = {"fired": 4, "pending_rows": 0, "outstanding": 0, "lag": 1}
+    assert stats["workflow"]["learn"] == {**learn, "waits_for": "DataKeyTrigger(n=1, size=8, keys=None)"}
+    looked = {"fired": 8, "pending_rows": None, "outstanding": 0, "lag": None}
+    assert stats["workflow"]["look"] == {**looked, "waits_for": None}, "a TimeTrigger may wait for long"
     assert (stats["buffer"]["fill"], stats["buffer"]["capacity"]) == (64, 64)
     assert stats["buffer"]["bytes"] >= 64 * 3 * 4
     assert farstep.scalars(stats)["farstep/workflow/learn/fired"] == 4
@@ -66,6 +68,28 @@ def test_a_limiter_that_holds_workers_back_shows_for_how_long() -> None:
         limiter = env.stats()["limiter"]
     assert limiter["ratio"] == pytest.approx(buffer.limiter.samples / buffer.limiter.inserts)
     assert limiter["blocked"]["insert"] == buffer.waited_s["insert"] > first
+
+
+def test_a_buffer_without_room_shows_for_how_long_chunks_waited() -> None:
+    with cluster(envs=2, workers=1, env_kwargs=ENDLESS) as env:
+        flow = farstep.Workflow(env, TableAgent(), full(2 * 8), steps=4, max_staleness=4)
+        go = threading.Event()
+
+        def learn(message: Any) -> None:
+            assert go.wait(60)
+            flow.stop()
+
+        flow.on(DataKeyTrigger(n=1, size=8), learn, thread=True)
+        running = threading.Thread(target=flow.run)
+        running.start()
+        try:
+            first = eventually(lambda: env.stats().get("buffer", {}).get("full_s"))
+            eventually(lambda: env.stats()["buffer"]["full_s"] > first)  # also while a chunk waits
+        finally:
+            go.set()
+            running.join(60)
+        assert not running.is_alive()
+        assert env.stats()["limiter"]["blocked"]["insert"] == 0
 
 
 class TimedAgent(TableAgent):

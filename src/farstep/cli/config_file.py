@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -29,6 +29,8 @@ T = TypeVar("T")
 _ALGORITHM = "algorithm"
 _JSON = ("env_kwargs", "stagger")
 """Options that are JSON on the command line but mappings in a file."""
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+"""Pattern of numbers with an exponent, such as 3e-4."""
 _PLAIN = re.compile(r"[A-Za-z][\w./-]*", re.ASCII)
 """Pattern of text that needs no quotes, except for `_WORDS`."""
 _WORDS = ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
@@ -73,27 +75,41 @@ def read_options(
 
 def _read(path: Path) -> dict[str, Any]:
     yaml = require("yaml", "pyyaml", "--config", "safe_load")
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
+        """Reads 3e-4 as a number, too; YAML 1.1 requires a decimal point."""
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("+-.0123456789"))
     try:
         text = path.read_text(encoding="utf-8")
-        document = yaml.compose(text, yaml.SafeLoader)
-        found = yaml.safe_load(text)
+        document = yaml.compose(text, Loader)
+        found = yaml.load(text, Loader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}. Pass a YAML file with options.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {_mistake(error)}.") from error
+    except (ValueError, RecursionError) as error:  # a date or number that does not exist; lists nested too deeply
+        raise ConfigError(f"{path} cannot be read: {error}.") from error
     if found is None:
         return {}
     if not isinstance(found, dict):
         raise ConfigError(f"{path} contains a {type(found).__name__}; expected options, such as 'env: CartPole-v1'.")
+    _check_unique(path, ((key, str(key.value).replace("-", "_")) for key, _ in document.value))
+    for _, value in document.value:
+        if isinstance(value, yaml.MappingNode):
+            _check_unique(path, ((key, str(key.value)) for key, _ in value.value))
+    return {str(key).replace("-", "_"): value for key, value in found.items()}
+
+
+def _check_unique(path: Path, keys: Iterable[tuple[Any, str]]) -> None:
+    """Raise `ConfigError` if two keys of a mapping have the same name."""
     names: set[str] = set()
-    for key, _ in document.value:
-        name = str(key.value).replace("-", "_")
+    for key, name in keys:
         if name in names:
             raise ConfigError(
                 f"{path}, line {key.start_mark.line + 1}: {name} occurs twice; remove one of the entries."
             )
         names.add(name)
-    return {str(key).replace("-", "_"): value for key, value in found.items()}
 
 
 def _mistake(error: Any) -> str:
@@ -116,7 +132,12 @@ def _converted(path: Path, name: str, value: Any, types: Mapping[str, Any], owne
         hint = f"it belongs to {' or '.join(having)}." if having else hint
         raise ConfigError(f"{path} has the unknown option {name!r}; {hint}")
     if name in _JSON and isinstance(value, dict):
-        return json.dumps(value)
+        if odd := [key for key in value if not isinstance(key, str)]:
+            raise ConfigError(f"{path}: {name} has the key {odd[0]!r}, which is not text; put it in quotes.")
+        try:
+            return json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: {name} must have only numbers, text, lists and mappings: {error}.") from None
     try:
         # Not strict, because YAML reads 3e-4, which has no decimal point, as text.
         return msgspec.convert(value, types[name], strict=False, dec_hook=_as_kind)

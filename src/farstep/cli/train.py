@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -26,6 +27,7 @@ from farstep.cluster_env import ClusterEnv, event_log_of
 from farstep.config.field_docs import show_fields
 from farstep.config.launch import EngineConfig
 from farstep.errors import ConfigError, RunError, counted, unknown_name
+from farstep.event import Event
 from farstep.learners.async_ppo import AsyncPPO, AsyncPPOConfig
 from farstep.learners.impala import Impala, ImpalaConfig
 from farstep.learners.loop.checkpoint_schedule import DEFAULT_EVERY
@@ -34,7 +36,8 @@ from farstep.learners.loop.run_config import RunConfig
 from farstep.learners.loop.training import Learner, Limits, Progress, Stopped, Training
 from farstep.learners.networks.nets import ActorCritic, NetConfig, make_agent
 from farstep.learners.ppo import PPO, PPOConfig
-from farstep.observe.console import console_logger
+from farstep.observe.console import LiveDisplay, PlainLines, console_logger
+from farstep.observe.diagnosis import Diagnosis
 from farstep.observe.event_files import EventFile
 from farstep.observe.files import as_run_error, replace_file
 from farstep.observe.loggers import (
@@ -45,6 +48,7 @@ from farstep.observe.loggers import (
     require_tensorboard,
     require_wandb,
 )
+from farstep.observe.panel import SHOWN_EVENTS
 from farstep.observe.run_folder import RunFolder, run_name
 from farstep.resources import usable_cpus
 from farstep.version import VERSION
@@ -180,13 +184,16 @@ def _check_same(saved: Options[Any, Any], now: Options[Any, Any]) -> None:
 def _named_path(arguments: Sequence[str], option: str, expected: str) -> Path | None:
     """Return the path that an option names. Find it before parsing, because the file has the defaults of other
     options."""
+    found = None
     for i, argument in enumerate(arguments):
         flag, _, value = argument.partition("=")
         if flag == option:
             if not value and i + 1 == len(arguments):
                 raise ConfigError(f"{option} needs {expected}.")
-            return Path(value or arguments[i + 1])
-    return None
+            if found is not None:
+                raise ConfigError(f"{option} was given twice; it takes one path.")
+            found = Path(value or arguments[i + 1])
+    return found
 
 
 def _saved_options(name: str, path: Path) -> tuple[Options[Any, Any], str]:
@@ -341,10 +348,31 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
             training.resume()
             folder.write_config(_config(name, options))
             _write_yaml(name, options, folder)
-        sink = _loggers(name, options, folder, training.progress.steps if resume else None, env)
+        display = console_logger(run.total_steps, f"{name} on {run.env}")
+        sink = _loggers(name, options, folder, training.progress.steps if resume else None, env, display)
         stack.callback(sink.close)
         training.sink = sink
+        remarks = _Remarks(display)
+        training.diagnosis.on_diagnosis = remarks.diagnosed
+        stack.callback(event_log_of(env).subscribe(remarks.happened).close)
         return training.run()
+
+
+class _Remarks:
+    """Shows the latest diagnosis and the latest events in the terminal."""
+
+    def __init__(self, display: LiveDisplay | PlainLines) -> None:
+        self._display = display
+        self._diagnosis: Diagnosis | None = None
+        self._events: deque[Event] = deque(maxlen=SHOWN_EVENTS)
+
+    def diagnosed(self, diagnosis: Diagnosis) -> None:
+        self._diagnosis = diagnosis
+        self._display.show(self._diagnosis, tuple(self._events))
+
+    def happened(self, event: Event) -> None:
+        self._events.append(event)
+        self._display.show(self._diagnosis, tuple(self._events))
 
 
 def _set_up(run: RunConfig) -> None:
@@ -378,7 +406,12 @@ def _evaluator(run: RunConfig, folder: RunFolder) -> Evaluator:
 
 
 def _loggers(
-    name: str, options: Options[Any, Any], folder: RunFolder, resume_step: int | None, env: ClusterEnv
+    name: str,
+    options: Options[Any, Any],
+    folder: RunFolder,
+    resume_step: int | None,
+    env: ClusterEnv,
+    display: LiveDisplay | PlainLines,
 ) -> Loggers:
     run = options.run
     loggers: list[Any] = [JsonlLogger(folder.metrics_file, resume_step)]
@@ -387,7 +420,7 @@ def _loggers(
     if run.wandb is not None:
         plain = msgspec.to_builtins(_config(name, options), enc_hook=str)
         loggers.append(WandbLogger(run.wandb, folder.path.name, folder.path, plain, folder.path.name))
-    loggers.append(console_logger(run.total_steps, f"{name} on {run.env}"))
+    loggers.append(display)
     return Loggers(*loggers, emit=env.emit_event)
 
 

@@ -34,6 +34,7 @@ from farstep.rollout.program import Program
 from farstep.rollout.sources import Source
 from farstep.schema import Schema, Structure, space_schema
 from farstep.sync import AAPS, Always
+from farstep.sync.rules import threshold_of
 from farstep.wire import messages as m
 from farstep.wire.compression import available
 
@@ -63,6 +64,8 @@ class Collector:
         self.server = Server(config, program, env_config.envs_per_node, seed, config.restart_budget, self, events)
         self._num_workers = len(self.server.records)
         self.counters = Counters(self._num_workers)
+        self.kl_threshold = threshold_of(rule)
+        """The divergence above which workers pull weights; None: they do not pull by divergence."""
         self._warnings = UserWarnings(rule, env_config.weights, events.emit)
         self._continuity = Continuity(self.server.records)
         self.publisher = Publisher(self.server, env_config, rule, self.counters, self._warnings, self._end)
@@ -326,6 +329,8 @@ class Collector:
 
     def make_ticket(self, issued: IssuedTicket) -> tuple[m.Ticket, list[Any]]:
         request, record = self._intake.request, self.server.records[issued.worker]
+        if not self.server.shares_memory:
+            self.counters.workers.issued(issued.worker, time.monotonic())
         reset = None if request.reset is None else request.reset.part(record)
         if reset is not None and record.incarnation != request.incarnations[record.worker]:
             reset.seeds = (
@@ -351,6 +356,7 @@ class Collector:
     def on_lost(self, record: WorkerRecord) -> None:
         self._broadcast.lost(record)
         self._intake.forget(record)
+        self.counters.forget(record.worker)
 
     def on_error(self, record: WorkerRecord, failure: m.Failure, error: WorkerError) -> None:
         self._broadcast.failed(record, failure, error)

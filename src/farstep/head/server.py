@@ -274,6 +274,17 @@ class Server:
         self._check_process()
         return self._event_loop.locked()
 
+    def local_pids(self) -> dict[str, int]:
+        """The processes of the run on this machine, by name: the head, and workers that it has started itself."""
+        with self.locked():
+            workers = {f"worker {record.worker}": record.handle for record in self.records}
+        found = {
+            name: handle.pid
+            for name, handle in workers.items()
+            if handle is not None and handle.pid not in (0, os.getpid())
+        }
+        return {"the head": os.getpid(), **found}
+
     def _check_process(self) -> None:
         """Raise in a fork of the head, because a fork would read messages that belong to the head."""
         if os.getpid() != self._pid:

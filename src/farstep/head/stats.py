@@ -56,6 +56,11 @@ class Counters:
         self.workers.add(worker, chunk.times)
         self.stagger_steps += chunk.stagger_steps
 
+    def forget(self, worker: int) -> None:
+        """Forget the divergence and the rate of a worker that has ended."""
+        self.divergence.pop(worker, None)
+        self.workers.forget(worker)
+
     def batch(self, batch: Batch, accepted: Sequence[AcceptedChunk], version: int) -> None:
         """Count a batch that is delivered to the learner."""
         rows, slots = batch.shape
@@ -120,7 +125,7 @@ class Counters:
                 "workers": self.workers.total(),
                 "per_worker": self.workers.per_worker(),
                 "learner": self.learner.snapshot(),
-                "head": {"receive": self.receive_s},
+                "head": {"receive": self.receive_s, "held": self.workers.held_s},
             },
             "episodes": {
                 "count": self.episodes,

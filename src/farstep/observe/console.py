@@ -25,7 +25,9 @@ from rich.live import Live
 from rich.text import Text
 
 from farstep.errors import ClosedError
-from farstep.observe.panel import ShownEvent, panel
+from farstep.event import Event
+from farstep.observe.diagnosis import Diagnosis
+from farstep.observe.panel import panel
 from farstep.observe.run_status import RunStatus, line
 
 _LINE_EVERY_S = 5.0
@@ -76,7 +78,7 @@ class PlainLines:
         self._clock = clock
         self._next_s = float("-inf")
         self._shown = 0
-        self._diagnosis: str | None = None
+        self._diagnosis: Diagnosis | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = self._clock()
@@ -85,8 +87,8 @@ class PlainLines:
             self._show()
             self._next_s = now + _LINE_EVERY_S
 
-    def show(self, diagnosis: str | None = None, events: Sequence[ShownEvent] = ()) -> None:
-        """Add a diagnosis to the next lines. Events are not added, because they have their own log lines."""
+    def show(self, diagnosis: Diagnosis | None = None, events: Sequence[Event] = ()) -> None:
+        """Add a diagnosis to the lines from now on if it is a problem; events have log lines of their own."""
         self._diagnosis = diagnosis
 
     def close(self) -> None:
@@ -96,7 +98,8 @@ class PlainLines:
     def _show(self) -> None:
         self._shown = self._status.updates
         encoding = self._console.encoding
-        text = line(self._status, self._clock(), self._diagnosis).encode(encoding, "replace").decode(encoding)
+        problem = self._diagnosis.text if self._diagnosis is not None and self._diagnosis.is_problem else None
+        text = line(self._status, self._clock(), problem).encode(encoding, "replace").decode(encoding)
         self._console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
@@ -110,8 +113,8 @@ class LiveDisplay:
         self._console.file = self._console.file  # keeps the current stream: sys.stdout is redirected below
         self._started_s = time.monotonic()
         self._updates: deque[tuple[int, Mapping[str, float], float]] = deque()
-        self._remarks: tuple[str | None, tuple[ShownEvent, ...]] = (None, ())
-        """Diagnosis and events. Always replaced as a whole, because another thread draws them."""
+        self._remarks: tuple[Diagnosis | None, tuple[Event, ...]] = (None, ())
+        """Diagnosis and events; replaced as a whole, because another thread draws them."""
         self._lines: deque[str] = deque(maxlen=_MAX_LINES)
         self._closing = threading.Event()
         self._failure: Exception | None = None
@@ -126,12 +129,12 @@ class LiveDisplay:
             raise ClosedError(f"the live display has failed: {self._failure}") from self._failure
         self._updates.append((step, dict(metrics), time.monotonic()))
 
-    def show(self, diagnosis: str | None = None, events: Sequence[ShownEvent] = ()) -> None:
+    def show(self, diagnosis: Diagnosis | None = None, events: Sequence[Event] = ()) -> None:
         """Replace the diagnosis and the events that the panel shows.
 
         Args:
-            diagnosis: A sentence that says what the run is waiting for; None: show no diagnosis.
-            events: The events, oldest first; the panel shows the latest three.
+            diagnosis: What the run is waiting for; None: not known.
+            events: What happened, oldest first; the latest three are shown.
         """
         self._remarks = (diagnosis, tuple(events))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Protocol
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -15,6 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from farstep.event import Event
+from farstep.observe.diagnosis import Diagnosis
 from farstep.observe.glossary import METRICS
 from farstep.observe.run_status import (
     EVALUATION,
@@ -44,26 +45,7 @@ _COLORS = {
 }
 _MAX_WIDTH = 100
 _SPARKLINE_WIDTH = 32
-_SHOWN_EVENTS = 3
-
-
-class ShownEvent(Protocol):
-    """The attributes of an event that the panel shows."""
-
-    @property
-    def time(self) -> float:
-        """Unix time in seconds."""
-        ...
-
-    @property
-    def kind(self) -> str:
-        """What happened, in one word, e.g. `restarted`."""
-        ...
-
-    @property
-    def text(self) -> str:
-        """What happened, in one sentence."""
-        ...
+SHOWN_EVENTS = 3
 
 
 def panel(
@@ -73,8 +55,8 @@ def panel(
     now_s: float,
     width: int,
     *,
-    diagnosis: str | None = None,
-    events: Sequence[ShownEvent] = (),
+    diagnosis: Diagnosis | None = None,
+    events: Sequence[Event] = (),
 ) -> Panel:
     """Render the status.
 
@@ -84,8 +66,8 @@ def panel(
         elapsed_s: Seconds since the start of the run.
         now_s: Current time, from the same clock as `RunStatus.update`.
         width: Columns of the terminal.
-        diagnosis: A sentence that says what the run is waiting for; None: show no diagnosis.
-        events: The events, oldest first; the panel shows the latest three.
+        diagnosis: What the run is waiting for; None, or too little data: no row for it.
+        events: What happened, oldest first; the latest three are shown.
 
     Returns:
         The panel, at most 100 columns wide.
@@ -120,15 +102,16 @@ def panel(
         grid.add_row("workers", _workers(status))
     if shares := status.shares():
         grid.add_row("time", Shares(shares))
-    if diagnosis:
-        grid.add_row("diagnosis", Text(diagnosis, style="yellow", no_wrap=False, overflow="fold"))
+    if diagnosis is not None and diagnosis.cause != "unknown":
+        style = "yellow" if diagnosis.is_problem else ""
+        grid.add_row("diagnosis", Text(diagnosis.text, style=style, no_wrap=False, overflow="fold"))
     if events:
-        grid.add_row("events", Text("\n").join(map(_event, events[-_SHOWN_EVENTS:])))
+        grid.add_row("events", Text("\n").join(map(_event, events[-SHOWN_EVENTS:])))
     heading = Text(title, style="bold")
     return Panel(grid, title=heading, title_align="left", box=box.ROUNDED, border_style="dim", width=width)
 
 
-def _event(event: ShownEvent) -> Text:
+def _event(event: Event) -> Text:
     clock = time.strftime("%H:%M:%S", time.localtime(event.time))
     return Text.assemble((f"{clock} ", "dim"), (event.kind, "bold"), f"  {' '.join(event.text.split())}")
 

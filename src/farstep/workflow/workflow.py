@@ -122,6 +122,10 @@ class Workflow:
         """The name of each trigger, and the delivery to its consumer."""
         self._refused_at: float | None = None
         """Since when the limiter has refused the waiting chunk; None if no chunk waits."""
+        self._full_at: float | None = None
+        """When the buffer had no room for a chunk, because consumers had not read the rows that it would overwrite."""
+        self._full_s = 0.0
+        """Seconds for which chunks waited for room, without those since `_full_at`."""
         self._has_deliveries = self._keyed_elsewhere = False
         self._last_chunks: Array | None = None
         """For each slot, the last delivered chunk at the end of the last run. Other calls may collect between runs."""
@@ -472,22 +476,28 @@ class Workflow:
         if not self.buffer.limiter.can_insert(steps * feed.record(worker).num_envs):
             self._refused_at = self._refused_at or time.monotonic()
             return False
-        return self._state.retention.has_room(worker, steps)
+        if not self._state.retention.has_room(worker, steps):
+            self._full_at = self._full_at or time.monotonic()
+            return False
+        return True
 
     def _note_admitted(self) -> None:
-        """Count the time for which the limiter refused chunks, since the loop waited and not `Buffer.insert`."""
+        """Count the time for which the limiter refused chunks, or they had no room; `Buffer.insert` did not wait."""
         if self._refused_at is not None:
             self.buffer.waited_s["insert"] += time.monotonic() - self._refused_at
             self._refused_at = None
+        if self._full_at is not None:
+            self._full_s += time.monotonic() - self._full_at
+            self._full_at = None
 
     def _counters(self) -> dict[str, Any]:
-        """Return the counters of buffer, limiter and triggers for `ClusterEnv.stats`. Any thread may call this."""
-        refused_at, collector = self._refused_at, self._state.collector
+        """Return the counters of buffer, limiter and triggers for `ClusterEnv.stats`; from any thread."""
+        refused_at, full_at, collector, now = self._refused_at, self._full_at, self._state.collector, time.monotonic()
         assert collector is not None
         num_envs: dict[Actor, int] = {record.worker: record.num_envs for record in collector.server.records}
         return {
-            "buffer": buffer_counters(self.buffer),
-            "limiter": limiter_counters(self.buffer, 0.0 if refused_at is None else time.monotonic() - refused_at),
+            "buffer": buffer_counters(self.buffer, self._full_s + (0.0 if full_at is None else now - full_at)),
+            "limiter": limiter_counters(self.buffer, 0.0 if refused_at is None else now - refused_at),
             "workflow": trigger_counters(self._dispatcher, self._guards, self.ledger, num_envs),
         }
 

@@ -55,6 +55,7 @@ class ChunkIntake:
     def end(self) -> None:
         """End the current request after its tickets were cancelled."""
         self._send_queue.clear()
+        self._counters.workers.cancelled()
         self.request = Request()
 
     def take_chunk(self, record: WorkerRecord, chunk: m.Chunk, received: Received) -> None:
@@ -82,6 +83,8 @@ class ChunkIntake:
             self._counters.receive_s += time.monotonic() - began
         self._counters.received(record.worker, info.nbytes, request.steps * record.num_envs)
         tickets.accept(record.worker, chunk.ticket, chunk.passed, info)
+        if not self._server.shares_memory:
+            self._counters.workers.accepted(record.worker, time.monotonic(), tickets.has_open(record.worker))
         if publisher.prober is not None and request.steps:
             publisher.prober.remember(record, chunk, rollouts.rows(record, issued.lane), request.steps)
         record.resume[:], record.clock = info.resume, chunk.clock

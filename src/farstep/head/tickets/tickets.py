@@ -125,6 +125,10 @@ class Tickets:
         """Open tickets."""
         return len(self._outstanding)
 
+    def has_open(self, worker: int) -> bool:
+        """Whether a worker has an open ticket."""
+        return bool(self._open[worker])
+
     @property
     def buffered(self) -> int:
         """Number of unread chunks: accepted, but not delivered."""

@@ -190,6 +190,7 @@ def run_episodes(
         if finished == episodes:
             break
     else:
-        emit("warned", f"an evaluation was cut off: some episodes did not end within {max_steps} steps")
+        done = f"{finished:,} of {counted(episodes, 'episode')} ended"
+        emit("warned", f"an evaluation was cut off: {done} within {max_steps:,} steps of each environment")
     chosen = [episode for of_slot in found for episode in of_slot]
     return np.array([value for value, _ in chosen]), np.array([length for _, length in chosen])

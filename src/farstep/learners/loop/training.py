@@ -18,8 +18,8 @@ from farstep.checkpoint.checks import Count, check_torch_generator, converted
 from farstep.checkpoint.files import Refused
 from farstep.cluster_env import ClusterEnv, check_saved
 from farstep.learners.loop.checkpoint_schedule import CheckpointSchedule
+from farstep.learners.loop.diagnosing import RunDiagnosis
 from farstep.learners.loop.evaluation import EvaluationResult, Evaluator
-from farstep.learners.loop.guards import Guards
 from farstep.learners.loop.journal import Journal
 from farstep.learners.loop.progress import LAST_EPISODES
 from farstep.learners.loop.progress import Progress as Progress
@@ -160,7 +160,7 @@ class Training:
         self._signals = StopSignals(self._journal is not None, self._drop_journal, env.emit_event)
         if evaluator is not None:
             evaluator.emit = env.emit_event
-        self._guards = Guards()
+        self.diagnosis = RunDiagnosis(env)
         self._timer, self._worker_timer = Timer(), WorkerTimer()
         self._schedule = CheckpointSchedule(limits.checkpoint_every)
         self._stagger_steps = 0
@@ -276,8 +276,7 @@ class Training:
         report |= self._timer.take() | {"time/step": progress.seconds - self._reported_s}
         report |= self._worker_timer.take(stats)
         self._reported_s = progress.seconds
-        for warning in self._guards.observe(report):
-            self._warn(warning)
+        self.diagnosis.observe(report)
         if self.sink is not None:
             self.sink.log(progress.steps, report)
 

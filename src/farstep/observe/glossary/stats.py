@@ -253,7 +253,14 @@ STATS_GROUPS = (
             ),
             _head(
                 "time/head/receive",
-                "copying chunks of workers without shared memory, in whichever thread",
+                "copying chunks of workers without shared memory, in any thread",
+                kind="counter",
+                unit="seconds",
+            ),
+            _head(
+                "time/head/held",
+                "from a ticket until its chunk arrived, summed over workers without shared memory. The part that "
+                "exceeds their env, inference, send and weights is the time that messages took",
                 kind="counter",
                 unit="seconds",
             ),
@@ -266,6 +273,12 @@ STATS_GROUPS = (
             _workflow("buffer/fill", "rows in the buffer", unit="rows"),
             _workflow("buffer/capacity", "rows that fit into the buffer", unit="rows"),
             _workflow("buffer/bytes", "size of the buffer's arrays", unit="bytes"),
+            _workflow(
+                "buffer/full_s",
+                "time for which chunks waited, because consumers had not read the rows that they would overwrite",
+                kind="counter",
+                unit="seconds",
+            ),
         ),
     ),
     Namespace(
@@ -302,6 +315,11 @@ STATS_GROUPS = (
                 "workflow/<trigger>/lag",
                 "age of the oldest row in the last message to the trigger's consumer; None: it takes no rows",
                 unit="versions",
+            ),
+            _workflow(
+                "workflow/<trigger>/waits_for",
+                "the trigger as text; None if part of it is a `TimeTrigger`, which may be far from its next firing",
+                kind="info",
             ),
         ),
     ),
