@@ -105,6 +105,6 @@ def _nothing_found(window: Window) -> Diagnosis:
 
 
 def _times(window: Window) -> dict[str, float]:
-    learner = {f"learner/{part}": share for part, share in window.learner.items()}
-    workers = {f"workers/{part}": share for part, share in window.workers.items()}
+    learner = {f"time/learner/{part}": share for part, share in window.learner.items()}
+    workers = {f"time/workers/{part}": share for part, share in window.workers.items()}
     return learner | workers | {"moving": window.on_the_way, "cores_wanted": sum(window.cores_wanted.values())}

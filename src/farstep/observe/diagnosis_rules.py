@@ -271,7 +271,7 @@ def small_buffer(window: Window) -> Finding | None:
     return Finding(
         f"The buffer is too small: chunks wait {percent(full)} of the time for room among its {rows:,} rows, and the "
         f"learner waits {percent(waits)} of the time for rows.",
-        {"full": full, "learner/wait": waits, "capacity": rows},
+        {"full": full, "time/learner/wait": waits, "capacity": rows},
     )
 
 
@@ -318,7 +318,7 @@ def both_wait(window: Window) -> Finding | None:
     return Finding(
         f"Workers and learner wait for each other: workers {percent(tickets)} and the learner {percent(wait)} of the "
         "time.",
-        {"learner/wait": wait, "workers/tickets": tickets},
+        {"time/learner/wait": wait, "time/workers/tickets": tickets},
     )
 
 
@@ -332,7 +332,7 @@ def slow_network(window: Window) -> Finding | None:
     return Finding(
         f"Moving data takes longer than making it: rollouts and weights travel for {percent(moving)} of the workers' "
         f"time, at {_size(rate)} of rollouts per second, and rolling takes {percent(rolling)}.",
-        {"moving": moving, "rolling": rolling, "bytes_per_second": rate, "learner/wait": window.learner["wait"]},
+        {"moving": moving, "rolling": rolling, "bytes_per_second": rate, "time/learner/wait": window.learner["wait"]},
     )
 
 
@@ -344,7 +344,7 @@ def slow_learner(window: Window) -> Finding | None:
     return Finding(
         f"The learner is the bottleneck: it updates {percent(window.learner['update'])} of the time, while workers "
         f"wait for it {percent(tickets)} of theirs.",
-        {"learner/wait": wait, "learner/update": window.learner["update"], "workers/tickets": tickets},
+        {"time/learner/wait": wait, "time/learner/update": window.learner["update"], "time/workers/tickets": tickets},
         is_problem=False,  # with several epochs per update and cheap environments it always is
     )
 
@@ -366,7 +366,7 @@ def _rolling(window: Window, part: str, where: str, other: str) -> Finding | Non
     return Finding(
         f"The learner waits {percent(wait)} of the time for rollouts, and workers spend {percent(share)} of theirs "
         f"{where}.",
-        {"learner/wait": wait, f"workers/{part}": share, f"workers/{other}": window.workers[other]},
+        {"time/learner/wait": wait, f"time/workers/{part}": share, f"time/workers/{other}": window.workers[other]},
         is_problem=wait >= _LIMITS_MUCH,
     )
 
