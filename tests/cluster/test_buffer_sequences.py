@@ -383,7 +383,7 @@ def test_a_batch_that_does_not_fit_is_refused() -> None:
         buffer.insert(batch)
     with Buffer(20, Uniform(), spec={"obs": ((3,), "f4")}) as buffer, pytest.raises(ConfigError, match="got 'obs' as"):
         buffer.insert(batch)
-    with Buffer(1, Uniform()) as buffer, pytest.raises(ConfigError, match="environment slots"):
+    with Buffer(1, Uniform()) as buffer, pytest.raises(ConfigError, match="one per environment slot"):
         buffer.insert(batch)
     with Buffer(20, Uniform()) as buffer:
         buffer.insert(batch)

@@ -85,7 +85,7 @@ def test_a_single_number_is_an_observation() -> None:
 
 
 def test_more_numbers_than_a_network_can_have_inputs_are_refused() -> None:
-    with pytest.raises(SpaceError, match="1,000,000 numbers"):
+    with pytest.raises(SpaceError, match="1,000,000 inputs"):
         make_agent(spaces.Discrete(1_000_000), spaces.Discrete(2), NetConfig(), 0.99)
 
 
