@@ -89,7 +89,7 @@ WARMUP: dict[str, Any] = {"train/critic/warmup": 1.0}
 FILLING: dict[str, Any] = {"buffer": {"fill": 900, "capacity": 1000, "bytes": 4 * GIB, "full_s": 0.0}}
 
 FIRES: list[tuple[str, Window, str]] = [
-    ("memory", window(machine=machine(left=0.5 * GIB)), "0.5 GiB|512.0 MiB of 16.0 GiB are left"),
+    ("memory", window(machine=machine(left=0.5 * GIB)), "537 MB of 17.2 GB are left"),
     ("memory", window(machine=machine(head=(1, 0), worker=(1, 2 * GIB))), "in 40 s: .* most of it in worker"),
     ("restarting worker", window(restarts={0: 1, 3: 4}), "Worker 3 was restarted 4 times"),
     (

@@ -83,7 +83,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         document = yaml.compose(text, Loader)
-        found = yaml.load(text, Loader)
+        found = yaml.load(text, Loader)  # a SafeLoader: it constructs no objects
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}. Pass a YAML file with options.") from error
     except yaml.YAMLError as error:

@@ -1,4 +1,4 @@
-"""The table of causes: how each looks, what to do about it, and the rule that recognises it."""
+"""The table of causes: how each looks, what to do about it, and the rule that recognizes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Those of group `time` need to know how workers spend their time."""
 
 @dataclass(frozen=True)
 class Rule:
-    """One cause: how it looks, what to do, and the function that recognises it."""
+    """One cause: how it looks, what to do, and the function that recognizes it."""
 
     cause: str
     group: Group
@@ -168,7 +168,7 @@ RULES: tuple[Rule, ...] = (
         "slow environment",
         "time",
         "The learner waits for 80 % of the time, and workers spend most of theirs in environments",
-        "Add workers or nodes, or make the environment faster (a vectorised one, fewer or smaller observations).",
+        "Add workers or nodes, or make the environment faster (a vectorized one, fewer or smaller observations).",
         find.slow_environment,
     ),
 )

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from farstep.observe.causes import RULES
-from farstep.observe.diagnosis_rules import percent
+from farstep.observe.run_status import percent
 from farstep.observe.run_window import MIN_WINDOW_S, Window
 
 

@@ -1,4 +1,4 @@
-"""The rules by which causes are recognised, each a function of a window; `causes.py` has the table of them."""
+"""The rules by which causes are recognized, each a function of a window; `causes.py` has the table of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from farstep.observe.run_status import data_size, percent
 from farstep.observe.run_window import MIN_WINDOW_S, Window
 
 _LIMITS = 0.8
@@ -64,13 +65,13 @@ def memory(window: Window) -> Finding | None:
     rate = grown / window.seconds if window.seconds >= MIN_WINDOW_S and window.before.stats.get("steps") else 0.0
     numbers = {"left_bytes": left, "total_bytes": total, "bytes_per_second": rate}
     if left < _MEMORY_LEFT * total:
-        return Finding(f"Memory runs out: {_size(left)} of {_size(total)} are left.", numbers)
+        return Finding(f"Memory runs out: {data_size(left)} of {data_size(total)} are left.", numbers)
     if grown < _MIN_GROWTH_BYTES or rate * _MEMORY_S < left:
         return None
     fastest = max(growth, key=lambda name: growth[name])
     return Finding(
-        f"Memory runs out in {_duration(left / rate)}: {_size(left)} are left, and the run takes {_size(rate)} more "
-        f"per second, most of it in {fastest}.",
+        f"Memory runs out in {_duration(left / rate)}: {data_size(left)} are left, and the run takes "
+        f"{data_size(rate)} more per second, most of it in {fastest}.",
         numbers | {"seconds_left": left / rate},
     )
 
@@ -331,7 +332,7 @@ def slow_network(window: Window) -> Finding | None:
     rate = window.grown("bytes", "rollouts_received") / window.seconds
     return Finding(
         f"Moving data takes longer than making it: rollouts and weights travel for {percent(moving)} of the workers' "
-        f"time, at {_size(rate)} of rollouts per second, and rolling takes {percent(rolling)}.",
+        f"time, at {data_size(rate)} of rollouts per second, and rolling takes {percent(rolling)}.",
         {"moving": moving, "rolling": rolling, "bytes_per_second": rate, "time/learner/wait": window.learner["wait"]},
     )
 
@@ -372,15 +373,6 @@ def _rolling(window: Window, part: str, where: str, other: str) -> Finding | Non
 
 
 # ---- texts ----
-
-
-def percent(share: float) -> str:
-    """Format a share in percent."""
-    return f"{100 * share:.0f} %"
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def _duration(seconds: float) -> str:

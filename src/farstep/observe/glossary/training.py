@@ -93,16 +93,16 @@ NAMESPACES = (
     Namespace(
         "train/actor/",
         "The update of the policy. Numbers are means over all minibatches of all epochs of an update. The *proximal "
-        "policy* is the learner's at the start of the update; the *behaviour policy* acted. The *ratio* is the "
+        "policy* is the learner's at the start of the update; the *behavior policy* acted. The *ratio* is the "
         "probability of a row's action under the current policy divided by that under the proximal policy (with "
-        "`--no-decoupled`: the behaviour policy); the *weight* of a row is its probability under the proximal policy "
-        "divided by that under the behaviour policy, and is called *rho* in V-trace.",
+        "`--no-decoupled`: the behavior policy); the *weight* of a row is its probability under the proximal policy "
+        "divided by that under the behavior policy, and is called *rho* in V-trace.",
         (
             _learner(
                 "train/actor/policy_loss",
                 "loss of the policy: clipped and weighted (ppo, async-ppo), or the mean of -advantage * "
                 "log-probability (impala)",
-                healthy="ppo, async-ppo: around 0, since advantages are normalised",
+                healthy="ppo, async-ppo: around 0, since advantages are normalized",
             ),
             _learner(
                 "train/actor/total_loss",
@@ -151,7 +151,7 @@ NAMESPACES = (
             ),
             _learner(
                 "train/actor/behav_approx_kl",
-                "KL divergence between proximal and behaviour policy, as the mean of -log(weight) over the rows that "
+                "KL divergence between proximal and behavior policy, as the mean of -log(weight) over the rows that "
                 "were kept; it hides outliers",
                 unit="nats",
                 when=_PPO,
@@ -159,7 +159,7 @@ NAMESPACES = (
             ),
             _learner(
                 "train/actor/behave_k3",
-                "KL divergence between proximal and behaviour policy, as the mean of weight - 1 - log(weight) over all "
+                "KL divergence between proximal and behavior policy, as the mean of weight - 1 - log(weight) over all "
                 "rows: includes outliers, never negative",
                 unit="nats",
                 when=_PPO,
@@ -230,7 +230,7 @@ NAMESPACES = (
         (
             _learner(
                 "train/critic/value_loss",
-                "half the squared difference between values and their targets, in units of (normalised) returns "
+                "half the squared difference between values and their targets, in units of (normalized) returns "
                 "squared (linear beyond `--huber-delta`); grows with the return",
             ),
             _learner(
