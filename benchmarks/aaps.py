@@ -166,7 +166,7 @@ def training_of(case: Run, options: argparse.Namespace) -> Training:
 def outcome(case: Run, metrics: list[Metrics]) -> Run:
     """The stored result of a run; its curve has steps, return, pulls per worker, bytes of weights and of probes."""
     lines = [line for line in metrics if "sync/pulls_per_worker" in line]
-    counters, restarts = summed(lines, ("sync/pulls_per_worker", "sync/weights_bytes", "sync/probe_bytes"))
+    counters, restarts = summed(lines, ("sync/pulls_per_worker", "bytes/weights_sent", "bytes/probes_sent"))
     points = [
         [line["step"], round(line.get("env/return_mean", 0.0), 1), pulls, weights, probes]
         for line, (pulls, weights, probes) in zip(lines, counters, strict=True)
@@ -175,7 +175,7 @@ def outcome(case: Run, metrics: list[Metrics]) -> Run:
     return {
         **case,
         "steps": lines[-1]["step"],
-        "versions": lines[-1]["version"],
+        "versions": lines[-1]["train/actor/current_version"],
         "seconds": round(lines[-1]["seconds"], 1),
         "continued": restarts,
         "curve": [*points[:-1:every], points[-1]],
@@ -251,7 +251,7 @@ def page(document: dict[str, Any]) -> str:
         f"{settings['workers']} workers with {settings['envs_per_worker']} environments each over TCP, "
         f"{settings['num_steps']} steps per rollout, {settings['epochs']} epochs, {steps:,} steps ({versions} "
         f"versions), {machines(document)}. Final return: the mean of the evaluations in the last tenth of the steps, ± "
-        "the deviation over seeds (`results/aaps-ppo.json`)."
+        "the standard deviation over seeds (`results/aaps-ppo.json`)."
     )
     if continued_times := max(run["continued"] for run in document["runs"]):
         often = "once" if continued_times == 1 else f"up to {continued_times} times"
@@ -277,7 +277,7 @@ def verdict(document: dict[str, Any]) -> str:
         said = [f"δ = {', '.join(deltas)}: {words}" for words, deltas in groups.items()]
         if said:
             spread = f"{min(always):.0f} to {max(always):.0f}"
-            sentences.append(f"With the {loss} loss, beside δ = 0 ({spread} over its seeds): {'; '.join(said)}.")
+            sentences.append(f"With the {loss} loss, compared with δ = 0 ({spread} over its seeds): {'; '.join(said)}.")
     return " ".join(sentences) or "There are too few seeds to compare thresholds."
 
 

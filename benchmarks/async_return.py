@@ -98,8 +98,8 @@ def summary(document: dict[str, Any]) -> str:
     header = ["", "reached", "seconds", "thousand steps", "steps/s", "staleness", *parts, "evaluation at the end"]
     title = (
         f"LunarLander-v3 to a mean training return of {THRESHOLD:g}, {settings['num_envs']} environments on "
-        f"{settings['workers']} workers, {machines(document)}, defaults of both learners; means (from the lowest to "
-        "the highest seed), and shares of the learner's time:"
+        f"{settings['workers']} workers, {machines(document)}, defaults of both learners. The table has means (from "
+        "the lowest to the highest seed) and shares of the learner's time:"
     )
     return "\n\n".join(filter(None, (title, table(header, rows), _saving(found))))
 
@@ -135,7 +135,7 @@ def _saving(found: dict[str, list[Run]]) -> str:
     apart = max(run["seconds"] for run in other) < min(run["seconds"] for run in sync)
     seeds = "every seed is faster than every synchronous one" if apart else "the ranges of the seeds overlap"
     words = f"{1 - time:.0%} less" if time < 1 else f"{time - 1:.0%} more"
-    found = f"Asynchronous PPO took {words} time and {steps:.2f} of the steps ({seeds})."
+    found = f"Asynchronous PPO took {words} time and {steps:.2f} times the steps of PPO ({seeds})."
     return f"{found} RLinf reports 11 to 38 % less time."
 
 

@@ -22,22 +22,21 @@ def summary(document: dict[str, Any]) -> str:
     rows = settings["workers"] * settings["num_steps"]
     parts = [
         f"{settings['workers']} workers with an environment each, steps of {settings['mean_ms']:g} ms on average "
-        f"(log-normal, sigma {settings['sigma']:g}), {settings['num_steps']} of them per rollout. Seconds per "
-        f"{rows:,} rows, means over seeds; ideal: the longer of collecting alone "
-        "and learning alone or, for synchronous PPO, their sum:"
+        f"(log-normal, sigma {settings['sigma']:g}), {settings['num_steps']} steps per rollout. The table has seconds "
+        f"per {rows:,} rows, means over seeds. The ideal is the longer of collecting alone and learning alone; for "
+        "synchronous PPO it is their sum:"
     ]
     parts.append(_times(found, rows))
     if BASELINE in found:
         waited = [sum(run["curve"]["collect_s"][1:]) for run in found[BASELINE]]
         whole = [run["curve"]["seconds"][-1] - run["curve"]["seconds"][0] for run in found[BASELINE]]
-        parts.append(
-            f"In these runs all but collecting took {1 - sum(waited) / sum(whole):.0%} of a synchronous update."
-        )
+        share = f"{1 - sum(waited) / sum(whole):.0%}"
+        parts.append(f"In these runs, everything except collecting took {share} of a synchronous update.")
     parts += [f"The same runs, {settings['total_steps']:,} steps, means (from the lowest to the highest seed):"]
     parts.append(_learned(found, settings["threshold"]))
     others = [run["others_cpu_s"] / run["wall_s"] for run in runs]
     if others:
-        parts.append(f"Others kept {np.median(others):.2f} cores busy (median; at most {max(others):.2f}).")
+        parts.append(f"Other processes used {np.median(others):.2f} cores (median; at most {max(others):.2f}).")
     return "\n\n".join(parts)
 
 
@@ -83,7 +82,7 @@ def _learned(found: dict[str, list[Row]], threshold: float) -> str:
             ]
         )
     header = ["", f"reach {threshold:g}", "seconds to it", "steps to it", "last 100 episodes"]
-    return table([*header, "staleness", "at most", "behaviour KL", "filtered"], lines)
+    return table([*header, "staleness", "at most", "behavior KL", "filtered"], lines)
 
 
 def _spread(values: Sequence[float], form: str) -> str:
@@ -105,7 +104,7 @@ def draw(document: dict[str, Any], folder: Path) -> list[Path]:
         "async-returns": (("seconds", "return", "seconds"), ("step", "return", "environment steps")),
         "async-staleness": (
             ("step", "lag", "staleness, versions"),
-            ("step", "behave_k3", "behaviour KL (k3), nats"),
+            ("step", "behave_k3", "behavior KL (k3), nats"),
             ("step", "filtered", "filtered fraction of rows"),
         ),
     }

@@ -4,7 +4,7 @@ All contenders run in turn, several rounds, each in its own process and virtual 
 
     python benchmarks/buffer.py                                              # all: about half an hour
     python benchmarks/buffer.py --quick                                      # a few minutes, to test the benchmark
-    python benchmarks/buffer.py --only 'numpy-*' farstep --observations vector --sampler prioritised
+    python benchmarks/buffer.py --only 'numpy-*' farstep --observations vector --sampler prioritized
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from roster import BENCHMARKS, BUFFER_LIMITS, BUFFERS, BufferContender, choose
 from runner import Run, execute, turns
 from tables import Rates, load, rates_of, why_missing
 
-SAMPLERS = ("uniform", "prioritised")
+SAMPLERS = ("uniform", "prioritized")
 README_MARKS = ("<!-- buffer: begin -->", "<!-- buffer: end -->")
 QUICK = {"rounds": 1, "seconds": 0.2, "shrink": 10}
 
@@ -45,7 +45,7 @@ class Case:
     def actions(self) -> list[str]:
         """Measurements, as named in the contenders' reports."""
         batches = OBSERVATIONS[self.observations].batches
-        updates = [f"update {size}" for size in batches] if self.sampler == "prioritised" else []
+        updates = [f"update {size}" for size in batches] if self.sampler == "prioritized" else []
         return [*(f"insert {rows}" for rows in INSERTS), *(f"sample {size}" for size in batches), *updates]
 
 
@@ -171,7 +171,9 @@ def rate_table(case: Case, runs: dict[str, list[Run]]) -> Table:
     """The table of one case: thousand rows per second and, in parentheses, the fraction of the limit."""
     rates = {action: rates_in(runs, action) for action in case.actions}
     shown = Table(
-        "contender", title=f"{case}: thousand rows per second of the median call (part of the fastest plain arrays)"
+        "contender",
+        title=f"{case}: thousand rows per second in the median call (in brackets: as a fraction of the fastest "
+        "plain arrays)",
     )
     for action in case.actions:
         shown.add_column(action, justify="right")
@@ -191,10 +193,10 @@ def cell(name: str, rates: dict[str, Rates]) -> str:
 
 
 def acceptance_table(runs: dict[str, list[Run]], keys: tuple[str, ...]) -> Table | None:
-    """Time of a prioritised batch of these keys compared with plain indexing, alternately in one process."""
+    """Time of a prioritized batch of these keys compared with plain indexing, alternately in one process."""
     numbers = ("sample_us", "fancy_us", "take_us", "times_fancy", "times_take")
-    rows = f"rows of {', '.join(keys)}"
-    shown = Table("contender", title=f"a prioritised batch of 1,024 {rows}; the same out of plain arrays; medians")
+    batch = f"a prioritized batch of 1,024 rows of {', '.join(keys)}"
+    shown = Table("contender", title=f"median time of {batch}, compared with plain arrays")
     for heading in ("batch, µs", "fancy indexing, µs", "take, µs", "times fancy indexing", "times take"):
         shown.add_column(heading, justify="right")
     for name, done in runs.items():
@@ -227,7 +229,7 @@ def remarks(results: Results) -> list[str]:
     missing = {name: why_missing([run]) for name, run in everyone if run.report is None}
     others = [run.others_cores for _, run in everyone if run.report]
     return [
-        *(f"Missing: {name}: {reason}." for name, reason in missing.items()),
+        *(f"Not measured: {name} ({reason})." for name, reason in missing.items()),
         f"next_obs is {'; '.join(kept)}.",
         f"Versions: {', '.join(f'{package} {found}' for package, found in versions.items())}.",
         load(others),

@@ -72,7 +72,7 @@ def summary(found: dict[str, list[float]]) -> str:
         [name, f"{median(rates):,.0f}", f"{min(rates):,.0f} to {max(rates):,.0f}", f"{ratios[name]:.2f}"]
         for name, rates in found.items()
     ]
-    return table(["", "MB/s", "of the rounds", "of plain TCP, median of the rounds' ratios"], rows)
+    return table(["", "MB/s", "lowest to highest round", "ratio to plain TCP, median of the rounds"], rows)
 
 
 class Meter:

@@ -1,4 +1,4 @@
-"""Measures CPU time of this process's descendants, and of all other processes, during a run."""
+"""Measures CPU time of this process's descendants, and of all other processes on the same cores, during a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Self
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 BUSY_FIELDS = (0, 1, 2, 5, 6, 7)
-"""Fields user, nice, system, irq, softirq and steal in the first line of /proc/stat."""
+"""Fields user, nice, system, irq, softirq and steal of a line in /proc/stat."""
 
 
 class CpuMeter:
@@ -46,9 +46,10 @@ class CpuMeter:
 
 
 def busy_s() -> float:
-    """CPU time of the whole machine since it started."""
-    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    return sum(int(fields[index]) for index in BUSY_FIELDS) / TICKS_PER_S
+    """CPU time of the cores that this process may use, since the machine started."""
+    lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+    names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    return sum(int(line[1 + index]) for line in lines if line[0] in names for index in BUSY_FIELDS) / TICKS_PER_S
 
 
 def waited_for_s() -> float:

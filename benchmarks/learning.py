@@ -4,6 +4,7 @@
     git clone https://github.com/vwxyzjn/cleanrl /tmp/cleanrl && git -C /tmp/cleanrl checkout fe8d8a0
     python benchmarks/learning.py --cleanrl /tmp/cleanrl/cleanrl/ppo.py --markdown benchmarks/README.md
     python benchmarks/learning.py --minutes 60 --only 'farstep-*'            # repeat to continue
+    python benchmarks/learning.py --cores 2        # several runs at a time, each on two cores that no other run uses
     python benchmarks/learning.py --show benchmarks/results/learning.json    # only tables and plots
 
 A task is learned when the mean return of the last 100 training episodes reaches its threshold. The contenders
@@ -11,16 +12,23 @@ alternate, seed by seed, each in its own process and virtual environment. Second
 when processes and environments exist; a separate column has the time of the whole process. farstep runs with CleanRL's
 hyper-parameters, with tuned ones, and with the defaults of `ppo`, `async-ppo` and `impala` for 16, 64 and 128
 environments. Each peer runs with several numbers of environments; tables show its best. defaults.py measures the same
-defaults in steps, with many runs in parallel; here only one run at a time uses the machine.
+defaults in steps; here seconds count, so no two runs share a core.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import math
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -193,12 +201,65 @@ def main() -> int:
         return in_words(done)
 
     try:
-        execute(plan, results, outcome)
+        if options.cores:
+            document["cores_per_run"] = options.cores
+            execute_pinned(plan, results, outcome, options.cores)
+        else:
+            execute(plan, results, outcome)
     except KeyboardInterrupt:
         print("\ninterrupted; results so far:")
     finish(document_of(document, plan, results), options)
     print(f"written: {options.out}")
     return 0
+
+
+def execute_pinned(plan: Plan, results: Results, outcome: Callable[[Case, Run], str], cores: int) -> None:
+    """Carry out the plan with as many runs at a time as the machine has groups of `cores` cores."""
+    usable = sorted(os.sched_getaffinity(0))
+    groups: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+    for first in range(0, len(usable) - cores + 1, cores):
+        groups.put(usable[first : first + cores])
+    if groups.empty():
+        raise SystemExit(f"--cores {cores}: this machine has {len(usable)} cores")
+    started, num_done = time.monotonic(), 0
+
+    def run_one(case: Case, contender: Contender, group: list[int]) -> None:
+        nonlocal num_done
+        try:
+            done = run_pinned(case, contender.name, plan, group)
+        finally:
+            groups.put(group)
+        with lock:
+            results[case][contender.name].append(done)
+            num_done += 1
+            place = f"[{num_done}/{plan.num_runs}, {(time.monotonic() - started) / 60:.1f} min]"
+            print(f"{place} {case}: {contender.name}: {outcome(case, done)}", flush=True)
+
+    with concurrent.futures.ThreadPoolExecutor(groups.qsize()) as pool:
+        lock = threading.Lock()
+        futures = []
+        for case, _, contender in plan:
+            futures.append(pool.submit(run_one, case, contender, groups.get()))
+        for future in futures:
+            future.result()
+
+
+def run_pinned(case: Case, contender: str, plan: Plan, group: list[int]) -> Run:
+    """Run one contender on the cores of `group`, by calling this script for it alone."""
+    task = next(task for task in plan.tasks if task.env == case.env)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run.json"
+        command = [
+            *("taskset", "--cpu-list", ",".join(map(str, group)), sys.executable, __file__),
+            *("--env", case.env, "--only", contender, "--first-seed", str(case.seed), "--seeds", "1"),
+            *("--max-steps", str(task.max_steps), "--cleanrl", str(plan.cleanrl), "--timeout", str(plan.timeout_s)),
+            *("--out", str(out), "--images", folder),
+        ]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        if not out.exists():
+            return Run(contender=contender, status="failed", reason=ended.stderr.strip()[-200:])
+        (runs,) = runs_in(json.loads(out.read_text()), lambda run: Case(run["env"], run["seed"])).values()
+    return runs[contender][0]
 
 
 def parse_options() -> argparse.Namespace:
@@ -218,6 +279,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds after which a run is killed")
     parser.add_argument(
         "--minutes", type=float, help="start no run after this time; run the same command again to continue"
+    )
+    parser.add_argument(
+        "--cores", type=int, metavar="N", help="run several at a time, each on N cores (default: one, on all cores)"
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="contenders, as shell patterns")
     parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="contenders to skip, as shell patterns")

@@ -46,8 +46,8 @@ def summary(document: dict[str, Any]) -> str:
     if done:
         others = [run["others_cpu_s"] / max(run["wall_s"], 1e-9) for run in done]
         parts.append(
-            f"Other processes kept {median(others):.2f} cores busy (median; at most {max(others):.2f}); a run in which "
-            f"they kept more than {DISTURBED_CORES} busy is left out if three other runs of its contender remain."
+            f"Other processes used {median(others):.2f} cores (median; at most {max(others):.2f}). Runs in which they "
+            f"used more than {DISTURBED_CORES} cores are left out if three other runs of the contender remain."
         )
     parts.append(_versions(done))
     return "\n\n".join(parts)

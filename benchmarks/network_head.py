@@ -147,7 +147,7 @@ def farstep_run(asked: dict[str, Any]) -> dict[str, Any]:
         received = stats["bytes"]["rollouts_received"]
         found |= {
             "wire_share": round(received / (stats["chunks"] * STEPS * ENVS * 4 * 84 * 84), 4),
-            "weight_syncs": stats["weight_syncs"]["total"],
+            "weight_syncs": stats["pulls"]["total"],
             "weights_megabytes": round(stats["bytes"]["weights_sent"] / 1e6, 1),
         }
         return found

@@ -72,7 +72,7 @@ class Task:
     """The measurement to make, from the command line."""
 
     observations: str
-    sampler: Literal["uniform", "prioritised"]
+    sampler: Literal["uniform", "prioritized"]
     seconds: float
     """Seconds of each measurement."""
     shrink: int = 1
@@ -97,8 +97,8 @@ class Task:
         return OBSERVATIONS[self.observations].batches
 
     @property
-    def prioritised(self) -> bool:
-        return self.sampler == "prioritised"
+    def prioritized(self) -> bool:
+        return self.sampler == "prioritized"
 
 
 Way: TypeAlias = tuple[Callable[[Rows], Any], Callable[[Any], None]]
@@ -130,7 +130,7 @@ class Store:
         return [(self.native, self.insert)]
 
     def sample(self, batch_size: int) -> Any:
-        """Sample a batch with all of KEYS; if prioritised, also with weights and what ``update`` needs."""
+        """Sample a batch with all of KEYS; if prioritized, also with weights and what ``update`` needs."""
         raise NotImplementedError
 
     def update(self, batch: Any, priorities: Array) -> None:
@@ -197,7 +197,7 @@ def parse_arguments(*, modes: tuple[str, ...] = ()) -> Task:
     """Parse the command line; ``modes`` are the contender's set-ups, the default first."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--observations", choices=tuple(OBSERVATIONS), default="vector")
-    parser.add_argument("--sampler", choices=("uniform", "prioritised"), default="uniform")
+    parser.add_argument("--sampler", choices=("uniform", "prioritized"), default="uniform")
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--shrink", type=int, default=1)
     if modes:
@@ -272,13 +272,13 @@ def run(
     for start in range(0, task.capacity, FILL_ROWS):
         store.insert(store.native(source.rows(start, FILL_ROWS)))
     source.check(store.arrays(store.sample(256)), next_obs=store.next_obs == Store.next_obs)
-    if task.prioritised:
+    if task.prioritized:
         spread_priorities(store, max(task.batches))
     speeds: dict[str, Speed] = {}
     for batch_size in task.batches:
         speeds |= measure_sampling(store, task, batch_size)
     against = []
-    if task.prioritised and task.observations == "vector":
+    if task.prioritized and task.observations == "vector":
         against.append(compare_with_numpy(store, source.rows(0, task.capacity), row_numbers, task))
         if store.takes_any_rows:
             against.append(compare_observations(make, source, task))
@@ -332,12 +332,12 @@ def measure_sampling(store: Store, task: Task, batch_size: int) -> dict[str, Spe
     priorities = new_priorities(batch_size)
     sampling, updating = [], []
     store.sample(batch_size)
-    ends = clock() + task.seconds * (2 if task.prioritised else 1)
+    ends = clock() + task.seconds * (2 if task.prioritized else 1)
     while clock() < ends:
         began = clock()
         batch = store.sample(batch_size)
         sampling.append(clock() - began)
-        if task.prioritised:
+        if task.prioritized:
             fresh = next(priorities)
             began = clock()
             store.update(batch, fresh)

@@ -104,7 +104,7 @@ CONTENDERS = (
 class BufferContender(Contender):
     """A buffer in one set-up, and the samplers that it supports."""
 
-    samplers: tuple[str, ...] = ("uniform", "prioritised")
+    samplers: tuple[str, ...] = ("uniform", "prioritized")
 
 
 BUFFER_LIMITS = ("numpy-fancy", "numpy-take", "numpy-out")
@@ -124,7 +124,7 @@ BUFFERS = (
             options=("--mode", f"remover-{kind}"),
             by_default=False,
         )
-        for kind in ("lifo", "uniform", "prioritised", "heap")
+        for kind in ("lifo", "uniform", "prioritized", "heap")
     ),
     BufferContender(name="torchrl", script="buffer_torchrl.py", venv="torchrl"),
     BufferContender(
@@ -132,7 +132,7 @@ BUFFERS = (
     ),
     BufferContender(name="sb3", script="buffer_sb3.py", venv="sb3", samplers=("uniform",)),
     BufferContender(
-        name="sb3-optimised", script="buffer_sb3.py", venv="sb3", options=("--mode", "optimised"), samplers=("uniform",)
+        name="sb3-optimized", script="buffer_sb3.py", venv="sb3", options=("--mode", "optimized"), samplers=("uniform",)
     ),
     BufferContender(name="reverb", script="buffer_reverb.py", venv="reverb"),
 )

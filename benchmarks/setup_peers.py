@@ -186,7 +186,7 @@ def recompile(python: Path, package: str) -> None:
     """Compile the extension of ``package`` for the installed torch.
 
     TorchRL's wheels contain an extension for a single version of torch (0.13: before 2.13.0; 0.14: after it), without
-    which there are no prioritised buffers. They also contain its C++ source.
+    which there are no prioritized buffers. They also contain its C++ source.
     """
     say(f"      compiling the extension of {package}, about two minutes")
     pip(python, "install", "setuptools==80.9.0", "ninja==1.13.2")

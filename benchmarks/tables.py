@@ -117,8 +117,8 @@ def load(others_cores: Sequence[float]) -> str:
     if not others_cores:
         return ""
     return (
-        f"Other processes kept {median(others_cores):.2f} cores busy (median; at most {max(others_cores):.2f}); a run "
-        f"in which they kept more than {DISTURBED_CORES} busy is left out if its contender has other runs."
+        f"Other processes used {median(others_cores):.2f} cores (median; at most {max(others_cores):.2f}). Runs in "
+        f"which they used more than {DISTURBED_CORES} cores are left out if the contender has other runs."
     )
 
 

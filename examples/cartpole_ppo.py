@@ -51,7 +51,7 @@ class Args:
 
 
 class ActorCritic(nn.Module):
-    """The agent, which workers get a copy of; any object with `act` and `get_parameters` can be one."""
+    """The agent; every worker gets a copy. Any object with `act` and `get_parameters` can be an agent."""
 
     def __init__(self, obs_size: int, num_actions: int) -> None:
         super().__init__()
@@ -116,9 +116,7 @@ def display(stats: dict, best: float, args: Args, elapsed_s: float) -> Table:
     table.add_row("steps", f"{stats['steps']:,} of at most {args.total_steps:,}")
     table.add_row("speed", f"{stats['steps'] / max(elapsed_s, 1e-9):,.0f} steps per second, updates included")
     table.add_row("episodes", f"{stats['episodes']['count']:,}")
-    table.add_row(
-        "policy version", f"{stats['versions']['current']} (weights sent {stats['weight_syncs']['total']} times)"
-    )
+    table.add_row("policy version", f"{stats['versions']['current']} (weights sent {stats['pulls']['total']} times)")
     table.add_row("workers", f"{stats['workers']['alive']} alive, {stats['workers']['restarts']} restarts")
     table.add_row("time", f"{elapsed_s:.0f} s, {stats['time']['learner']['wait']:.0f} s of it waiting for environments")
     return table

@@ -70,7 +70,7 @@ class Args:
 
 
 class Agent(nn.Module):
-    """The agent, which workers get a copy of. It records `logits`, which the divergence of policies needs."""
+    """The agent; every worker gets a copy. It returns `logits`, from which farstep computes the divergence."""
 
     def __init__(self, obs_size: int, num_actions: int) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def main(args: Args) -> None:
         rows = {key: torch.from_numpy(np.stack([step[key] for step in steps])) for key in steps[0]}
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (count - 1) / args.num_updates)
         update(agent, optimizer, rows, args)
-        pulls = env.stats()["weight_syncs"]["total"] / env.num_workers
+        pulls = env.stats()["pulls"]["total"] / env.num_workers
         mean = np.mean(latest) if latest else float("nan")
         print(f"update {count}: mean return {mean:.0f}, {pulls:.0f} pulls per worker", flush=True)
     env.close()

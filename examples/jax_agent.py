@@ -75,7 +75,7 @@ def logits_and_value(parameters: Parameters, obs: jax.Array) -> tuple[jax.Array,
 
 
 class JaxAgent:
-    """The agent, which workers get a copy of; `set_parameters` loads the published parameters there."""
+    """The agent; every worker gets a copy and loads published parameters with `set_parameters`."""
 
     def __init__(self, parameters: Parameters) -> None:
         self.parameters = parameters

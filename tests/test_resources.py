@@ -9,7 +9,16 @@ import pytest
 
 from farstep import resources as machine
 from farstep.errors import ConfigError
-from farstep.resources import _cgroup_memory_limits, _cgroup_quotas, available_memory, check_memory, usable_cpus
+from farstep.resources import (
+    _cgroup_memory_limits,
+    _cgroup_quotas,
+    _memory,
+    available_memory,
+    check_memory,
+    machine_use,
+    process_use,
+    usable_cpus,
+)
 
 # ---- cores ----
 
@@ -102,3 +111,52 @@ def test_available_memory_is_what_machine_and_cgroup_leave(monkeypatch: pytest.M
 def test_cgroup_memory_limits(tmp_path: Path, membership: str, files: dict[str, str], limits: list[int]) -> None:
     root, self_file = made_up_cgroup(tmp_path, membership, files)
     assert _cgroup_memory_limits(root, self_file) == limits
+
+
+# ---- use ----
+
+
+def test_use_of_a_process_is_that_of_its_threads(tmp_path: Path) -> None:
+    for thread, counts in {"7": "3000000000 1000000000 9", "8": "500000000 500000000 2"}.items():
+        (tmp_path / "7" / "task" / thread).mkdir(parents=True)
+        (tmp_path / "7" / "task" / thread / "schedstat").write_text(f"{counts}\n")
+    (tmp_path / "7" / "status").write_text("Name:\tpython\nVmRSS:\t  900 kB\nRssAnon:\t  400 kB\n")
+    found = process_use(7, tmp_path)
+    assert found == machine.ProcessUse(runnable_s=5.0, queued_s=1.5, anonymous_bytes=400 * 1024)
+    assert process_use(8, tmp_path) is None
+
+
+def test_use_of_this_machine() -> None:
+    found = machine_use({"me": os.getpid(), "nobody": 2**22 + 1})
+    assert list(found.processes) == [("me", os.getpid())]
+    assert found.processes["me", os.getpid()].anonymous_bytes > 2**20
+    assert found.cores == usable_cpus() and 0 < found.memory_left_bytes <= found.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("files", "total", "left"),
+    [
+        ({}, 16_000, 8_000),
+        (
+            {"job/memory.max": "max\n", "job/memory.current": "900\n", "job/memory.stat": "inactive_file 1\n"},
+            16_000,
+            8_000,
+        ),
+        (
+            {
+                "job/memory.max": "4096000",
+                "job/memory.current": "3072000",
+                "job/memory.stat": "anon 5\ninactive_file 1024000",
+            },
+            4_000,
+            2_000,
+        ),
+    ],
+)
+def test_memory_left_is_that_of_the_machine_or_of_the_cgroup(
+    files: dict[str, str], total: float, left: float, tmp_path: Path
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  16000 kB\nMemFree: 100 kB\nMemAvailable: 8000 kB\n")
+    root, self_file = made_up_cgroup(tmp_path, "0::/job\n", {**files, "job/cgroup.procs": ""})
+    assert _memory(meminfo, root, self_file) == (total * 1024, left * 1024)

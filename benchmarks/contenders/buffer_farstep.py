@@ -14,7 +14,7 @@ from farstep.buffer import LIFO, MinHeap, NStep, Prioritized, Uniform
 REMOVERS = {
     "remover-lifo": LIFO(),
     "remover-uniform": Uniform(),
-    "remover-prioritised": Prioritized(),
+    "remover-prioritized": Prioritized(),
     "remover-heap": MinHeap(),
 }
 
@@ -23,7 +23,7 @@ class FarstepBuffer(Store):
     takes_any_rows = True
 
     def __init__(self, task: Task, rows_per_insert: int) -> None:
-        sampler = Prioritized(alpha=ALPHA, beta=BETA) if task.prioritised else Uniform()
+        sampler = Prioritized(alpha=ALPHA, beta=BETA) if task.prioritized else Uniform()
         chosen = NStep(1, by=sampler) if task.mode == "next-row" else sampler
         self.buffer = farstep.Buffer(task.capacity, chosen, remover=REMOVERS.get(task.mode or ""))
 

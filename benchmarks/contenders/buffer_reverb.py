@@ -22,12 +22,12 @@ class ReverbTable(Store):
     next_obs = "read from the next row"
 
     def __init__(self, task: Task, rows_per_insert: int) -> None:
-        prioritised = reverb.selectors.Prioritized(ALPHA)
+        prioritized = reverb.selectors.Prioritized(ALPHA)
         scalar = {"action": tf.int64, "reward": tf.float32, "terminated": tf.bool}
         obs = tf.TensorSpec(task.shape, task.dtype)
         table = reverb.Table(
             TABLE,
-            sampler=prioritised if task.prioritised else reverb.selectors.Uniform(),
+            sampler=prioritized if task.prioritized else reverb.selectors.Uniform(),
             remover=reverb.selectors.Fifo(),
             max_size=task.capacity,
             rate_limiter=reverb.rate_limiters.MinSize(1),

@@ -26,7 +26,7 @@ class Sb3Buffer(Store):
             gym.spaces.Discrete(4),
             device="cpu",
             n_envs=rows_per_insert,
-            optimize_memory_usage=task.mode == "optimised",
+            optimize_memory_usage=task.mode == "optimized",
             handle_timeout_termination=False,
         )
         self.infos: list[dict[str, Any]] = [{} for _ in range(rows_per_insert)]
@@ -54,16 +54,16 @@ class Sb3Buffer(Store):
         }
 
 
-class OptimisedSb3Buffer(Sb3Buffer):
+class OptimizedSb3Buffer(Sb3Buffer):
     next_obs = "read from the next row"
 
 
 if __name__ == "__main__":
-    task = parse_arguments(modes=("plain", "optimised"))
-    optimised = task.mode == "optimised"
+    task = parse_arguments(modes=("plain", "optimized"))
+    optimized = task.mode == "optimized"
     run(
-        "sb3-optimised" if optimised else "sb3",
+        "sb3-optimized" if optimized else "sb3",
         task,
-        OptimisedSb3Buffer if optimised else Sb3Buffer,
+        OptimizedSb3Buffer if optimized else Sb3Buffer,
         packages=("torch", "stable-baselines3"),
     )

@@ -25,7 +25,7 @@ class TorchrlBuffer(Store):
         kind = TensorDictReplayBuffer if task.mode == "tensordict" else ReplayBuffer
         self.buffer = kind(
             storage=LazyTensorStorage(task.capacity),
-            sampler=PrioritizedSampler(task.capacity, ALPHA, BETA) if task.prioritised else RandomSampler(),
+            sampler=PrioritizedSampler(task.capacity, ALPHA, BETA) if task.prioritized else RandomSampler(),
         )
 
     def native(self, rows: Rows) -> TensorDict:

@@ -42,7 +42,14 @@ def main() -> None:
     parser.add_argument("--num-envs", type=int, help="another number than the settings above have")
     task, options = parse_arguments(parser)
     os.environ["RAY_DEDUP_LOGS"] = "0"
-    ray.init(num_cpus=NUM_RUNNERS + 1, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init(
+        address="local",  # never an existing cluster: another run may have one
+        num_cpus=NUM_RUNNERS + 1,
+        object_store_memory=10**9,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+    )
     chosen = dict(CARTPOLE if task.env.startswith("CartPole") else OTHERS)
     if options.num_envs:
         chosen["envs_per_runner"] = options.num_envs // NUM_RUNNERS

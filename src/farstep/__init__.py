@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from farstep.errors import WorkerStuck as WorkerStuck
     from farstep.event import Event as Event
     from farstep.head.stats import scalars as scalars
+    from farstep.observe.diagnosis import Diagnosis as Diagnosis
     from farstep.vector_env import make_vec as make_vec
     from farstep.workflow.triggers import DataKeyTrigger as DataKeyTrigger
     from farstep.workflow.triggers import ObjectKeyTrigger as ObjectKeyTrigger
@@ -65,6 +66,7 @@ _HOMES = {
     "Buffer": "buffer.replay",
     "ClusterEnv": "cluster_env",
     "DataKeyTrigger": "workflow.triggers",
+    "Diagnosis": "observe.diagnosis",
     "EnvConfig": "config.env",
     "Event": "event",
     "FullBatch": "buffer.samplers",

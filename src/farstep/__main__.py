@@ -3,7 +3,7 @@
 import sys
 
 if not sys.flags.safe_path:
-    del sys.path[0]  # the current folder: a json.py there would shadow the standard one; `main` adds it if needed
+    del sys.path[0]  # the current folder: a json.py in it would shadow the standard module; `main` adds it if needed
 
 from farstep.cli import main
 

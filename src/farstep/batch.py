@@ -1,4 +1,4 @@
-"""Batches: the rows that a learner gets, as arrays `[T, N, ...]` by name (T steps of N environments)."""
+"""Batches: what a learner gets, as named arrays `[T, N, ...]` (T steps of N environments)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PRIORITY = "priority"
 
 
 def is_final(name: str) -> bool:
-    """Return whether an array holds final observations, which are stored per ended episode instead of per row."""
+    """Return whether an array holds final observations: one per ended episode, not one per row."""
     return name.split(".")[0] == "final_obs"
 
 
 def is_obs(name: str) -> bool:
-    """Return whether an array holds observations; a chunk stores one more observation than it has rows."""
+    """Return whether an array holds observations. A chunk has one more observation than rows."""
     return name.split(".")[0] == "obs"
 
 
@@ -37,12 +37,12 @@ EPISODE_KEYS = ("return", "length", "time", "slot")
 
 @dataclass(frozen=True)
 class FinalObs:
-    """The final observations of the episodes that ended in a batch; entry `k` belongs to `[row[k], slot[k]]`.
+    """The final observations of the episodes that ended in a batch. Entry `k` belongs to `[row[k], slot[k]]`.
 
     Attributes:
         row: Row of the batch in which each episode ended.
         slot: Column of the batch in which each episode ended.
-        obs: The observations, nested as the observation space is.
+        obs: The observations, nested like the observation space.
     """
 
     row: Array
@@ -57,14 +57,14 @@ class FinalObs:
 class Batch(Mapping[str, Array]):
     """T steps of N environments, as a mapping of arrays `[T, N, ...]`.
 
-    `batch["reward"]`, `batch["obs"]`, `batch["action"]` and so on are views, valid until the next call that collects;
-    `copy()` keeps them. With a Dict or Tuple space, `batch["obs"]` is nested as the space is: `batch["obs"]["camera"]`
-    and `batch["obs.camera"]` are the same array.
+    `batch["reward"]`, `batch["obs"]`, `batch["action"]` and so on are views. They are valid until the next call that
+    collects; use `copy()` to keep them. With a Dict or Tuple space, `batch["obs"]` is nested like the space:
+    `batch["obs"]["camera"]` and `batch["obs.camera"]` are the same array.
 
     Attributes:
         arrays: All arrays by name; nested ones by path, e.g. `obs.camera`.
-        structures: How the arrays nest, for each key that the agent or the environment returns.
-        last_obs: The observations after the last row, `[N, ...]`; the next actions are chosen from them.
+        structures: How arrays are nested, for each key that the agent or the environment returns.
+        last_obs: The observations after the last row, `[N, ...]`, from which the next actions are chosen.
         final_obs: The final observations of the episodes that ended.
         episodes: `return`, `length` (steps), `time` (seconds) and `slot` of each episode that ended, ordered by slot.
         slots: The environment slot of each column, `[N]`.
@@ -126,15 +126,15 @@ class Batch(Mapping[str, Array]):
 
 @dataclass(frozen=True)
 class Part:
-    """Some arrays of one worker's chunk, before the rest has arrived (see `ClusterEnv.parts`).
+    """Some arrays of one worker's chunk, yielded before the rest has arrived (see `ClusterEnv.parts`).
 
     Attributes:
         worker: Index of the worker.
-        slots: The environment slot of each column, which is also its column in the whole batch.
-        stage: Index of the stage of `EnvConfig.transfer` that this part completes. Stages that arrive together, as
-            all do with shared memory, form one part with the index of the last.
+        slots: The environment slot of each column; also the index of that column in the whole batch.
+        stage: Index of the stage of `EnvConfig.transfer` that this part completes. Stages that arrive together form one
+            part with the index of the last stage; with shared memory, all stages arrive together.
         complete: Whether this is the last part of the worker's chunk.
-        batch: The arrays of this part only. `last_obs`, `final_obs.obs` and `initial_state` are None until they have
+        batch: Only the arrays of this part. `last_obs`, `final_obs.obs` and `initial_state` are None until they have
             arrived.
         so_far: All arrays of the chunk that have arrived.
     """

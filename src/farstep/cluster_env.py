@@ -1,13 +1,14 @@
-"""ClusterEnv: environments on workers, as the user's process sees them."""
+"""`ClusterEnv`: the class through which a user's process runs environments on workers."""
 
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Collection, Container, Generator, Iterator, Mapping, Sequence
 from operator import itemgetter
 from types import NoneType, TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import cloudpickle
 import gymnasium
@@ -19,21 +20,26 @@ from farstep.checkpoint.files import Refused
 from farstep.config.env import EnvConfig, check_count
 from farstep.config.launch import LaunchConfig, LocalConfig
 from farstep.core import Agent, Array, Nested
-from farstep.errors import CheckpointError, ClosedError, ConfigError, unknown_name
-from farstep.event import EVENT_KINDS, Event, EventKind
+from farstep.errors import CheckpointError, ClosedError, ConfigError
+from farstep.event import Event, EventKind, check_kind
 from farstep.head.collector import Collector
 from farstep.head.events import EventLog
 from farstep.head.members.worker_records import ResetRequest
+from farstep.resources import machine_use
 from farstep.rollout.seeds import fresh_root, resumed_root
 from farstep.schema import map_leaves, nest
 from farstep.sync import Always
+
+if TYPE_CHECKING:
+    from farstep.observe.diagnosis import Diagnosis
+    from farstep.observe.run_monitor import RunMonitor
 
 Space = gymnasium.spaces.Space[Any]
 _MAX_STALENESS = 1000
 
 
 class ClusterEnv:
-    """Environments on workers, which act with their own copy of the agent and return whole rollouts.
+    """Environments on workers. Each worker acts with its own copy of the agent and returns whole rollouts.
 
     Workers start with the first call that needs them, and end with `close` or the `with` block.
 
@@ -48,10 +54,10 @@ class ClusterEnv:
     Attributes:
         env_config: The `EnvConfig`.
         config: The launch configuration.
-        num_envs: Number of environments on all nodes, including nodes that may be absent; `batch.slots` lists the
-            environments of a batch.
-        num_workers: Number of workers on all nodes, including nodes that may be absent.
-        seed: The root seed, given or drawn.
+        num_envs: Number of environments on all nodes, including absent nodes. `batch.slots` lists the environments of a
+            batch.
+        num_workers: Number of workers on all nodes, including absent nodes.
+        seed: The root seed, configured or drawn at random.
         observation_space: Space of one environment's observations; set by `launch`.
         action_space: Space of one environment's actions; set by `launch`.
 
@@ -77,6 +83,8 @@ class ClusterEnv:
         self._launching = threading.Lock()
         self._closing = threading.RLock()
         self._closed = False
+        self._monitor: RunMonitor | None = None
+        """None before the first call of `diagnose`."""
 
     def __repr__(self) -> str:
         name = self.env_config.env_name
@@ -107,16 +115,17 @@ class ClusterEnv:
             self._check_open()
             if self._collector is None:
                 collector = Collector(self.env_config, self.config, self.seed, self._events)
-                # Closes at garbage collection and at interpreter exit, too, if close() is never called.
+                # If close() is never called, this closes at garbage collection or at interpreter exit.
                 self._finalizer = weakref.finalize(self, Collector.close, collector)
                 self._collector = collector
                 try:
                     self._check_open()  # another thread may have called close() before self._collector was set
                     self.observation_space, self.action_space = collector.start()
+                    self._at_launch = (time.monotonic(), machine_use(collector.server.local_pids()))
                 except Exception:
                     self.close()
                     raise
-                except BaseException:  # Ctrl-C is not a failure: the next call launches again
+                except BaseException:  # after Ctrl-C, the next call launches again
                     self._collector = None
                     self._finalizer()
                     raise
@@ -127,7 +136,7 @@ class ClusterEnv:
             raise ClosedError("this ClusterEnv is closed; make a new one.")
 
     def close(self) -> None:
-        """End all workers and free their resources. May be called repeatedly; a concurrent call waits for the first."""
+        """End all workers and free their resources. Further calls do nothing; a concurrent call waits for the first."""
         self._closed = True
         with self._closing:
             if self._collector is not None:
@@ -150,7 +159,8 @@ class ClusterEnv:
         """Start new episodes in all environments, or in some of them.
 
         Args:
-            seed: New root seed; episodes are counted from 0 again. None: continue with the next episodes.
+            seed: New root seed, which also restarts the count of episodes at 0. None: keep the seed and start the next
+                episodes.
             options: Passed to `reset` of each environment, except `reset_mask`: a bool array `[num_envs]` that selects
                 the environments to reset.
 
@@ -169,8 +179,8 @@ class ClusterEnv:
             mask = np.asarray(mask)
             if mask.shape != (self.num_envs,) or mask.dtype != bool:
                 raise ConfigError(
-                    f"reset_mask has shape {list(mask.shape)} and dtype {mask.dtype}; "
-                    f"expected [{self.num_envs}] and bool."
+                    f"reset_mask has shape {list(mask.shape)} and dtype {mask.dtype}; expected [{self.num_envs}] and "
+                    "bool."
                 )
         root = self.env_config.check_reset(seed, mask is not None)
         roots = None if root is None else [root] * self.num_envs
@@ -179,22 +189,23 @@ class ClusterEnv:
         return batch.last_obs, _merged(batch)
 
     def step(self, agent: Agent) -> tuple[Nested, Array, Array, Array, dict[str, Any]]:
-        """Step every environment once with the actions of the workers; ended environments are reset (SAME_STEP).
+        """Step every environment once. The workers choose the actions, and reset ended environments (SAME_STEP).
 
         Args:
             agent: The policy; if its parameters have changed, they are published first.
 
         Returns:
             `obs, reward, terminated, truncated, info` with one row per environment, as in Gymnasium. `info` also has
-            `action`, everything else that `act` returned except a recurrent `state`, and `version`, `valid` and
-            `episode_start` as in a batch. If an environment's info has one of these names, it gets the prefix `env_`.
+            `action`, all other arrays that `act` returned except a recurrent `state`, and `version`, `valid` and
+            `episode_start` as in a batch. An entry of an environment's own info with one of these names gets the prefix
+            `env_`.
 
         Raises:
             FarstepError: A worker, an environment or the agent failed and could not be replaced.
         """
         collector = self._launched()
         collector.adopt(agent)
-        batch = collector.one_batch(1, infos=True).copy()  # small, and many loops keep a step's arrays
+        batch = collector.one_batch(1, infos=True).copy()  # a copy is cheap, and many loops keep a step's arrays
         return (
             batch.last_obs,
             batch["reward"][0],
@@ -228,8 +239,8 @@ class ClusterEnv:
         """Collect a rollout synchronously, and yield its parts as they arrive.
 
         A part is one stage (`EnvConfig.transfer`) of one worker's chunk. If a worker is lost after some stages of its
-        chunk were yielded, its replacement rolls another chunk, and these stages are yielded again; a part with
-        `complete=True` (the last stage) is yielded once. The rollout does not wait for absent workers.
+        chunk were yielded, its replacement rolls another chunk, and the same stages are yielded again for that chunk. A
+        part with `complete=True` (the last stage) is yielded only once. The rollout does not wait for absent workers.
 
         Args:
             agent: The policy; if its parameters have changed, they are published first.
@@ -257,20 +268,21 @@ class ClusterEnv:
         num_chunks: int | None = None,
         rollout_epochs: int = 1,
     ) -> Generator[Batch]:
-        """Yield batches indefinitely; workers collect the next ones while the learner updates.
+        """Yield batches indefinitely; workers collect the next batches while the learner updates.
 
-        Workers get new weights only when `publish` is called. Leaving the loop cancels the rollouts in progress, and so
-        does any other call that collects.
+        Workers get new weights only when `publish` is called. Leaving the loop, or any other call that collects,
+        cancels the rollouts in progress.
 
         Args:
             agent: The policy; if its parameters have changed, they are published first.
             steps: Steps of each environment per chunk; default 128.
-            max_staleness: Largest difference between the newest version and the version that acted, when a batch is
-                yielded; older rows are dropped. Default 1. With `kl_threshold`, a row may be older if its policy was
-                measured to be close to a version within the bound.
+            max_staleness: Maximum age of a row in versions when its batch is yielded: the newest version minus the
+                version that acted. Older rows are dropped. Default 1. With `kl_threshold`, an older row is kept if its
+                policy was measured to be close to a version within the bound.
             num_chunks: Build each batch from the first `num_chunks * rollout_epochs` chunks to arrive. None: from
                 `rollout_epochs` chunks of every worker.
-            rollout_epochs: Consecutive rollouts per batch; default 1. Staleness is counted in batches, not in rollouts.
+            rollout_epochs: Consecutive rollouts per batch; default 1. All rollouts of a batch count as one for
+                `max_staleness`.
 
         Returns:
             An iterator over batches.
@@ -308,7 +320,7 @@ class ClusterEnv:
         they have started.
 
         Args:
-            nodes: Number of nodes, from `min_nodes` to `max_nodes` of the launch configuration.
+            nodes: New number of nodes, from `min_nodes` to `max_nodes` of the launch configuration.
 
         Raises:
             ConfigError: `nodes` is outside this range.
@@ -323,7 +335,7 @@ class ClusterEnv:
     # ---- checkpoints ----
 
     def save(self) -> dict[str, Any]:
-        """Return the state of the workers for `resume` in another process; call it between batches.
+        """Return the state of the workers, for `resume` in another process. Call it between batches.
 
         Returns:
             Plain data and arrays: the version, and for each worker its episode counters, random states and recurrent
@@ -336,7 +348,7 @@ class ClusterEnv:
 
     @property
     def cannot_replay(self) -> str:
-        """Why `resume` cannot replay the episodes in progress of these environments; empty if it can."""
+        """The reason why `resume` cannot replay the episodes that are in progress; empty if it can."""
         config = self.env_config
         if config.type in ("vector", "envpool"):
             return f"environments of type {config.type!r} cannot be stepped one by one"
@@ -349,14 +361,14 @@ class ClusterEnv:
         return ""
 
     def resume(self, agent: Agent, saved: Mapping[str, Any], actions: Sequence[Mapping[str, Array]]) -> None:
-        """Continue where another process called `save`: versions, random states, recurrent states and episodes.
+        """Restore what another process saved: version, random states, recurrent states and episodes.
 
-        Episodes in progress are replayed: each environment is reset with its seed and takes its actions again. Episodes
-        that cannot be replayed (another number of workers, a worker that was being replaced, `cannot_replay`) are
-        restarted with seeds that were not used before.
+        Episodes in progress are replayed: each environment is reset with its seed and takes its recorded actions again.
+        Some episodes restart with unused seeds instead: if `cannot_replay` has a reason, if their worker was being
+        replaced, or if the number of workers changed.
 
         Args:
-            agent: The agent, with the parameters that it had then.
+            agent: The agent, with the parameters that it had when `save` was called.
             saved: What `save` returned.
             actions: For each slot, the actions of its episode in progress, by their names in a batch.
 
@@ -379,17 +391,17 @@ class ClusterEnv:
     # ---- versions and statistics ----
 
     def publish(self, agent: Agent) -> int:
-        """Publish the agent's parameters as a new version, from any thread. Batches stay valid.
+        """Publish the agent's parameters as a new version. Any thread may call this; batches stay valid.
 
         Args:
-            agent: The agent, whose parameters are copied between updates.
+            agent: The agent. Its parameters are copied while no consumer updates them.
 
         Returns:
             The new version.
 
         Raises:
             AgentError: The agent's parameters cannot be read, or have changed in number, shape or type.
-            PublishTimeout: A consumer of a running workflow was in the middle of an update for too long.
+            PublishTimeout: A consumer of a running workflow did not finish its update in time.
         """
         return self._launched().publish(agent)
 
@@ -400,27 +412,44 @@ class ClusterEnv:
 
     @property
     def inference(self) -> str:
-        """How workers call the agent: `fast`, or the reason why not; empty before the first rollout."""
+        """How workers call the agent: `fast`, or the reason why the fast path is not used; empty before the first
+        rollout."""
         return self._collector.inference if self._collector is not None else ""
 
     def stats(self) -> dict[str, Any]:
         """Return counters and rates of the run. Launches the workers if necessary.
 
         Returns:
-            Plain data by name; docs/guide.md lists the names.
+            Plain data by name; docs/metrics.md lists the names.
 
         Raises:
             FarstepError: The workers could not be started, or the `ClusterEnv` is closed.
         """
         return self._launched().snapshot()
 
+    def diagnose(self, metrics: Sequence[Mapping[str, float]] = ()) -> Diagnosis:
+        """Say what the run is waiting for, from its counters of the last half minute, or since the last call.
+
+        Args:
+            metrics: Metrics of the latest updates, oldest first, with the names that `farstep train` logs, such as
+                `train/actor/clip_fraction`. With at least 20 of them, causes of slow learning are recognized, too.
+
+        Returns:
+            The cause in one sentence, with the numbers behind it and the remedy; docs/waiting.md lists all causes.
+            Before there is enough data its cause is `"unknown"`.
+
+        Raises:
+            FarstepError: The workers could not be started, or the `ClusterEnv` is closed.
+        """
+        return diagnoses_of(self, metrics)[0]
+
     def events(self, kinds: EventKind | Collection[EventKind] | None = None, since: float = 0.0) -> list[Event]:
-        """Return the latest events of the run, at most 1,000; also before `launch` and after `close`.
+        """Return the latest events of the run, at most 1,000. Also works before `launch` and after `close`.
 
         Args:
             kinds: The kinds to return, such as `"lost"` or `["lost", "stuck"]`; None: all.
-            since: Unix time in seconds; only later events are returned. Pass the `time` of the last event that you have
-                seen to get those after it.
+            since: Unix time in seconds; only later events are returned. Pass the `time` of the last event you have
+                seen.
 
         Returns:
             The events, oldest first.
@@ -428,45 +457,48 @@ class ClusterEnv:
         Raises:
             ConfigError: A kind is unknown.
         """
-        if kinds is None:
-            return self._events.events(None, since)
-        chosen = [kinds] if isinstance(kinds, str) else list(kinds)
-        return self._events.events([_known_kind(kind) for kind in chosen], since)
+        return self._events.events(kinds, since)
 
     def emit_event(
         self, kind: EventKind, text: str, *, worker: int | None = None, node: str = "", traceback: str = ""
     ) -> None:
-        """Add an event of your own to those of the run, from any thread; it is also logged.
+        """Add your own event to the events of the run, and log it. Any thread may call this.
 
         Args:
             kind: The kind, such as `"checkpointed"`, `"evaluated"` or `"warned"`.
             text: One sentence.
-            worker: Index of the worker, if it concerns one.
-            node: Name of the host, if it concerns one.
+            worker: Index of the worker, if the event concerns one.
+            node: Name of the host, if the event concerns one.
             traceback: For a failure, its traceback or output.
 
         Raises:
             ConfigError: The kind is unknown.
         """
-        self._events.emit(_known_kind(kind), text, worker=worker, node=node, traceback=traceback)
+        check_kind(kind)
+        self._events.emit(kind, text, worker=worker, node=node, traceback=traceback)
 
 
 def collector_for(env: ClusterEnv, agent: Agent) -> Collector:
-    """Launch, make the workers act with this agent, and return the collector, for a workflow that takes chunks."""
+    """Launch the workers, give them the agent, and return the collector. For workflows."""
     collector = env._launched()
     collector.adopt(agent)
     return collector
 
 
+def diagnoses_of(env: ClusterEnv, metrics: Sequence[Mapping[str, float]] = ()) -> list[Diagnosis]:
+    """Return what `ClusterEnv.diagnose` does, then further causes that are independent of it."""
+    from farstep.observe.run_monitor import RunMonitor  # not at launch: `farstep.observe` imports the terminal
+
+    collector = env._launched()
+    if env._monitor is None:
+        env._monitor = RunMonitor(env._events, *env._at_launch)
+    use = machine_use(collector.server.local_pids())
+    return env._monitor.diagnoses(collector.snapshot(), use, collector.kl_threshold, metrics)
+
+
 def event_log_of(env: ClusterEnv) -> EventLog:
     """Return the events of a run, for readers that subscribe to them."""
     return env._events
-
-
-def _known_kind(kind: EventKind) -> EventKind:
-    if kind not in EVENT_KINDS:
-        raise ConfigError(unknown_name("kind of event", str(kind), EVENT_KINDS))
-    return kind
 
 
 def check_saved(env: ClusterEnv, agent: Agent, saved: object, actions: Sequence[Mapping[str, Array]]) -> None:
@@ -475,7 +507,7 @@ def check_saved(env: ClusterEnv, agent: Agent, saved: object, actions: Sequence[
 
 
 def _check_rollouts(rollout_epochs: int, batches: int = 1) -> int:
-    """Return the number of rollouts per batch, or raise if the rollouts of `batches` batches exceed the limit."""
+    """Return `rollout_epochs`, or raise if `batches` batches of this many rollouts exceed the limit."""
     most = max(1, (_MAX_STALENESS + 1) // batches)
     if check_count("rollout_epochs", rollout_epochs) > most:
         raise ConfigError(
@@ -513,7 +545,7 @@ def _merged(batch: Batch) -> dict[str, Any]:
 
 
 def _with_acting(infos: dict[str, Any], batch: Batch) -> dict[str, Any]:
-    """Add the arrays that the workers recorded in a step to its infos: actions, further outputs of `act`, versions."""
+    """Add to the infos of a step what the workers recorded: actions, other outputs of `act`, versions."""
     row = {name: array[0] for name, array in batch.arrays.items()}
     acting = {key: nest(structure, row) for key, structure in batch.structures.items() if key != "obs"}
     acting |= {key: row[key] for key in ("version", "valid", "episode_start")}
@@ -521,7 +553,7 @@ def _with_acting(infos: dict[str, Any], batch: Batch) -> dict[str, Any]:
 
 
 def _renamed(key: Any, taken: Container[str]) -> Any:
-    """Prefix the key of an environment's info, or of its mask (`_key`), with `env_` if an array has that name."""
+    """Return `env_<key>` if an array has the name of this info key; the key of its mask, `_key`, likewise."""
     if not isinstance(key, str):
         return key
     mask, name = ("_", key[1:]) if key.startswith("_") and key not in taken else ("", key)
@@ -531,7 +563,7 @@ def _renamed(key: Any, taken: Container[str]) -> Any:
 class Parts(Iterator[Part]):
     """Iterator over the parts of one rollout, returned by `ClusterEnv.parts`.
 
-    The rollout starts with the first part that is requested. `close`, or another call that collects, cancels the rest.
+    The rollout starts when the first part is requested. `close`, or another call that collects, cancels the rest.
     """
 
     def __init__(self, parts: Generator[Part, None, Batch]) -> None:

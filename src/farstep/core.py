@@ -1,4 +1,4 @@
-"""The protocols of farstep and the loops they are used in. Read this file first.
+"""The protocols of farstep, and the loops that use them. Read this file first.
 
     worker:   wait for a ticket ─ pull weights if the sync rule decides to ─ roll one chunk ─ send it
     head:     issue tickets ─ receive chunks into the buffer ─ yield a batch ─ publish new weights
@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 BytesLike = bytes | bytearray | memoryview
 Array = NDArray[Any]
 Nested = Any
-"""An array, or mappings and tuples of arrays, nested as the space is."""
+"""An array, or mappings and tuples of arrays, nested like the space."""
 
 
 class Agent(Protocol):
-    """The policy. The learner publishes its parameters (arrays or tensors by name); every worker acts with a copy.
+    """The policy. The learner publishes the policy's parameters (arrays or tensors by name); every worker acts with a
+    copy.
 
     `act` may also take `rng`, one random generator per environment slot, and `slots`, the slot of each row. A recurrent
     agent has `initial_state(n)`, takes `act(obs, state, episode_start)`, and returns its new state as `state`.
@@ -49,22 +50,25 @@ class SyncState:
     seconds: float = 0.0
     """Seconds since the last pull."""
     divergences: Sequence[float] = ()
-    """KL(held || newest) in nats of each probe since the last pull, newest first; infinite if it was not measurable."""
+    """KL(held || newest) in nats of each probe since the last pull, newest first; infinite if it could not be
+    measured."""
 
 
 @runtime_checkable
 class SyncRule(Protocol):
     """Decides on the worker, before a chunk, whether to pull the newest weights.
 
-    Called only if a newer version exists. A rule that reads `state.divergences` sets the attributes `probes`, how many
-    divergences it reads (default 0: none are measured), and `rows`, observations per divergence (default 64).
+    Called only if a newer version exists. A rule that reads `state.divergences` sets two attributes: `probes`, the
+    number of divergences that it reads (default 0: none are measured), and `rows`, the number of observations per
+    divergence (default 64).
     """
 
     def should_pull(self, state: SyncState) -> bool: ...
 
 
 class Link(Protocol):
-    """One end of a connection between head and worker. Messages (lists of frames) arrive complete, in order, once."""
+    """One end of a connection between head and worker. Messages (lists of frames) arrive whole, in order, exactly
+    once."""
 
     def send(self, frames: Sequence[BytesLike], fds: Sequence[int] = ()) -> None: ...
 
@@ -72,7 +76,7 @@ class Link(Protocol):
         """Return the next message, or None after `timeout_s`; raise `EOFError` if the peer is known to be gone."""
 
     def fileno(self) -> int:
-        """Return a file descriptor that is readable when a message arrives; -1 if the link shares a connection."""
+        """Return a file descriptor that is readable when a message arrives; -1 if several links share a connection."""
 
     def close(self) -> None: ...
 
@@ -85,31 +89,32 @@ class HeadLink(Link, Protocol):
 
 @dataclass(frozen=True)
 class Received:
-    """A message that has arrived, with the file descriptors sent along with it (only on the same host)."""
+    """A message that has arrived, and the file descriptors sent with it (only within a host)."""
 
     frames: Sequence[BytesLike]
     fds: Sequence[int] = ()
     heartbeat: bool = False
-    """Whether it arrived over the heartbeat connection, which carries only the progress of remote workers."""
+    """Whether the message arrived over the heartbeat connection, which carries only the progress of remote workers."""
 
 
 class Launcher(Protocol):
     """Starts workers, provides their links and detects when they have ended.
 
-    The head calls `start` for each worker and each replacement. A worker that is reported as ended can no longer write.
+    The head calls `start` for each worker and each replacement. After a worker is reported as ended, it cannot write
+    any more.
     """
 
     shares_memory: bool
     """Whether workers map the head's memory: rollout blocks, parameters and progress words."""
     driven: bool
-    """Whether workers run in the head's thread, and only while their link is read."""
+    """Whether workers run in the head's thread, only while the head reads their link."""
 
     def prepare(self) -> None:
         """Request the nodes for the workers, once, before the first `start`; raise `LaunchError` if refused."""
         return
 
     def start(self, worker: int, incarnation: int, run: str) -> Started:
-        """Start a worker, or its replacement: `incarnation` counts the processes it has had before."""
+        """Start a worker or its replacement. `incarnation` is the number of earlier processes of this worker."""
 
     def filenos(self) -> Sequence[int]:
         """Return the file descriptors of connections that several workers share."""
@@ -122,7 +127,7 @@ class Launcher(Protocol):
         return
 
     def stop(self) -> None:
-        """Stop requesting nodes because the run is ending; workers that are queued for a node are never started."""
+        """Stop requesting nodes because the run is ending. Workers that wait for a node are not started any more."""
         return
 
     def waiting(self) -> str:
@@ -134,21 +139,21 @@ class Launcher(Protocol):
         return []
 
     def spare(self) -> int:
-        """Return how many queued workers belong to nodes beyond the requested number."""
+        """Return the number of queued workers whose nodes exceed the requested number of nodes."""
         return 0
 
     def scale(self, nodes: int) -> None:
-        """Change the number of nodes. The default ignores it, for launchers whose number is fixed."""
+        """Change the number of nodes. The default does nothing, for launchers with a fixed number."""
         return
 
     def close(self) -> None: ...
 
 
 class WorkerHandle(Protocol):
-    """A started worker. `exit_fd` is readable once it has ended, `output_fd` when it has printed; -1: not available."""
+    """A started worker. `exit_fd` is readable once the worker has ended, `output_fd` when it has printed; -1: none."""
 
     leaving: bool
-    """Whether its node is being released or preempted, so that the worker must end after its current chunk."""
+    """Whether the worker must end after its current chunk, because its node is being released or preempted."""
     exit_fd: int
     output_fd: int
 
@@ -162,7 +167,7 @@ class WorkerHandle(Protocol):
         """Kill the process and its children at once."""
 
     def dump_stacks(self) -> None:
-        """Make the process write its Python stacks to its output, if it still can."""
+        """Make the process write its Python stacks to its output, if it can still react."""
 
     def read_output(self) -> bytes | None:
         """Return what was printed since the last call; None after the end of the output."""
@@ -191,9 +196,9 @@ class Ended:
     status: int
     """Exit status, or minus the number of the signal that killed it."""
     note: str = ""
-    """Further cause that the launcher knows, e.g. that memory ran out."""
+    """Additional cause known to the launcher, e.g. that memory ran out."""
     blameless: bool = False
-    """Whether its node was lost; replacing the worker then does not use the restart budget."""
+    """Whether the worker ended because its node was lost. Its replacement then does not use the restart budget."""
 
     def __str__(self) -> str:
         note = f"; {self.note}" if self.note else ""

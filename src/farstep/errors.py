@@ -63,7 +63,7 @@ class Where:
 
     Attributes:
         worker: Index of the worker.
-        incarnation: How often the worker was restarted before.
+        incarnation: How often the worker had been restarted.
         host: Name of its host.
         pid: Its process id.
         phase: What it was doing, e.g. `step` or `reset`.
@@ -134,7 +134,7 @@ class WorkerError(FarstepError):
         return self.remote_traceback or self.output
 
     def __str__(self) -> str:
-        return str(self.args[0])  # KeyError, which `remote_error` may mix in, would return a repr
+        return str(self.args[0])  # `remote_error` may mix in KeyError, whose __str__ returns a repr
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.message, self.where, self.remote_traceback, self.output)
@@ -143,10 +143,10 @@ class WorkerError(FarstepError):
 class RemoteEnvError(WorkerError):
     """The environment or the agent raised on a worker.
 
-    If the remote exception is of a common built-in class, `except` with that class also catches this error.
+    If the remote exception has a common built-in class such as ValueError, `except ValueError` also catches this error.
 
     Attributes:
-        kind: Name of that class; empty if this error cannot be caught as such.
+        kind: Name of that built-in class; empty if there is none.
     """
 
     kind = ""
@@ -168,7 +168,7 @@ class BufferTimeout(FarstepError, TimeoutError):
 
 
 class PublishTimeout(FarstepError, TimeoutError):
-    """A consumer that may be changing the agent blocked publishing for too long; the message names the consumer."""
+    """Publishing waited too long for a consumer that may be updating the agent; the message names the consumer."""
 
 
 class WireError(FarstepError):
@@ -176,7 +176,7 @@ class WireError(FarstepError):
 
 
 class DeliveryError(FarstepError):
-    """A consumer did not accept a trigger's message, or failed or ended before it had processed the message."""
+    """A consumer did not accept a trigger's message, or ended before it had processed the message."""
 
 
 class CheckpointError(FarstepError, OSError):
@@ -235,7 +235,7 @@ def typed_shortage(what: str) -> Iterator[None]:
         what: What failed, as the start of a sentence.
 
     Raises:
-        ResourceError: Descriptors, processes, memory or disk ran out; other exceptions pass unchanged.
+        ResourceError: File descriptors, processes, memory or disk space ran out. Other exceptions pass unchanged.
     """
     try:
         yield
@@ -277,7 +277,7 @@ _DOUBLES = (
 
 
 def remote_error(kind: str, message: str, where: Where, remote_traceback: str) -> RemoteEnvError:
-    """Return the error for an exception on a worker; if its class is in `_DOUBLES`, the error is an instance of it."""
+    """Return the error for an exception on a worker. If `_DOUBLES` has its class, the error is also of this class."""
     for double in _DOUBLES:
         if double.__name__ == kind:
             both = type(f"Remote{kind}", (RemoteEnvError, double), {"__module__": __name__, "kind": kind})
@@ -286,7 +286,7 @@ def remote_error(kind: str, message: str, where: Where, remote_traceback: str) -
 
 
 def is_own(kind: str) -> bool:
-    """Return whether `kind` names a farstep error, whose message is complete without the name of the remote class."""
+    """Return whether `kind` names a farstep error. The message of such an error needs no class name in front."""
     return any(double.__name__ == kind and issubclass(double, FarstepError) for double in _DOUBLES)
 
 
@@ -344,6 +344,6 @@ EXTRAS = {
 
 
 def install_extra(module: str) -> str:
-    """Return the pip command that installs a module through an extra of farstep; empty if no extra has it."""
+    """Return the pip command for the extra of farstep that installs a module; empty if no extra does."""
     extra = EXTRAS.get(module.partition(".")[0])
     return "" if extra is None else f"pip install 'farstep[{extra}]'"

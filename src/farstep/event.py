@@ -6,6 +6,8 @@ import traceback
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
+from farstep.errors import ConfigError, unknown_name
+
 EventKind = Literal[
     "joined",
     "lost",
@@ -22,17 +24,23 @@ EventKind = Literal[
 EVENT_KINDS: tuple[EventKind, ...] = get_args(EventKind)
 
 
+def check_kind(kind: EventKind) -> None:
+    """Raise `ConfigError` if a kind is unknown."""
+    if kind not in EVENT_KINDS:
+        raise ConfigError(unknown_name("kind of event", str(kind), EVENT_KINDS))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """Something that happened in a run.
 
     Attributes:
-        time: Unix time in seconds; every event of a run has a later time than the one before it.
+        time: Unix time in seconds; times strictly increase within a run.
         kind: What happened: `joined`, `lost`, `restarted`, `stuck`, `parked`, `scaled`, `requeued`, `resubmitted`,
             `checkpointed`, `evaluated` or `warned`.
         text: The event in one sentence, as logged.
-        worker: Index of the worker; None if it concerns no worker, or several.
-        node: Name of the host; empty if it concerns no host.
+        worker: Index of the worker; None if the event concerns no worker, or several.
+        node: Name of the host; empty if the event concerns no host.
         traceback: For a failure, the traceback, the stacks or the last output of the process that failed; otherwise
             empty.
     """

@@ -1,4 +1,4 @@
-"""Array schemas: the arrays that a space or an agent's output is stored as, and how they nest.
+"""Array schemas: which arrays store a space or an agent's output, and how these arrays are nested.
 
 A nested space is stored as named arrays: the entry `camera` of a Dict observation as `obs.camera`, the second entry of
 a Tuple action as `action.1`. A `Structure` describes the nesting; `leaves` flattens a value, `nest` rebuilds it.
@@ -28,7 +28,7 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
 
     def __post_init__(self) -> None:
-        # Specs from workers are checked, too: an object array in shared memory would consist of raw pointers.
+        # Specs also come from workers, so check them: an object array in shared memory would consist of raw pointers.
         try:
             plain = not np.dtype(self.dtype).hasobject and all(size >= 0 for size in self.shape)
         except (TypeError, ValueError, SyntaxError):  # NumPy parses a dtype with a comma as Python code
@@ -98,7 +98,7 @@ def _visit(space: spaces.Space[Any], name: str, schema: Schema) -> Structure:
 
 
 def leaf_spaces(space: spaces.Space[Any], name: str) -> dict[str, spaces.Space[Any]]:
-    """Return the space of each array that `space` is stored as, by name."""
+    """Return the spaces of the arrays that store `space`, by name of the array."""
     if isinstance(space, spaces.Dict):
         return {n: s for key, sub in space.spaces.items() for n, s in leaf_spaces(sub, f"{name}.{key}").items()}
     if isinstance(space, spaces.Tuple):
@@ -131,7 +131,7 @@ def value_structure(value: Nested, name: str, arrays: dict[str, Array]) -> Struc
 
 
 def first_misfit(array: Array, dtype: np.dtype[Any]) -> tuple[int, ...] | None:
-    """Return the index of the first number that `dtype` cannot represent; None if it can represent all.
+    """Return the index of the first number that `dtype` cannot represent, or None.
 
     Integers must keep their value and finite numbers must stay finite; floats may be rounded.
     """
@@ -170,7 +170,7 @@ def flat(value: Nested) -> Iterator[Any]:
 
 
 def nest(structure: Structure, arrays: Mapping[str, Any]) -> Nested:
-    """Build nested arrays from named ones. Called in every step, so it avoids the slower `map_leaves`."""
+    """Build nested arrays from named ones. Runs in every step, so it does not use the slower `map_leaves`."""
     if isinstance(structure, str):
         return arrays[structure]
     if isinstance(structure, dict):

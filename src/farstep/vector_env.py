@@ -1,13 +1,14 @@
-"""make_vec: a Gymnasium VectorEnv whose environments run on farstep's workers, for learners that choose the actions."""
+"""`make_vec`: a Gymnasium VectorEnv with its environments on workers; the caller chooses the actions."""
 
 from __future__ import annotations
 
 import dataclasses
 import reprlib
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import gymnasium
@@ -20,13 +21,20 @@ from farstep.config.env import EnvConfig, check_count
 from farstep.config.launch import LaunchConfig, LocalConfig
 from farstep.core import Array, Nested
 from farstep.errors import ConfigError, EndedError, RemoteEnvError, WireError, unknown_name
+from farstep.event import Event, EventKind
+from farstep.head.events import EventLog
 from farstep.head.members.worker_records import ResetRequest
 from farstep.head.stepper import Info, Stepper
+from farstep.resources import machine_use
 from farstep.rollout.program import Program
 from farstep.rollout.progress import Phase
 from farstep.rollout.sources import Source
 from farstep.schema import leaves, nest, space_schema
 from farstep.sync import Always
+
+if TYPE_CHECKING:
+    from farstep.observe.diagnosis import Diagnosis
+    from farstep.observe.run_monitor import RunMonitor
 
 
 def make_vec(
@@ -38,7 +46,7 @@ def make_vec(
     env_kwargs: Mapping[str, Any] | None = None,
     wrappers: Sequence[Any] = (),
 ) -> ClusterVectorEnv:
-    """Make a Gymnasium VectorEnv that behaves like `SyncVectorEnv`, with its environments on workers.
+    """Make a Gymnasium VectorEnv that behaves like `SyncVectorEnv` but runs its environments on workers.
 
     Args:
         env_name: A Gymnasium id, an `EnvSpec`, a callable that returns an environment, or a list of callables, one per
@@ -104,7 +112,7 @@ def _checked_thunks(thunks: Sequence[Any], num_envs: int | None) -> Sequence[Cal
 
 
 def _mode(value: AutoresetMode | str) -> AutoresetMode:
-    """Return an autoreset mode, given as itself, by name or by value."""
+    """Return the autoreset mode for a mode, its name or its value."""
     for mode in AutoresetMode:
         if value in (mode, mode.name, mode.value):
             return mode
@@ -114,8 +122,8 @@ def _mode(value: AutoresetMode | str) -> AutoresetMode:
 class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
     """The vector environment that `make_vec` returns.
 
-    If an environment or a worker fails, the call raises; nothing is restarted, since the learner would continue an
-    episode that it did not start.
+    If an environment or a worker fails, the call raises. No environment is restarted, because the learner would not
+    notice that a new episode has begun.
     """
 
     def __init__(
@@ -126,17 +134,20 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         thunks: Sequence[Callable[..., Any]] = (),
     ) -> None:
         self.closed = True  # until workers run
+        self._monitor: RunMonitor | None = None
         self._closing = threading.RLock()
         self.num_envs = config.nodes * env_config.envs_per_node
         self.autoreset_mode = autoreset_mode
         source = dataclasses.replace(Source.of(env_config), thunks=thunks)
         program = Program(source, Always(), autoreset_mode=autoreset_mode.value)
-        self._stepper = Stepper(config, program, env_config.envs_per_node)
+        self._events = EventLog()
+        self._stepper = Stepper(config, program, env_config.envs_per_node, self._events)
         self._finalizer = weakref.finalize(self, Stepper.close, self._stepper)
         self.closed = False
         try:
             self.single_observation_space, self.single_action_space = self._stepper.start()
             described = self._stepper.call("describe", ())[0]
+            self._at_launch = (time.monotonic(), machine_use(self._stepper.server.local_pids()))
         except BaseException:
             self.close()
             raise
@@ -193,7 +204,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
 
         Raises:
             ConfigError: `actions` do not have the form of `action_space`.
-            EndedError: With `autoreset_mode=DISABLED`, an ended environment was not reset.
+            EndedError: The mode is DISABLED, and an ended environment was not reset before this step.
             FarstepError: A worker or an environment failed.
         """
         self._stepper.server.raise_failure()
@@ -212,12 +223,39 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         """Return how workers spent their time.
 
         Returns:
-            `time`, with the seconds of each part: `workers` (summed over all) and `per_worker`, as in
-            `ClusterEnv.stats`.
+            The entry `time` of `ClusterEnv.stats`: seconds of each activity under `workers` (the sum) and `per_worker`.
         """
         times = self._stepper.times
         with self._stepper.server.locked():
             return {"time": {"workers": times.total(), "per_worker": times.per_worker()}}
+
+    def events(self, kinds: EventKind | Collection[EventKind] | None = None, since: float = 0.0) -> list[Event]:
+        """Return the latest events of the workers, at most 1,000, as `ClusterEnv.events` does; also after `close`.
+
+        Args:
+            kinds: The kinds to return, such as `"lost"` or `["lost", "stuck"]`; None: all.
+            since: Unix time in seconds; only later events are returned.
+
+        Returns:
+            The events, oldest first.
+
+        Raises:
+            ConfigError: A kind is unknown.
+        """
+        return self._events.events(kinds, since)
+
+    def diagnose(self) -> Diagnosis:
+        """Say what the program is waiting for, from its counters of the last half minute, or since the last call.
+
+        Returns:
+            The cause in one sentence, with the numbers behind it and the remedy, as `ClusterEnv.diagnose`.
+        """
+        from farstep.observe.run_monitor import RunMonitor  # not at launch: `farstep.observe` imports the terminal
+
+        server = self._stepper.server
+        if self._monitor is None:
+            self._monitor = RunMonitor(server.events, *self._at_launch)
+        return self._monitor.diagnoses(self.stats(), machine_use(server.local_pids()))[0]
 
     def _checked(self, actions: Nested) -> dict[str, Array]:
         try:
@@ -257,7 +295,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
             **kwargs: Keyword arguments of the method.
 
         Returns:
-            One value per environment; only plain data and arrays can be returned.
+            One value per environment. The values must be plain data or arrays.
 
         Raises:
             WireError: A value cannot be sent.

@@ -141,7 +141,7 @@ class Gaussian(nn.Module):
         }
 
 
-class Reparametrised(Gaussian):
+class Reparametrized(Gaussian):
     def act(self, obs: Tensor) -> dict[str, Tensor]:
         distribution = self.distribution(obs)
         action = distribution.rsample() + 0.1 * torch.randn_like(obs[:, :3]) + torch.rand(3)
@@ -176,6 +176,6 @@ class MultiDiscrete(nn.Module):
 
 
 AGENTS = [
-    Discrete, FromProbabilities, OneHot, Binary, Masked, Greedy, Shared, Gaussian, Reparametrised, Squashed,
+    Discrete, FromProbabilities, OneHot, Binary, Masked, Greedy, Shared, Gaussian, Reparametrized, Squashed,
     BetaPolicy, MultiDiscrete,
 ]  # fmt: skip

@@ -32,7 +32,7 @@ SMOOTH: dict[str, Callable[..., Any]] = {
     "amax": lambda x: x.amax(-1), "amin": lambda x: x.amin(0, keepdim=True),
     "max": lambda x: x.max(-1).values,
     "softmax": lambda x: x.softmax(-1), "log_softmax": lambda x: x.log_softmax(0),
-    "lse": lambda x: x.logsumexp(-1), "normalise": lambda x: x - x.logsumexp(-1, keepdim=True),
+    "lse": lambda x: x.logsumexp(-1), "normalize": lambda x: x - x.logsumexp(-1, keepdim=True),
     "inplace": lambda x: x.clone().add_(1), "view_inplace": lambda x: _halved_row(x),
     "zeros": torch.zeros_like,
     "clamp_min": lambda x: x.clamp_min(0), "clamp_max": lambda x: x.clamp(max=1),

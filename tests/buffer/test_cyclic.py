@@ -217,7 +217,7 @@ def test_what_a_dead_writer_overwrote_is_not_read() -> None:
 
 
 def test_a_reader_that_a_new_writer_overtook_gets_nothing() -> None:
-    """Keys of unfinished rows are taken back and written again while somebody copies them."""
+    """Keys of unfinished rows are reclaimed and rewritten while a reader copies them."""
     blocks = CyclicBlocks.create({"a": ArraySpec((2,), "<i8"), "b": ArraySpec((), "<i8")}, ROWS, 1)
     writer = blocks.join(0, 1)
     writer.claim(1)

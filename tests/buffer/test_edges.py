@@ -155,10 +155,10 @@ def test_looking_for_rare_starts_is_bounded() -> None:
 
 
 def test_a_sequence_longer_than_the_buffer_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"needs 5 consecutive rows, .* room for 4 .* Raise capacity"):
+    with pytest.raises(ConfigError, match=r"needs 5 consecutive rows, .* room for only 4 .* Raise capacity"):
         Buffer(4, Sequence(length=5))
     Buffer(4, Sequence(length=5, pad=True)).close()
-    with pytest.raises(ConfigError, match="room for 4 of each environment"):
+    with pytest.raises(ConfigError, match="room for only 4 per environment"):
         Buffer(8, Sequence(length=5)).bind({"a": ArraySpec((), "<f8")}, columns=2)
 
 
@@ -182,7 +182,7 @@ def test_a_limiter_counts_for_one_buffer() -> None:
         Buffer(1, Uniform(), limiter=limiter)  # refused: it is free for the next one
     with (
         Buffer(4, Uniform(), limiter=limiter),
-        pytest.raises(ConfigError, match=r"another buffer, .* make one for each"),
+        pytest.raises(ConfigError, match=r"another buffer, .* make one limiter for each"),
     ):
         Buffer(4, Uniform(), limiter=limiter)
 
@@ -228,7 +228,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a number as spec": (lambda: Buffer(4, Uniform(), spec=3), r"spec is 3; expected a mapping"),  # type: ignore[arg-type]
     "text as timeout": (lambda: filled(Uniform()).sample(1, timeout_s="x"), r"timeout_s is 'x'"),  # type: ignore[arg-type]
     "nested rows": (lambda: filled(Uniform()).insert({"obs": {"x": np.zeros(2)}}), r"'obs' as a mapping; .*obs\.x"),  # type: ignore[dict-item]
-    "all rows as remover": (lambda: Buffer(4, Uniform(), remover=FullBatch()), "Leave remover out"),
+    "all rows as remover": (lambda: Buffer(4, Uniform(), remover=FullBatch()), "leave out remover"),
     "an object of no numbers": (lambda: ModelBlock().publish("x", object()), "cannot be published; expected a number"),
     "an object that is not there": (lambda: ModelBlock().path("x"), "no object 'x'; published objects: none"),
 }

@@ -142,7 +142,7 @@ def is_possible(way: Way, kind: str, case: str) -> bool:
         case (("rows/obs" | "rows/obs.x" | "rows/reward" | "store/tails.obs.x",), "negative" | "infinite" | "nan"):
             return True
         case (("store/cut",), "flipped"):  # rows that follow it may have been lost
-            return case in ("ring", "batches")  # elsewhere rows have no neighbours, or links must agree
+            return case in ("ring", "batches")  # elsewhere rows have no neighbors, or links must agree
         case (("selector0/log" | "selector1/log",), "longer" | "shorter"):  # by the key of an item that is gone
             return case == "lifo"
         case (("table/times",), "huge"):
@@ -226,14 +226,14 @@ INCONSISTENT: list[tuple[str, str, Change, str]] = [
     ("ring", "store/cut", set_to(..., False), "cut lets a row follow the last one"),
     ("ring", "store/open", invert, "open does not match the episodes that are still running"),
     ("batches", "store/written", set_to((0, 0), 8), "written differs between arrays"),
-    ("batches", "store/tails", set_to(0, 1), "tails names a row that cannot have one"),
+    ("batches", "store/tails", set_to(0, 1), "tails names a row that cannot have a tail"),
     ("batches", "slots", swap, "slots has an environment slot of another column"),
     ("linked", "store/after", set_to(0, 0), "after and cut do not agree"),
     ("linked", "store/after", set_to(0, 99), "after names a cell that does not exist"),
     ("linked", "store/newest", set_to(slice(2), 7), "newest is not the last row of an environment"),
     ("linked", "store/open", invert, "open does not match the episodes that are still running"),
     ("linked", "store/written", more, "written counts rows, but the rows are linked"),
-    ("linked", "store/tails", set_to(0, 0), "tails names a row that cannot have one"),
+    ("linked", "store/tails", set_to(0, 0), "tails names a row that cannot have a tail"),
     ("episodes", "begun", set_to(0, 10**6), "begun has a key that no row"),
     ("prioritized", "selector0/weights", set_to(..., 1.0), "weights has a value above 0 for a cell without an item"),
     ("prioritized", "selector0/weights", set_to(..., math.nan), "weights holds nan"),

@@ -62,7 +62,7 @@ def test_several_at_once() -> None:
 
 
 def test_deletions_change_the_size_and_not_the_difference() -> None:
-    with pytest.warns(UserWarning, match="after the first 2 rows inserting waits"):
+    with pytest.warns(UserWarning, match="after the first 2 rows, inserting waits"):
         limiter = RateLimiter(5, 2, 0, 5)
     limiter.insert(1)
     limiter.insert(1)

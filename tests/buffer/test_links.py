@@ -1,4 +1,4 @@
-"""Linked rows, which keep their order while cells are reused: room, neighbours and readers in place."""
+"""Linked rows, which keep their order while cells are reused: room, neighbors and readers in place."""
 
 from __future__ import annotations
 

@@ -157,16 +157,16 @@ def test_removing_by_priority() -> None:
 
 def test_who_is_removed_by_chance() -> None:
     """One of four goes, the new row included, each as often; or in proportion to its priority."""
-    counts: dict[str, Counter[int]] = {"uniform": Counter(), "prioritised": Counter()}
+    counts: dict[str, Counter[int]] = {"uniform": Counter(), "prioritized": Counter()}
     for seed in range(250):
-        for name, remover in (("uniform", Uniform()), ("prioritised", Prioritized(alpha=1))):
+        for name, remover in (("uniform", Uniform()), ("prioritized", Prioritized(alpha=1))):
             with Buffer(3, FullBatch(), remover=remover, seed=seed) as buffer:
                 keys = buffer.insert(rows(0, 3))
                 buffer.update_priorities(keys, cast(Any, [1, 2, 4]))
                 buffer.insert(rows(3, 1))  # with the highest so far, 4
                 counts[name].update({0, 1, 2, 3} - set(left_in(buffer)))
     assert_frequencies(np.array([counts["uniform"][i] for i in range(4)]), np.ones(4))
-    assert_frequencies(np.array([counts["prioritised"][i] for i in range(4)]), np.array([1, 2, 4, 4]))
+    assert_frequencies(np.array([counts["prioritized"][i] for i in range(4)]), np.array([1, 2, 4, 4]))
 
 
 # ---- many rows at once ----

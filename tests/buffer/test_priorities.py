@@ -16,12 +16,12 @@ from farstep.buffer import (
 from farstep.buffer.sum_tree import SumTree
 from tests.buffer.sampled_rows import assert_frequencies, frequencies, rows
 
-# ---- prioritised ----
+# ---- prioritized ----
 
 
 @pytest.mark.parametrize("alpha", [0, 0.6, 1])
 @pytest.mark.parametrize("capacity", [60, 5000])
-def test_prioritised(alpha: float, capacity: int) -> None:
+def test_prioritized(alpha: float, capacity: int) -> None:
     """A capacity above 4096 gives the tree of sums more than one level."""
     rng = np.random.default_rng(4)
     with Buffer(capacity, Prioritized(alpha, beta=0), seed=4) as buffer:
@@ -36,7 +36,7 @@ def test_prioritised(alpha: float, capacity: int) -> None:
         np.testing.assert_array_equal(info.weights, 1)
 
 
-def test_prioritised_with_nothing_but_zeros_is_uniform() -> None:
+def test_prioritized_with_nothing_but_zeros_is_uniform() -> None:
     with Buffer(30, Prioritized(), seed=5) as buffer:
         keys = buffer.insert(rows(0, 30))
         buffer.update_priorities(keys, np.zeros(30))
@@ -47,7 +47,7 @@ def test_prioritised_with_nothing_but_zeros_is_uniform() -> None:
         np.testing.assert_array_equal(info.weights, 1)
 
 
-def test_prioritised_after_updates_evictions_and_deletions() -> None:
+def test_prioritized_after_updates_evictions_and_deletions() -> None:
     """New rows have the highest priority so far."""
     with Buffer(40, Prioritized(alpha=1), seed=6) as buffer:
         keys = buffer.insert(rows(0, 40))
@@ -123,9 +123,9 @@ def test_sums_are_those_of_a_plain_implementation(leaves: int, updates: list[tup
         for leaf, weight in zip(where, weights, strict=True):
             plain[leaf] = weight
         start = int(rng.integers(leaves))
-        neighbours = slice(start, min(leaves, start + count))
-        plain[neighbours] = weights[: neighbours.stop - start]
-        tree.set(neighbours, plain[neighbours])
+        neighbors = slice(start, min(leaves, start + count))
+        plain[neighbors] = weights[: neighbors.stop - start]
+        tree.set(neighbors, plain[neighbors])
         np.testing.assert_array_equal(tree.weights[:leaves], plain)
         assert not tree.weights[leaves:].any()
         np.testing.assert_allclose(tree.total, plain.sum(), rtol=1e-12)

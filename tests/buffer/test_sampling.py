@@ -78,7 +78,7 @@ def test_uniform_after_deletions(left: int) -> None:
         (lambda: Sequence(0), "length is 0"),
         (lambda: Buffer(4, Uniform), r"add \(\)"),  # type: ignore[arg-type]
         (lambda: Buffer(4, "uniform"), "expected a sampler"),  # type: ignore[arg-type]
-        (lambda: Buffer(4, Sequence(), remover=Uniform()), "leave remover out"),
+        (lambda: Buffer(4, Sequence(), remover=Uniform()), "leave out remover"),
         (lambda: Buffer(4, Uniform(), remover=DPER()), "single rows"),
         (lambda: Buffer(0, Uniform()), "capacity is 0"),
         (lambda: Buffer(4, Uniform(), max_times_sampled=-1), "max_times_sampled is -1"),

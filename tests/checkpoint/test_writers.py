@@ -147,7 +147,7 @@ def test_where_there_was_none_before_none_is_promised(tmp_path: Path, monkeypatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(CheckpointError, match=r"No space left on device\. Make sure that there is space"):
+    with pytest.raises(CheckpointError, match=r"No space left on device\. Make sure that the disk has free space"):
         save(tmp_path, *content(1))
 
 

@@ -16,6 +16,7 @@ import pytest
 from gymnasium import spaces
 
 from farstep.cli import main
+from farstep.observe.glossary import METRICS, STATS
 from farstep.observe.run_folder import RunFolder
 from farstep.testing import CountingEnv
 
@@ -102,7 +103,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
         ([*CARTPOLE, "--env-type", "vector", "--env-kwargs", '{"x": 1}'], ["{'x': 1}", "'x'", "env_kwargs"]),
         ([*CARTPOLE[:4], "--env-type", "envpool", "--env-kwargs", '{"x": 1}'], ["{'x': 1}", "'x'", "env_kwargs"]),
         ([*CARTPOLE, "--wrappers", "gymnasium.wrappers:Nothing"], ["'gymnasium.wrappers' has no 'Nothing'"]),
-        ([*CARTPOLE, "--wrappers", "gymnasium.wrappers:TransformReward"], ["'func'", "a function of your own"]),
+        ([*CARTPOLE, "--wrappers", "gymnasium.wrappers:TransformReward"], ["'func'", "your own function"]),
         (["watch"], ["folder of a run", "farstep watch runs/NAME"]),
         (["watch", "nowhere"], ["nowhere", "does not exist"]),
         (["watch", "nowhere", "--fps", "0"], ["fps=0", "30"]),
@@ -114,6 +115,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
         (["eval", "nowhere", "--greedy", "--sample"], ["--greedy and --sample"]),
         (["plot"], ["at least one run"]),
         (["plot", "nowhere"], ["nowhere"]),
+        (["metrics", "nothing"], ["'nothing'", "farstep metrics"]),
         (["kubernetes", "--image", "x"], ["--print"]),
         (["kubernetes", "--print"], ["image", "docs/kubernetes.md"]),
         (["kubernetes", "--print", "--image", "x", "--kind", "pod"], ["--kind", "'pod'", "deployment"]),
@@ -261,6 +263,13 @@ def test_what_torch_is_needed_for_says_so(
     status, _, error = said(capsys, command, "runs/NAME")
     assert status == 1
     assert f"'farstep {command}' needs the package torch" in error and "pip install torch" in error
+
+
+def test_metrics_are_explained_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text, _ = said(capsys, "metrics", "divergence_max", "time/per_worker/3/env")
+    assert status == 0 and re.findall(r"^\S+", text, re.M) == ["sync/divergence_max", "time/per_worker/<worker>/env"]
+    assert "(gauge, nats)" in text and "stepping and resetting environments" in text
+    assert said(capsys, "metrics")[1].count("\n    ") == len(METRICS | STATS)
 
 
 def test_plots_are_written_to_the_current_folder(

@@ -105,13 +105,21 @@ def test_another_launcher_takes_what_it_has_of_the_file(tmp_path: Path) -> None:
         ("env: X\nnum_envs: many\n", ["num_envs is 'many'", "Expected `int`"]),
         ("env: X\nactivation: rleu\n", ["activation is 'rleu'", "Invalid enum value"]),
         ("env: X\nnum_envs: 0\n", ["num_envs", "at least 1"]),
-        ("env: X\nseed: 1\nseed: 2\n", ["line 3", "seed is there twice"]),
+        ("env: X\nseed: 1\nseed: 2\n", ["line 3", "seed occurs twice"]),
         ("env: X\nlauncher: slrum\n", ["launcher 'slrum'", "'slurm'"]),
         ("algorithm: impala\n", ["is for impala, not for ppo", "farstep train impala --config"]),
         ("seed: 1\n", ["'farstep train ppo' needs --env"]),
         ("", ["needs --env"]),
         ("- env\n", ["contains a list", "env: CartPole-v1"]),
-        ("env: [\n", ["is not YAML", "line 2"]),
+        ("env: [\n", ["is not YAML: line 2, column 1: ", "while parsing a flow node"]),
+        ("env: X\n\tseed: 1\n", ["is not YAML: line 2, column 1: found character '\\t' that cannot start any token"]),
+        ("env: X\n\x07\n", ["is not YAML", "special characters are not allowed"]),
+        ("run:\n  env: X\n", ["unknown option 'run'", "without indentation"]),
+        ("env: X\nenv_kwargs: {since: 2024-01-01}\n", ["env_kwargs must have only numbers, text, lists", "date"]),
+        ("env: X\nenv_kwargs: &a {x: *a}\n", ["env_kwargs must have only", "Circular"]),
+        ("env: X\nenv_kwargs: {a: 1, a: 2}\n", ["line 2", "a occurs twice"]),
+        ("env: X\nenv_kwargs: {on: 1}\n", ["the key True, which is not text", "quotes"]),
+        ("env: X\nseed: !!int abc\n", ["cannot be read", "abc"]),
     ],
 )
 def test_mistakes_in_the_file_are_named(
@@ -122,6 +130,19 @@ def test_mistakes_in_the_file_are_named(
     assert error.startswith("farstep: ") and error.count("\n") == 1, error
     for word in words:
         assert word in error
+
+
+def test_numbers_without_a_decimal_point_are_numbers_in_mappings_too(tmp_path: Path) -> None:
+    path = written(tmp_path, "env: X\nenv_kwargs: {gravity: 1e-3, name: e3}\nlearning_rate: 3e-4\ntotal_steps: 1e6\n")
+    options = parsed("--config", path)
+    assert json.loads(options.run.env_kwargs) == {"gravity": 0.001, "name": "e3"}
+    assert (options.learner.learning_rate, options.run.total_steps) == (3e-4, 1_000_000)
+
+
+def test_two_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, "env: X\n")
+    assert main(["train", "ppo", "--config", path, "--config", path]) == 1
+    assert "--config was given twice" in capsys.readouterr().err
 
 
 def test_mistakes_around_the_file_are_named(

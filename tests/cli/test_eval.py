@@ -90,6 +90,8 @@ def test_episodes_that_do_not_end_and_runs_without_checkpoints(
     run = train(tmp_path, "--env", "Pendulum-v1", "--total-steps", "64")
     message = error(capsys, str(run), "--episodes", "1", "--max-steps", "64")
     assert "no episode ended within 64 steps" in message and "--max-steps" in message
+    message = error(capsys, str(run), "--episodes", "1", "--max-steps", "199")
+    assert "no episode ended within 199 steps" in message  # each has 200
     (run / "checkpoints").rename(run / "moved")
     assert "has no checkpoint yet; the first is written after 10 updates" in error(capsys, str(run))
     config = json.loads((run / "config.json").read_text())

@@ -125,7 +125,7 @@ def test_version_that_is_not_registered_names_the_newest(
     name: str, newest: str, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
     error = only_line(capsys, "train", "ppo", "--env", name, *HERE)
-    assert f"{name!r} is not registered; the newest version is {newest!r}" in error
+    assert f"{name!r} is not registered; use the newest version, {newest!r}" in error
     assert not [warning for warning in recwarn if "out of date" in str(warning.message)]
 
 
@@ -147,7 +147,7 @@ def make_game(num_envs: int = 1) -> ParallelGame:
     return ParallelGame()
 
 
-def test_class_of_pettingzoo_is_recognised_without_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_class_of_pettingzoo_is_recognized_without_agents(monkeypatch: pytest.MonkeyPatch) -> None:
     import farstep
 
     base: Any = type("AECEnv", (), {"__module__": "pettingzoo.utils.env"})

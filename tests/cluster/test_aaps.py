@@ -64,7 +64,7 @@ def test_workers_pull_exactly_when_the_divergence_exceeds_the_threshold(config: 
     assert versions == expected
     assert len({tuple(v) for v in versions}) > 2  # it pulled now and then, not always
     pulls = len({tuple(v) for v in versions})
-    assert stats["weight_syncs"] == {"total": 2 * pulls, "per_worker": [pulls, pulls]}
+    assert stats["pulls"] == {"total": 2 * pulls, "per_worker": [pulls, pulls]}
     assert stats["bytes"]["weights_sent"] == 2 * pulls * 64  # one number, aligned
     assert 0 < stats["bytes"]["probes_sent"] < 11 * 2 * 500
     assert seen[1][0] == seen[1][1] == pytest.approx(divergence(0, 0.2), rel=1e-4)
@@ -83,7 +83,7 @@ def test_a_threshold_of_zero_is_always(rule: Any) -> None:
             versions.append(set(env.collect(agent, steps=3)["version"].flat))
         assert versions == [{0}, {1}, {2}, {3}, {4}]
         stats = env.stats()
-        assert stats["weight_syncs"]["total"] == 10
+        assert stats["pulls"]["total"] == 10
         assert stats["bytes"]["probes_sent"] == 0 and stats["divergence"] == {}
 
 
@@ -99,7 +99,7 @@ def test_an_infinite_threshold_pulls_once_and_measures_nothing() -> None:
                 break
             env.publish(agent)
         stats = env.stats()
-        assert stats["weight_syncs"]["total"] == 2
+        assert stats["pulls"]["total"] == 2
         assert stats["divergence"] == {} and stats["bytes"]["probes_sent"] == 0
         assert not stats["dropped"].get("stale")
 
@@ -121,7 +121,7 @@ def test_single_steps_are_probed_too() -> None:
         for _ in range(10):
             agent.logit += 0.2
             env.step(agent)
-        assert 2 * 2 < env.stats()["weight_syncs"]["total"] < 2 * 8
+        assert 2 * 2 < env.stats()["pulls"]["total"] < 2 * 8
 
 
 def test_nothing_is_probed_while_nothing_is_published() -> None:
@@ -155,7 +155,7 @@ def test_weights_that_passed_a_probe_are_not_too_old_for_a_stream(config: Launch
             agent.logit += 1e-4
             assert env.publish(agent) == k + 1
         stats = env.stats()
-        assert stats["weight_syncs"]["total"] == 2
+        assert stats["pulls"]["total"] == 2
         assert not stats["dropped"].get("stale")
         assert stats["versions"]["lag_max"] == 6
         assert_balanced(stats)
@@ -273,7 +273,7 @@ def test_what_is_left_after_a_pull_is_told_once(
             env.publish(agent)
             env.collect(agent, steps=4)
         stats = env.stats()
-    assert stats["weight_syncs"]["total"] == 2 * (1 + (3 if cause else 1))
+    assert stats["pulls"]["total"] == 2 * (1 + (3 if cause else 1))
     assert (stats["divergence"][0] > 0.001) == bool(cause)
     said = [record.getMessage() for record in caplog.records if "right after a pull" in record.getMessage()]
     assert len(said) == bool(cause)
@@ -571,6 +571,6 @@ def test_counters_become_scalars_for_tensorboard(tmp_path: Any) -> None:
         stats = env.stats()
     events = EventAccumulator(str(tmp_path)).Reload()
     assert events.Scalars("farstep/bytes/probes_sent")[-1].value == stats["bytes"]["probes_sent"]
-    assert events.Scalars("farstep/weight_syncs/per_worker/1")[-1].value == stats["weight_syncs"]["per_worker"][1]
+    assert events.Scalars("farstep/pulls/per_worker/1")[-1].value == stats["pulls"]["per_worker"][1]
     assert events.Scalars("farstep/divergence/0")[-1].value == pytest.approx(stats["divergence"][0], rel=1e-5)
     assert [e.step for e in events.Scalars("farstep/versions/current")] == [0, 1, 2, 3]

@@ -99,14 +99,14 @@ def test_n_steps_of_rows(stream: tuple[list[Row], list[int]], n: int, capacity: 
 @quick
 @given(streams(), st.integers(1, 5), st.integers(1, 20), st.booleans())
 def test_n_steps_of_rows_that_have_next_observations(
-    stream: tuple[list[Row], list[int]], n: int, capacity: int, prioritised: bool
+    stream: tuple[list[Row], list[int]], n: int, capacity: int, prioritized: bool
 ) -> None:
     rows, sizes = stream
     held = Held(capacity, [rows[-capacity:]])
     after = np.array([1000 + row.obs for row in rows])
-    with Buffer(capacity, NStep(n, 0.5, by=FIFO() if not prioritised else Prioritized()), seed=1) as buffer:
+    with Buffer(capacity, NStep(n, 0.5, by=FIFO() if not prioritized else Prioritized()), seed=1) as buffer:
         insert_stream(buffer, rows, sizes, ["done"], next_obs=after)
-        if prioritised:
+        if prioritized:
             batch, _ = buffer.sample(200)
             seen = [{name: value[i] for name, value in batch.items()} for i in range(200)]
         else:
@@ -307,7 +307,7 @@ def test_whole_episodes_of_batches(case: tuple[World, Any], rows: int) -> None:
 @quick
 @given(arrivals(), st.integers(0, 20))
 def test_batches_with_another_remover(case: tuple[World, Any], rows: int) -> None:
-    """Rows have no neighbours there, and still a next observation."""
+    """Rows have no neighbors there, and still a next observation."""
     world, events = case
     with Buffer(capacity_for(world, rows), Uniform(), remover=MinHeap(), seed=6) as buffer:
         after: dict[Any, Any] = {}
@@ -383,7 +383,7 @@ def test_a_batch_that_does_not_fit_is_refused() -> None:
         buffer.insert(batch)
     with Buffer(20, Uniform(), spec={"obs": ((3,), "f4")}) as buffer, pytest.raises(ConfigError, match="got 'obs' as"):
         buffer.insert(batch)
-    with Buffer(1, Uniform()) as buffer, pytest.raises(ConfigError, match="environment slots"):
+    with Buffer(1, Uniform()) as buffer, pytest.raises(ConfigError, match="one per environment slot"):
         buffer.insert(batch)
     with Buffer(20, Uniform()) as buffer:
         buffer.insert(batch)

@@ -116,7 +116,7 @@ def cut(port: str) -> int:
     return len(made)
 
 
-def test_a_token_is_good_once() -> None:
+def test_a_token_is_accepted_once() -> None:
     pair = KeyPair.fresh()
     worker, head = Tokens(pair), Tokens(pair)
     first, second, third = worker.fresh(), worker.fresh(), worker.fresh()
@@ -128,7 +128,7 @@ def test_a_token_is_good_once() -> None:
     assert head.accepts(third)
 
 
-def test_who_overhears_a_token_is_not_let_in(hub: Hub) -> None:
+def test_an_intercepted_token_is_rejected(hub: Hub) -> None:
     with linked(hub) as (pair, link):
         exchange(hub, link, 2)
         overheard = Tokens(pair).fresh()  # the one that the worker showed

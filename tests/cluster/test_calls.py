@@ -42,7 +42,7 @@ def interrupted(after_s: float, call: Callable[[], object]) -> None:
 
 
 @BOTH
-def test_an_interrupted_call_leaves_a_cluster_that_goes_on(config: LaunchConfig) -> None:
+def test_a_cluster_is_usable_after_an_interrupted_call(config: LaunchConfig) -> None:
     with cluster(FaultyEnv, envs=2, env_kwargs=SLOW, config=config) as env:
         agent = TableAgent()
         last = env.collect(agent, steps=1).last_obs.copy()
@@ -137,7 +137,7 @@ def test_a_stream_that_starves_says_so_once(transport: str, monkeypatch: pytest.
         for outcome in outcomes.values():
             outcome.get()
     said = [record.getMessage() for record in caplog.records if "too old" in record.getMessage()]
-    assert len(said) == 1 and "meanwhile: 1." in said[0] and "raise max_staleness or publish less often" in said[0]
+    assert len(said) == 1 and "meanwhile: 1." in said[0] and "Raise max_staleness" in said[0]
 
 
 def test_a_call_from_another_thread_ends_the_one_under_way_with_a_clear_error() -> None:
@@ -258,7 +258,7 @@ class CountedEnv(CountingEnv):
 
 
 @TRANSPORTS
-def test_a_worker_drops_a_ticket_that_was_taken_back(transport: str) -> None:
+def test_a_worker_drops_a_reclaimed_ticket(transport: str) -> None:
     with cluster(CountedEnv, envs=1, transport=transport) as env:
         agent = TableAgent()
         env.collect(agent, steps=1)

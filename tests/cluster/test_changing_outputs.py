@@ -36,10 +36,13 @@ def put(array: Any, i: int, value: Any, dtype: Any = None) -> Any:
 
 
 CHANGES: dict[str, tuple[Any, str]] = {
-    "NaN as discrete action": (lambda out: {"action": put(out["action"], 2, np.nan, float)}, r"action nan .* slot 2; "),
+    "NaN as discrete action": (
+        lambda out: {"action": put(out["action"], 2, np.nan, float)},
+        r"action nan .* slot 2\. ",
+    ),
     "half an action": (
         lambda out: {"action": put(out["action"], 1, 0.5, float)},
-        r"action 0.5 .* slot 1; ",
+        r"action 0.5 .* slot 1\. ",
     ),
     "a float too large": (
         lambda out: {"value": put(out["value"], 3, 1e300, float)},
@@ -64,7 +67,7 @@ def test_remote_worker_names_its_own_slots() -> None:
     def change(out: Any) -> Any:
         return {"action": put(out["action"], 1, np.nan, float)}
 
-    said = r"nan .* slot [13];"
+    said = r"nan .* slot [13]\."
     with cluster(workers=2, envs=4, transport="tcp") as env, pytest.raises(farstep.AgentError, match=said):
         env.collect(Later(change), steps=8)
 

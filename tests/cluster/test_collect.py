@@ -211,7 +211,7 @@ def test_a_native_vector_refuses_to_reset_some_of_its_environments() -> None:
     described = {"type": "vector", "env_name": "CartPole-v1", "envs_per_node": 4}
     with farstep.ClusterEnv(described, farstep.InProcessConfig(workers_per_node=2, restart_budget=0)) as env:
         env.reset(options={"reset_mask": np.array([True, True, False, False])})  # a worker's environments, whole
-        with pytest.raises(farstep.ConfigError, match="chooses 1 of the 2 environments that CartPoleVectorEnv"):
+        with pytest.raises(farstep.ConfigError, match="selects 1 of 2 environments, but CartPoleVectorEnv"):
             env.reset(options={"reset_mask": np.array([True, False, False, False])})
 
 
@@ -342,7 +342,7 @@ def test_an_agent_that_cannot_be_used_leaves_the_other_one_in_force() -> None:
         assert (env.collect(agent, steps=4)["action"] == 1).all()
 
 
-class NormalisingAgent(TableAgent):
+class NormalizingAgent(TableAgent):
     """Changes what it gets, before and after it acts on it."""
 
     def act(self, obs: Any) -> dict[str, Any]:
@@ -353,11 +353,11 @@ class NormalisingAgent(TableAgent):
 
 
 @BOTH
-def test_an_agent_that_normalises_in_place_changes_nothing_that_is_recorded(config: LaunchConfig) -> None:
+def test_an_agent_that_normalizes_in_place_changes_nothing_that_is_recorded(config: LaunchConfig) -> None:
     with cluster(envs=3, config=config) as env:
         env.collect(TableAgent(), steps=2)  # so that it comes in the middle of episodes
         for steps in (7, 1, 5):
-            batch = env.collect(NormalisingAgent(), steps=steps)
+            batch = env.collect(NormalizingAgent(), steps=steps)
             assert_sound(batch)
             np.testing.assert_array_equal(batch["value"], batch["obs"][..., 0] * 2)
 
@@ -369,7 +369,7 @@ def test_a_sync_rule_decides_which_version_acts() -> None:
             agent.table[:] = k % 3
             versions.append(set(env.collect(agent, steps=2)["version"].flat))
         assert versions == [{0}, {0}, {0}, {3}, {3}, {3}, {6}, {6}]
-        assert env.stats()["weight_syncs"] == {"total": 6, "per_worker": [3, 3]}
+        assert env.stats()["pulls"] == {"total": 6, "per_worker": [3, 3]}
 
 
 # ---- streams ----
@@ -571,7 +571,7 @@ def test_stats_has_every_counter_of_the_design() -> None:
         assert stats["steps_per_second"] > 0
         workers = {"alive": 2, "starting": 0, "parked": 0, "lost": 0, "restarts": 0}
         assert workers.items() <= stats["workers"].items()
-        assert stats["weight_syncs"] == {"total": 2, "per_worker": [1, 1]}
+        assert stats["pulls"] == {"total": 2, "per_worker": [1, 1]}
         assert stats["bytes"].keys() == {"weights_sent", "probes_sent", "rollouts_received"}
         assert stats["bytes"]["rollouts_received"] > 90 * 3 * 4
         assert stats["versions"] == {

@@ -135,6 +135,10 @@ def test_nodes_join_and_are_lost_and_requested_again_and_scaled(tmp_path: Path) 
         (lost,), (again,) = env.events("lost"), env.events("resubmitted")
         assert lost.node == HOST and "is lost" in lost.text
         assert again.text.endswith("requesting 1 node again") and lost.time < again.time
+        os.kill(env.stats()["nodes"][1]["pid"], signal.SIGTERM)  # as SLURM does before it preempts a job
+        (reclaimed,) = eventually(lambda: env.events("requeued"))
+        assert reclaimed.node == HOST and "is being reclaimed by its engine (SIGTERM)" in reclaimed.text
+        eventually(lambda: len(env.events("joined")) == 8, 120)
         env.scale(nodes=1)
         env.scale(nodes=1)  # changes nothing
         assert [event.text for event in env.events("scaled")][1:] == ["scaled from 2 to 1 node"]

@@ -96,7 +96,7 @@ def goes_on(env: farstep.ClusterEnv, agent: TableAgent, faults: list[str], folde
         assert_sound(within(lambda: env.collect(agent, steps=6)))
         stats = env.stats()
         assert len(list(folder.iterdir())) == len(faults)
-        assert stats["workers"]["restarts"] + stats["dropped"].get("environment failed", 0) >= len(faults)
+        assert stats["workers"]["restarts"] + stats["dropped"].get("environment_failed", 0) >= len(faults)
         assert stats["workers"]["alive"] == env.num_workers
         assert_balanced(stats)
 
@@ -332,7 +332,7 @@ def test_a_vector_goes_on_after_an_episode_that_always_raises() -> None:
     options: Any = {"type": "vector", "env_kwargs": {"seeds": poison}, "config": in_process(restart_budget=1)}
     with cluster(poisoned_vector, envs=2, **options) as env:
         assert env.collect(TableAgent(), steps=8).shape == (8, 2)
-        assert env.stats()["dropped"] == {"environment failed": 1}
+        assert env.stats()["dropped"] == {"environment_failed": 1}
 
 
 @pytest.mark.parametrize("phase", ["reset", "step"])
@@ -463,6 +463,6 @@ def test_batches_of_a_stream_follow_each_other_after_a_fault(fault: str, tmp_pat
             if k == 8:
                 break
         stats = env.stats()
-        assert stats["workers"]["restarts"] + stats["dropped"].get("environment failed", 0) == 1
+        assert stats["workers"]["restarts"] + stats["dropped"].get("environment_failed", 0) == 1
         assert cuts == 3, "both slots begin once, and the one that failed is cut once more"
         assert_balanced(stats)

@@ -147,7 +147,7 @@ def conversation(key: bytes, messages: Sequence[bytes]) -> list[Packet]:
     return [*packets, worker.ack(), worker.reconnected(), worker.bulk_opened(), *worker.due(100.0)]
 
 
-def test_what_is_written_to_the_bulk_connection_by_others(small_segments: None) -> None:
+def test_changed_and_replayed_bulk_segments_do_not_alter_messages(small_segments: None) -> None:
     """Segments that were overheard, changed, mixed up and sent again: what comes out is what the worker sent."""
     key, chance = os.urandom(32), random.Random(4)
     sent = [bytes([i]) * (9 + 37 * i) for i in range(40)]
@@ -174,7 +174,7 @@ def test_what_is_written_to_the_bulk_connection_by_others(small_segments: None) 
     assert not head._arriving and not head._held
 
 
-def test_packets_of_a_worker_that_has_gone_mad(small_segments: None) -> None:
+def test_random_packets_with_a_valid_key_take_bounded_memory(small_segments: None) -> None:
     """It has the key: it can only say nonsense, and have the head keep so much of it."""
     key, chance = os.urandom(32), random.Random(5)
     most = 100_000
@@ -202,7 +202,7 @@ def envelope(kind: Kind, seq: int) -> bytes:
     return sessions._ENVELOPE.pack(kind, seq, 0, 0)
 
 
-def test_a_worker_cannot_have_the_head_keep_what_it_never_hands_out() -> None:
+def test_a_worker_cannot_fill_the_heads_memory_with_unread_data() -> None:
     head = ReliableChannel(None, most := 1 << 20)
     refused = 0
     for seq in range(2, MAX_AHEAD):  # the first never comes
@@ -215,7 +215,7 @@ def test_a_worker_cannot_have_the_head_keep_what_it_never_hands_out() -> None:
         ReliableChannel(None).receive(Packet(False, [envelope(Kind.WHOLE, 1), *[b""] * 5000]), 0.0)
 
 
-def test_a_promise_of_gigabytes_takes_no_memory() -> None:
+def test_announcing_gigabytes_allocates_no_memory() -> None:
     before = resident_bytes()
     key = os.urandom(32)
     head = ReliableChannel(Cipher(key, Side.HEAD), 1 << 34)
@@ -314,7 +314,7 @@ def test_make_vec_says_what_a_worker_sent_that_cannot_be_accepted(tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_worker_without_shared_memory_keeps_to_its_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_without_shared_memory_is_held_to_its_channels(monkeypatch: pytest.MonkeyPatch) -> None:
     with cluster(CountingEnv, workers=1, transport="tcp") as env:
         env.collect(TableAgent(), steps=4)
         collector = env._collector
@@ -470,7 +470,7 @@ def withstand(env: farstep.ClusterEnv, known: dict[str, Any]) -> Counter[str]:
 
 
 @pytest.mark.timeout(300)
-def test_a_run_goes_on_whatever_strangers_and_eavesdroppers_send() -> None:
+def test_a_run_survives_strangers_and_eavesdroppers() -> None:
     with wide(farstep.LocalConfig(workers_per_node=2, transport="tcp")) as env:
         env.launch()
         sent = withstand(env, {"scale": 25_000})
@@ -538,7 +538,7 @@ def test_a_malicious_worker_is_replaced_and_the_others_continue(issued: dict[tup
 
 
 @pytest.mark.timeout(300)
-def test_a_delivery_goes_on_whatever_strangers_send() -> None:
+def test_a_delivery_survives_strangers() -> None:
     sender = ZmqSender("tcp://127.0.0.1:*")
     with contextlib.closing(sender), contextlib.closing(ZmqReceiver(sender.invitation)) as receiver:
         known = {"control": sender.invitation["address"], "server_key": sender.invitation["server_key"].encode()}

@@ -120,7 +120,7 @@ class LaunchingEnv(CountingEnv):
     "config", [in_process(1), farstep.LocalConfig(workers_per_node=1)], ids=["in_process", "local"]
 )
 def test_environment_that_launches_is_refused(config: Any) -> None:
-    with pytest.raises(farstep.LaunchError, match=r"inside a worker.*launch in the learner's program") as caught:
+    with pytest.raises(farstep.LaunchError, match=r"inside a worker.*Launch in the learner's program") as caught:
         cluster(LaunchingEnv, envs=1, config=config).launch()
     assert isinstance(caught.value, farstep.RemoteEnvError) and caught.value.where.phase == "construct"
     with cluster(envs=1, config=in_process(1)) as env:

@@ -123,7 +123,7 @@ def test_a_broken_link_that_comes_back_within_the_lease_loses_nothing(tmp_path: 
         assert not stats["dropped"]
 
 
-def test_a_host_that_is_cut_off_for_longer_is_lost_and_comes_back(tmp_path: Path) -> None:
+def test_a_host_that_is_cut_off_for_longer_is_lost_and_joins_again(tmp_path: Path) -> None:
     with far_head(tmp_path, min_nodes=1, lease_s=4) as (net, head):
         head.wait_for(5, columns=4)
         net.cut("h3")
@@ -133,7 +133,7 @@ def test_a_host_that_is_cut_off_for_longer_is_lost_and_comes_back(tmp_path: Path
         head.finish()
 
 
-def test_a_host_that_crashes_is_lost_and_training_goes_on(tmp_path: Path) -> None:
+def test_training_continues_without_a_host_that_crashed(tmp_path: Path) -> None:
     with far_head(tmp_path, min_nodes=1, lease_s=4) as (net, head):
         head.wait_for(5, columns=4)
         net.crash("h3")

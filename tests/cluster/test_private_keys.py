@@ -14,7 +14,7 @@ from tests.cluster.checks import cluster
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
-def test_keys_are_nowhere_to_be_read(
+def test_keys_are_in_no_argument_environment_log_or_counter(
     transport: str, issued: dict[tuple[int, int], KeyPair], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)

@@ -156,7 +156,7 @@ def test_the_contract(ray_cluster: RayCluster) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_lost_node_costs_only_what_it_was_doing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_node_costs_only_its_chunks_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     with RayCluster(nodes=2, cpus=2) as started:
         join(monkeypatch, started)
         config = farstep.RayConfig(nodes=2, min_nodes=1, workers_per_node=2, lease_s=5.0)
@@ -184,7 +184,7 @@ def test_a_lost_node_costs_only_what_it_was_doing(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.timeout(300)
-def test_a_lost_cluster_is_an_error_and_not_the_end_of_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_cluster_raises_and_does_not_kill_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with a large restart budget, whose growing pauses add up to minutes."""
     monkeypatch.setattr("farstep.launch.ray.engine._GONE_S", 10.0)
     with RayCluster(nodes=0, head_cpus=2) as started:
@@ -245,7 +245,7 @@ def test_a_killed_head_leaves_no_daemon(ray_cluster: RayCluster) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_a_killed_head_leaves_nothing_of_a_cluster_of_its_own() -> None:
+def test_a_killed_head_leaves_nothing_of_its_own_cluster() -> None:
     daemons, tag, (folder,) = killed_head("local")
     eventually(lambda: not living(daemons), LEASE_S)
     eventually(lambda: not tagged(tag), LEASE_S)
@@ -355,5 +355,5 @@ def test_keys_are_in_no_command_environment_or_log(ray_cluster: RayCluster) -> N
 @pytest.mark.timeout(150)
 def test_an_address_without_a_ray_cluster_is_an_error() -> None:
     env = cluster(config=farstep.RayConfig(address="127.0.0.1:9", workers_per_node=1))
-    with pytest.raises(farstep.LaunchError, match=r"Ray at '127.0.0.1:9' cannot be joined.*ray start --head"):
+    with pytest.raises(farstep.LaunchError, match=r"Ray cluster at '127.0.0.1:9' cannot be joined.*ray start --head"):
         within(env.launch, 140)

@@ -187,7 +187,7 @@ def test_an_episode_that_always_raises_is_left_out(phase: str, explicit: bool) -
                 env.reset(seed=5)
             agent: Any = DrawingAgent()
             runs.append(episodes([arrays_of(env.collect(agent, steps=8)) for _ in range(4)]))
-            assert env.stats()["dropped"].get("environment failed", 0) == len(bad)
+            assert env.stats()["dropped"].get("environment_failed", 0) == len(bad)
     for slot, (clean, poisoned) in enumerate(zip(*runs, strict=True)):
         expected = clean[1:] if slot in poison else clean
         common = min(len(expected), len(poisoned)) - 1  # the last one of a run may be cut by its end

@@ -143,7 +143,7 @@ def test_a_worker_that_was_replaced_before_goes_on_with_the_episodes_it_would_ha
     [
         ("raise", "RuntimeError: no way back"),
         ("end", "ended earlier"),
-        ("differ", "its observation differs"),
+        ("differ", "the observation differs"),
     ],
 )
 def test_an_environment_that_cannot_be_led_back_is_named_and_goes_on(

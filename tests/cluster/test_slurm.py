@@ -104,7 +104,7 @@ def test_four_nodes_in_one_job(cluster: SlurmCluster, tmp_path: Path) -> None:
     eventually(lambda: not live_jobs(cluster))
 
 
-def test_a_node_that_loses_its_power_is_replaced_while_the_others_go_on(
+def test_a_node_that_loses_power_is_replaced_while_the_others_continue(
     own_cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     with start(tmp_path, nodes=3, min_nodes=2, lease_s=3, slurm_extra=["--exclusive"]) as env:
@@ -148,7 +148,7 @@ def test_a_killed_node_daemon_is_restarted_inside_its_job(cluster: SlurmCluster,
     eventually(lambda: not live_jobs(cluster), 60)
 
 
-def test_a_job_that_is_queued_again_comes_back(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_nodes_of_a_requeued_job_join_again(cluster: SlurmCluster, tmp_path: Path) -> None:
     with start(tmp_path, nodes=2, lease_s=3) as env:
         agent = TableAgent()
         assert columns(env, agent) == 6
@@ -201,7 +201,7 @@ def test_spread_nodes_are_on_different_hosts(own_cluster: SlurmCluster, tmp_path
         assert places == ["n1", "n2", "n3", "n4"]
 
 
-def test_a_node_that_is_preempted_hands_over_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preempted_node_delivers_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with SlurmCluster(nodes=2, preemption=True, grace_s=5) as cluster:
         join(monkeypatch, cluster)
         with start(tmp_path, nodes=1, partition="main", slurm_extra=["--exclusive"]) as env:
@@ -258,7 +258,7 @@ def test_two_runs_at_once_do_not_meet(cluster: SlurmCluster, tmp_path: Path) -> 
         assert len(live_jobs(cluster)) == 2
 
 
-def test_a_job_that_still_waits_goes_with_a_head_that_is_killed(own_cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_a_queued_job_is_cancelled_when_its_head_is_killed(own_cluster: SlurmCluster, tmp_path: Path) -> None:
     for node in own_cluster.nodes:
         own_cluster.down(node)
     head = os.fork()
@@ -291,7 +291,7 @@ def test_ctrl_c_cancels_the_job(cluster: SlurmCluster, tmp_path: Path) -> None:
     eventually(lambda: not live_jobs(cluster))
 
 
-def test_batches_go_on_while_the_controller_is_down(own_cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_batches_continue_while_the_controller_is_down(own_cluster: SlurmCluster, tmp_path: Path) -> None:
     with start(tmp_path, nodes=2, lease_s=3) as env:
         agent = TableAgent()
         assert columns(env, agent) == 6
@@ -403,7 +403,7 @@ def test_the_job_ends_as_its_daemons_did(tmp_path: Path, status: int) -> None:
     assert done.returncode == status
 
 
-def test_a_job_whose_nodes_are_taken_back_stays_whatever_setup_says(tmp_path: Path) -> None:
+def test_a_job_whose_nodes_are_reclaimed_stays_whatever_setup_says(tmp_path: Path) -> None:
     """SLURM would not queue it again if it ended by itself."""
     for name, line in (("srun", "exit 75"), ("sleep", f"echo $* > {tmp_path}/slept")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")

@@ -52,13 +52,13 @@ def test_the_contract(server: SshServer) -> None:
     check_launcher(make, kill_node=kill_daemon, scarce=scarce, missing=without_programs)
 
 
-def test_a_host_that_is_not_there_is_named_with_what_ssh_said(server: SshServer) -> None:
+def test_the_error_names_an_unreachable_host_and_quotes_ssh(server: SshServer) -> None:
     env = start(SSHConfig(ssh=("ssh", "-T", *server.options), hosts=["one", "no-such-host"]))
     with pytest.raises(LaunchError, match=r"(?s)ended on no-such-host.*no-such-host:.*resolve"):
         within(env.launch)
 
 
-def test_training_goes_on_without_a_host_that_is_not_there(server: SshServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_training_continues_without_an_unreachable_host(server: SshServer, caplog: pytest.LogCaptureFixture) -> None:
     hosts = ["one", "no-such-host"]
     ssh = ("ssh", "-T", *server.options)
     asked = SSHConfig(ssh=ssh, hosts=hosts, min_nodes=1, workers_per_node=1, timeouts=cast(Any, {"close_s": 60.0}))
@@ -133,7 +133,7 @@ def test_setup_lines_come_first(server: SshServer, tmp_path: Path, caplog: pytes
     with start(config(server.options, setup=setup, workers_per_node=1)) as env:
         env.launch()
     assert mark.read_text() == "here\n" and eaten.read_text() == ""
-    assert "of its setup, 'no-such-program --at all' failed" in caplog.text
+    assert "the setup command 'no-such-program --at all' failed" in caplog.text
 
 
 def test_no_key_is_in_an_argument_or_an_environment(server: SshServer, issued: dict[tuple[int, int], KeyPair]) -> None:

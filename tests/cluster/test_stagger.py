@@ -400,7 +400,7 @@ def test_an_environment_that_raises_goes_back_to_its_place() -> None:
         stagger = {"horizon": H, "groups": 4}
         with cluster(PoisonEnv, envs=N, config=config, env_kwargs=kwargs, stagger=stagger) as env:
             found = collected(env, 8)
-            assert env.stats()["dropped"]["environment failed"] == 2
+            assert env.stats()["dropped"]["environment_failed"] == 2
         np.testing.assert_array_equal(phases(found), (np.arange(8 * K)[:, None] + np.arange(N) * 4 // N * 5) % H)
         for slot in (3, 6):
             assert found["obs"][0, slot, 0] == CountingEnv().reset(seed=episode_seed(5, slot, 1))[0][0]
@@ -422,7 +422,7 @@ class HeldEnv(CountingEnv):
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_ticket_may_be_taken_back_on_the_way_and_the_next_goes_on_there(transport: Any, tmp_path: Path) -> None:
+def test_a_ticket_may_be_reclaimed_on_the_way_and_the_next_continues_there(transport: Any, tmp_path: Path) -> None:
     config = farstep.LocalConfig(workers_per_node=1, transport=transport)
     stagger, kwargs = {"horizon": 200, "groups": 2}, {"folder": str(tmp_path)}
     with cluster(HeldEnv, envs=2, config=config, env_kwargs=kwargs, stagger=stagger) as env:

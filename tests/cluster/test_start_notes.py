@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import farstep
-from farstep.head import server
+from farstep.head import slow_call_warnings
 from farstep.testing import CountingEnv
 from tests.cluster.checks import cluster, eventually, within
 
@@ -45,18 +45,21 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_workers_that_are_slow_to_build_environments_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("FIRST_NOTE_S", "NOTE_S"):
-        monkeypatch.setattr(server, name, 0.05)
+    """One wait is one event, whose text the log repeats."""
+    for name in ("FIRST_START_S", "REPEAT_S"):
+        monkeypatch.setattr(slow_call_warnings, name, 0.05)
     gate = tmp_path / "gate"
     env = cluster(GatedEnv, env_kwargs={"gate": str(gate)})
     with caplog.at_level(logging.WARNING, "farstep"):
         launching = threading.Thread(target=env.launch)
         launching.start()
         try:
-            eventually(lambda: "s for worker 0, constructing (slot 0)" in caplog.text)
+            eventually(lambda: caplog.text.count("s for worker 0, constructing (slot 0)") >= 3)
+            (warned,) = [event for event in env.events("warned") if " s for " in event.text]
         finally:
             gate.touch()
             launching.join(60)
+    assert warned.text in caplog.messages
     env.close()
 
 
@@ -102,3 +105,19 @@ def test_a_start_without_a_thread_for_notes_goes_on(monkeypatch: pytest.MonkeyPa
     finally:
         env.close()
         monkeypatch.undo()
+
+
+def test_a_start_that_ends_as_the_warning_is_due_is_not_warned_about(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An in-process worker builds its environments inside the head's event loop, longer than the warning waits."""
+    monkeypatch.setattr(slow_call_warnings, "FIRST_START_S", 0.05)
+
+    class SlowToBuild(CountingEnv):
+        def __init__(self) -> None:
+            super().__init__()
+            time.sleep(0.1)
+
+    with cluster(SlowToBuild, envs=1, config=farstep.InProcessConfig()) as env:
+        env.launch()
+    assert "all of which are idle" not in caplog.text

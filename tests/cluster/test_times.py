@@ -198,6 +198,30 @@ def test_workers_wait_for_tickets_while_the_learner_updates(clock: VirtualClock)
         assert env.stats()["time"]["workers"]["tickets"] - before == pytest.approx(5 * 0.03)
 
 
+SLOW_PARTS = {"env": (0.001, 0.0, 0.0), "inference": (0.0, 0.001, 0.0), "tickets": (0.0, 0.0, 0.001)}
+"""The slow part: seconds of a step of one environment, of `act`, and of the learner after each batch."""
+
+
+@pytest.mark.parametrize("slow", SLOW_PARTS)
+def test_parts_of_a_worker_add_up_to_the_elapsed_time(slow: str, clock: VirtualClock) -> None:
+    """Each part takes 10 us where it is not the slow one, and all of the time belongs to one part."""
+    step_s, act_s, learn_s = (seconds or 1e-5 for seconds in SLOW_PARTS[slow])
+    with cluster(partial(SleepyEnv, step_s, 0.0), envs=1, config=in_process()) as env:
+        agent = SleepyAgent(act_s)
+        env.collect(agent, steps=7)
+        before, start = env.stats()["time"]["workers"], clock.ns
+        for _ in range(5):
+            spent(learn_s)
+            env.collect(agent, steps=7)
+        after, elapsed_s = env.stats()["time"]["workers"], (clock.ns - start) / 1e9
+    found = {part: after[part] - before[part] for part in PARTS}
+    assert found["env"] == pytest.approx(35 * step_s)
+    assert found["inference"] == pytest.approx(35 * act_s)
+    assert found["tickets"] == pytest.approx(5 * learn_s)
+    assert sum(found.values()) == pytest.approx(elapsed_s)
+    assert max(found, key=lambda part: found[part]) == slow
+
+
 def test_parts_of_the_learner_add_up() -> None:
     with cluster(SleepyEnv, envs=2, config=in_process()) as env:
         agent, updating = SleepyAgent(), 0.0
@@ -227,8 +251,8 @@ def test_loading_weights_is_measured(clock: VirtualClock) -> None:
             env.publish(agent)
             env.collect(agent, steps=2)
         stats = env.stats()
-    assert stats["time"]["workers"]["weights"] == pytest.approx(0.05 * stats["weight_syncs"]["total"])
-    assert stats["weight_syncs"]["total"] == 3
+    assert stats["time"]["workers"]["weights"] == pytest.approx(0.05 * stats["pulls"]["total"])
+    assert stats["pulls"]["total"] == 3
 
 
 def test_evaluating_probes_of_aaps_is_inference(clock: VirtualClock) -> None:
@@ -319,3 +343,16 @@ def test_torch_policies_are_timed(inference: str) -> None:
             env.collect(agent, steps=64)
         times = env.stats()["time"]["workers"]
     assert times["inference"] > 2 * times["env"] > 0
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_remote_workers_hold_tickets_for_at_least_as_long_as_they_roll(transport: str) -> None:
+    """What exceeds the time of rolling is the time that messages were on their way."""
+    with cluster(SleepyEnv, envs=2, workers=2, transport=transport) as env:
+        stream = env.stream(TableAgent(), steps=7, max_staleness=1)
+        for _ in range(3):
+            next(stream)
+        stream.close()
+        times = env.stats()["time"]
+    rolled = times["workers"]["env"] + times["workers"]["inference"]
+    assert times["head"]["held"] == 0 if transport == "shm" else times["head"]["held"] > 0.9 * rolled > 0

@@ -269,7 +269,7 @@ def test_an_environment_that_fails_after_rows_were_sent_begins_the_chunk_anew(tm
             assert_sound(env.collect(TableAgent(), steps=steps))
         stats = env.stats()
         assert_balanced(stats)
-        assert stats["dropped"] == {"environment failed": 1}
+        assert stats["dropped"] == {"environment_failed": 1}
 
 
 @pytest.fixture
@@ -309,7 +309,7 @@ def test_a_worker_killed_while_its_chunk_travels_leaves_nothing_of_it(
         assert not np.isin(second["obs"][..., 0], first["obs"][..., 0]).any()
         stats = env.stats()
         assert_balanced(stats)
-        assert stats["dropped"] == {"worker lost": 1} and stats["workers"]["restarts"] == 1
+        assert stats["dropped"] == {"worker_lost": 1} and stats["workers"]["restarts"] == 1
     tickets = {ticket for ticket, _, _ in taken}
     assert len(tickets) == 3 and all(stage == -1 for _, stage, _ in taken)
 
@@ -341,4 +341,4 @@ def test_a_stage_of_a_worker_that_is_lost_comes_again(tmp_path: Path, fifo: tupl
         assert (copies[0]["reward"] != batch["reward"]).any()
         stats = env.stats()
         assert_balanced(stats)
-        assert stats["dropped"] == {"worker lost": 1}
+        assert stats["dropped"] == {"worker_lost": 1}

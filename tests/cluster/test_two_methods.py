@@ -86,7 +86,7 @@ SLIGHTLY_THEN_MUCH = [0.0, 1e-3, 1e-3, 1e-3, 3.0, 1e-3, 1e-3]
 def test_workers_pull_at_once_after_a_jump_and_not_before(config: LaunchConfig) -> None:
     with cluster(envs=4, kl_threshold=0.05, config=config) as env:
         assert versions(env, LogitsAgent(), SLIGHTLY_THEN_MUCH) == [0, 0, 0, 0, 4, 4, 4]
-        assert env.stats()["weight_syncs"]["per_worker"] == [2, 2]
+        assert env.stats()["pulls"]["per_worker"] == [2, 2]
         assert_balanced(env.stats())
 
 
@@ -131,7 +131,7 @@ def test_an_agent_that_cannot_be_compared_pulls_every_version_and_one_warning_sa
         *_, info = env.step(agent)
         assert (info["version"] == 4).all()
         stats = env.stats()
-    assert stats["weight_syncs"]["per_worker"] == [5, 5]
+    assert stats["pulls"]["per_worker"] == [5, 5]
     assert stats["divergence"] == {} and stats["bytes"]["probes_sent"] == 0
     # On a busy machine a slow start is logged.
     (said,) = [text for text in caplog.messages if not text.startswith("waiting ")]

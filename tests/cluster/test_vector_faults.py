@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 import farstep
-from farstep.testing import CountingEnv
+from farstep.testing import CountingEnv, FaultyEnv
 from farstep.testing.envs import do_fault
 
 SHELL = '#!/bin/sh\nshift\nexec sh -c "$*"\n'
@@ -78,6 +79,27 @@ def test_call_raises_when_workers_stick_or_die(call: str, faults: list[str]) -> 
             CALLS[call](vector)
         with pytest.raises(farstep.ClosedError, match="failed earlier"):
             CALLS[call](vector)
+    lost = [event for event in vector.events() if event.kind in ("lost", "stuck")]
+    assert {event.worker for event in lost} <= {i for i in range(2) if faults[i]}
+    assert lost[0].kind == ("stuck" if "hang" in faults else "lost") and lost[0].node == socket.gethostname()
+    if "hang" in faults:
+        assert "in do_fault" in lost[0].traceback
+    assert vector.events()[-1].text.startswith("the run failed: ")
+
+
+def test_environment_that_raises_is_an_event_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    fault = {"fault": "raise", "phase": "step", "at": 1}
+    vector = farstep.make_vec(FaultyEnv, 1, farstep.InProcessConfig(), env_kwargs=fault)
+    vector.reset(seed=1)
+    with contextlib.closing(vector), pytest.raises(farstep.RemoteEnvError):
+        vector.step([0])
+    joined, warned = vector.events()  # also after the end
+    assert (joined.kind, joined.worker, warned.kind, warned.worker) == ("joined", 0, "warned", 0)
+    assert "deliberate" in warned.text and "in do_fault" in warned.traceback and warned.node == socket.gethostname()
+    assert vector.events("warned") == vector.events(["lost", "warned"], since=joined.time) == [warned]
+    with pytest.raises(farstep.ConfigError, match=r"unknown kind of event 'warning'. Did you mean 'warned'"):
+        vector.events("warning")  # type: ignore[arg-type]
+    assert not caplog.messages  # the exception tells it
 
 
 def test_vector_ends_when_its_node_is_lost(tmp_path: Path) -> None:
@@ -92,6 +114,9 @@ def test_vector_ends_when_its_node_is_lost(tmp_path: Path) -> None:
         with pytest.raises(farstep.WorkerDied):
             while True:  # the worker may answer before it ends
                 vector.call("multiply", 3)
+    (lost,), failed = vector.events("lost"), vector.events()[-1]
+    assert lost.node == socket.gethostname() and lost.worker is None
+    assert failed.text.startswith("the run failed: ") and failed.worker == 0
 
 
 def test_vector_refuses_nodes_that_may_be_missing() -> None:

@@ -153,7 +153,7 @@ def test_a_worker_that_is_killed_is_replaced_and_nothing_comes_twice(
         flow, learner = ppo(env, TableAgent(), full(4 * 16), 8)
         within(lambda: flow.run(until=learner.has(8)))
         stats = env.stats()
-        assert stats["dropped"]["worker lost"] >= 1
+        assert stats["dropped"]["worker_lost"] >= 1
         assert stats["workers"]["restarts"] == 1
         assert_balanced(stats)
     assert (tmp_path / "killed").exists()

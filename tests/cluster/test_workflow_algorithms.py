@@ -50,7 +50,7 @@ class Learner(TableAgent):
         assert batch["next_obs"].shape == batch["obs"].shape
         self.learn()
 
-    def prioritise(self, message: Any) -> None:
+    def prioritize(self, message: Any) -> None:
         batch, info = self.flow.buffer.sample(8)
         assert self.flow.buffer.update_priorities(info.keys, 1.0 + np.abs(batch["reward"])) == 8
         self.log.append(("replay", info.size, bool((info.weights < 1).any())))
@@ -92,7 +92,7 @@ def apex(env: farstep.ClusterEnv) -> Learner:
     buffer = farstep.Buffer(ENVS * 16, sampler, limiter=SampleToInsertRatio(0.5, 32, 32.0), seed=1)
     learner = Learner(lambda agent: farstep.Workflow(env, agent, buffer, steps=4))
     flow = learner.flow
-    flow.on(DataKeyTrigger(n=1, size=1, consume=False, min_new=8), learner.prioritise, samples=8)
+    flow.on(DataKeyTrigger(n=1, size=1, consume=False, min_new=8), learner.prioritize, samples=8)
     flow.on(TimeTrigger(32, unit="env_steps"), learner.publish)
     return learner
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
 
 import farstep
 from farstep.buffer import SampleToInsertRatio, Uniform
+from farstep.head import stats as head_stats
+from farstep.head.learner_times import LearnerTimes
 from farstep.testing import TableAgent
 from farstep.workflow.triggers import DataKeyTrigger, TimeTrigger
 from tests.cluster.checks import cluster, eventually, in_process, within
@@ -33,8 +34,10 @@ def test_triggers_count_what_they_fired_and_what_they_wait_for() -> None:
         within(lambda: flow.run(total_steps=64))
         stats = env.stats()
     assert pending == [8, 0] * 4
-    assert stats["workflow"]["learn"] == {"fired": 4, "pending_rows": 0, "outstanding": 0, "lag": 1}
-    assert stats["workflow"]["look"] == {"fired": 8, "pending_rows": None, "outstanding": 0, "lag": None}
+    learn = {"fired": 4, "pending_rows": 0, "outstanding": 0, "lag": 1}
+    assert stats["workflow"]["learn"] == {**learn, "waits_for": "DataKeyTrigger(n=1, size=8, keys=None)"}
+    looked = {"fired": 8, "pending_rows": None, "outstanding": 0, "lag": None}
+    assert stats["workflow"]["look"] == {**looked, "waits_for": None}, "a TimeTrigger may wait for long"
     assert (stats["buffer"]["fill"], stats["buffer"]["capacity"]) == (64, 64)
     assert stats["buffer"]["bytes"] >= 64 * 3 * 4
     assert farstep.scalars(stats)["farstep/workflow/learn/fired"] == 4
@@ -67,42 +70,61 @@ def test_a_limiter_that_holds_workers_back_shows_for_how_long() -> None:
     assert limiter["blocked"]["insert"] == buffer.waited_s["insert"] > first
 
 
-@pytest.mark.parametrize("thread", [False, True])
-def test_consumers_update_in_whichever_thread(thread: bool) -> None:
-    """The loop waits for rows only while no consumer works on them."""
+def test_a_buffer_without_room_shows_for_how_long_chunks_waited() -> None:
     with cluster(envs=2, workers=1, env_kwargs=ENDLESS) as env:
-        flow = farstep.Workflow(env, TableAgent(), full(2 * 64), steps=8)
-        busy: list[float] = []
+        flow = farstep.Workflow(env, TableAgent(), full(2 * 8), steps=4, max_staleness=4)
+        go = threading.Event()
 
         def learn(message: Any) -> None:
-            start = time.monotonic()
-            time.sleep(0.05)
-            busy.append(time.monotonic() - start)
-            flow.publish()
-
-        flow.on(DataKeyTrigger(n=1, size=8), learn, thread=thread)
-        start = time.monotonic()
-        within(lambda: flow.run(until=lambda: len(busy) >= 8))
-        whole = time.monotonic() - start
-        times = env.stats()["time"]["learner"]
-    assert times["update"] >= 0.9 * sum(busy)
-    assert times["wait"] <= 1.1 * (whole - sum(busy))
-    assert times["publish"] > 0
-
-
-def test_the_loop_does_not_wait_while_a_consumer_thread_updates() -> None:
-    with cluster(envs=2, config=in_process(), env_kwargs=ENDLESS) as env:
-        flow = farstep.Workflow(env, TableAgent(), full(2 * 32), steps=8)
-        seen: list[tuple[dict[str, float], dict[str, float]]] = []
-
-        def learn(message: Any) -> None:
-            before = env.stats()["time"]["learner"]
-            time.sleep(0.05)
-            seen.append((before, env.stats()["time"]["learner"]))
+            assert go.wait(60)
             flow.stop()
 
         flow.on(DataKeyTrigger(n=1, size=8), learn, thread=True)
+        running = threading.Thread(target=flow.run)
+        running.start()
+        try:
+            first = eventually(lambda: env.stats().get("buffer", {}).get("full_s"))
+            eventually(lambda: env.stats()["buffer"]["full_s"] > first)  # also while a chunk waits
+        finally:
+            go.set()
+            running.join(60)
+        assert not running.is_alive()
+        assert env.stats()["limiter"]["blocked"]["insert"] == 0
+
+
+class TimedAgent(TableAgent):
+    """Reading its parameters takes 2 s of the test's clock."""
+
+    def __init__(self, clock: list[float]) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def get_parameters(self) -> Any:
+        self._clock[0] += 2.0
+        return super().get_parameters()
+
+
+@pytest.mark.parametrize("thread", [False, True])
+def test_learner_times_are_those_of_the_consumer(thread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the consumer and the agent move the clock, so the loop never waits, whichever thread runs the consumer."""
+    clock = [0.0]
+    monkeypatch.setattr(head_stats, "LearnerTimes", lambda: LearnerTimes(lambda: clock[0]))
+    with cluster(envs=2, config=in_process(), env_kwargs=ENDLESS) as env:
+        flow = farstep.Workflow(env, TimedAgent(clock), full(2 * 32), steps=8)
+        seen: list[dict[str, float]] = []
+
+        def learn(message: Any) -> None:
+            seen.append(env.stats()["time"]["learner"])
+            clock[0] += 5.0
+            seen.append(env.stats()["time"]["learner"])
+            flow.publish()
+            if len(seen) == 6:
+                flow.stop()
+
+        flow.on(DataKeyTrigger(n=1, size=8), learn, thread=thread)
         within(flow.run)
-    before, after = seen[0]
-    assert after["update"] - before["update"] >= 0.05
-    assert after["wait"] == pytest.approx(before["wait"])
+        seen.append(env.stats()["time"]["learner"])
+    assert [times["update"] for times in seen] == [0, 5 * thread, 5, 5 + 5 * thread, 10, 10 + 5 * thread, 15]
+    published = [times["publish"] - seen[0]["publish"] for times in seen]
+    assert published == [0, 0, 2, 2, 4, 4, 6]
+    assert all(times["wait"] == times["prepare"] == 0 for times in seen)

@@ -280,7 +280,7 @@ def limited(limiter: RateLimiter) -> farstep.Buffer:
 
 
 STANDSTILLS: dict[str, Any] = {
-    "nobody publishes": (not_publishing, FarstepError, "or a consumer that publishes"),
+    "nobody publishes": (not_publishing, FarstepError, "that a consumer publishes"),
     "a window does not fit": (lambda env: table(env, taking(size=33)), ConfigError, "capacity to at least 80"),
     "more actors than workers": (lambda env: table(env, taking(n=3)), ConfigError, "Lower n"),
     "a chunk never fits": (lambda env: table(env, taking(), buffer=limited(Queue(4))), ConfigError, "never fits"),

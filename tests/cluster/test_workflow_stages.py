@@ -153,7 +153,7 @@ def test_stages_of_a_worker_that_is_lost_come_again(in_queue: bool, tmp_path: Pa
         within(lambda: flow.run(until=learner.has(3)))
         stats = env.stats()
         assert_balanced(stats)
-        assert stats["dropped"]["worker lost"] >= 1 and stats["workers"]["restarts"] == 1
+        assert stats["dropped"]["worker_lost"] >= 1 and stats["workers"]["restarts"] == 1
     stages = [[fragment for fragment, stage, _ in learner.found if stage == i][:3] for i in (0, 1)]
     assert stages == [[0, 1, 1], [0, 1, 2]]
     (_, lost, again, *_), (_, whole, *_) = learner.of(0), learner.of(1)

@@ -1,4 +1,4 @@
-"""Imports modules of benchmarks/, which are scripts' neighbours and not a package."""
+"""Imports modules of benchmarks/, which are scripts' neighbors and not a package."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def example(page: str) -> tuple[str, str]:
     return found
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/aaps.md", "docs/stagger.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/aaps.md", "docs/stagger.md", "docs/waiting.md"])
 def test_an_example_prints_what_it_says(page, tmp_path):
     code, printed = example(page)
     script = tmp_path / "example.py"

@@ -88,7 +88,7 @@ class TapSwitch:
     """`tap_switch.py`, a process of its own."""
 
     def __init__(self, networks: Sequence[int], delay_ms: float) -> None:
-        # Not isolated (-I): it imports its neighbour.
+        # Not isolated (-I): it imports its neighbor.
         command = [sys.executable, "-S", "-m", "tests.engines.tap_switch", str(delay_ms), *map(str, networks)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self._process = Guarded(command, pass_fds=networks, text=True, bufsize=1, cwd=_ROOT, **pipes)

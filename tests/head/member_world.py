@@ -180,7 +180,7 @@ class MemberWorld:
                 case Start():
                     assert not self.gave_up
                     assert not process.running, "two incarnations would write into the same columns"
-                    assert process.lost, "its tickets were not taken back"
+                    assert process.lost, "its tickets were not reclaimed"
                     assert action.incarnation == process.incarnation + 1
                     self.restarts += action.incarnation > 0
                     started = Process(running=True, incarnation=action.incarnation, lost=False)

@@ -98,7 +98,7 @@ def test_batches_continue_while_workers_join_and_leave(seed: int) -> None:
                     if chance.random() < 0.8:
                         tickets.accept(order.worker, order.seq, 0, None)
                     else:
-                        tickets.give_back(order.worker, order.seq, "failed")
+                        tickets.give_back(order.worker, order.seq, "environment_failed")
             case _:
                 if workers_of(tickets) is not None:
                     taken += 1

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from farstep.errors import FarstepError
 from farstep.event import EVENT_KINDS, Event
 from farstep.head import events as module
 from farstep.head.events import MAX_EVENTS, EventLog
@@ -154,3 +155,13 @@ def test_the_logger_shows_the_sentence_at_a_level_by_kind(caplog: pytest.LogCapt
         ("WARNING", "100% of worker 0 is lost"),
         ("INFO", "worker 0 joined"),
     ]
+
+
+def test_only_the_first_failure_is_emitted_and_it_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    log = EventLog()
+    for error in (ArithmeticError("first\nmore"), FarstepError("second")):
+        with pytest.raises(type(error)), log.emitting_failure():
+            raise error
+    (event,) = log.events()
+    assert (event.kind, event.text) == ("warned", "the run failed: ArithmeticError: first")
+    assert "raise error" in event.traceback and not caplog.messages

@@ -361,7 +361,7 @@ def test_transfer_triggers_are_joined() -> None:
     assert [either.due(rows, 0, 0.0, ended) for rows, ended in states] == [False, True, False, True]
     with pytest.raises(ConfigError, match="different keys"):
         TransferTrigger(keys=(("obs",),)) | TransferTrigger(keys=(("reward",),))
-    with pytest.raises(ConfigError, match="cannot be joined further"):
+    with pytest.raises(ConfigError, match="cannot be joined again"):
         both | either
     with pytest.raises(ConfigError, match="does not call a consumer"):
         either & TimeTrigger(1.0)

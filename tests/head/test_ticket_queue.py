@@ -8,7 +8,7 @@ from collections.abc import Container
 
 import pytest
 
-from farstep.head.tickets.records import AcceptedChunk, FeedPlan, IssuedTicket
+from farstep.head.tickets.records import AcceptedChunk, DropCause, FeedPlan, IssuedTicket
 from farstep.head.tickets.session import CollectionSession
 from farstep.head.tickets.tickets import Tickets
 
@@ -96,7 +96,7 @@ def test_grants_the_same_tickets_as_checking_every_worker(seed: int) -> None:
         elif event < 0.55 and open_tickets:
             order = rng.choice(open_tickets)
             for tickets in both:
-                tickets.give_back(order.worker, order.seq, "failed")
+                tickets.give_back(order.worker, order.seq, "environment_failed")
         elif event < 0.6:
             version += 1
         elif event < 0.65:
@@ -117,7 +117,7 @@ def test_grants_the_same_tickets_as_checking_every_worker(seed: int) -> None:
                 held[taken[0].ticket.worker] += 1
         elif held[worker]:
             count = rng.randint(1, held[worker])
-            cause = rng.choice([None, "stale"])
+            cause: DropCause | None = rng.choice([None, "stale"])
             held[worker] -= count
             for tickets in both:
                 tickets.consumed(worker, count, cause)
@@ -160,7 +160,7 @@ def test_grants_and_takes_the_same_rounds_as_checking_every_worker(seed: int) ->
         elif event < 0.75 and open_tickets:
             order = rng.choice(open_tickets)
             for tickets in both:
-                tickets.give_back(order.worker, order.seq, "failed")
+                tickets.give_back(order.worker, order.seq, "environment_failed")
         elif event < 0.76:
             version += 1
         else:

@@ -152,7 +152,7 @@ def test_a_lost_worker_is_asked_for_the_same_batch_again() -> None:
     assert (again.worker, again.round, again.lane) == (1, one.round, one.lane) and again.seq > one.seq
     hand_over(tickets, [again], 0)
     assert len(tickets.take(0) or ()) == 2
-    assert tickets.dropped == {"worker lost": 1}
+    assert tickets.dropped == {"worker_lost": 1}
 
 
 def test_what_a_lost_worker_had_handed_over_counts() -> None:

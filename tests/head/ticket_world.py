@@ -121,28 +121,28 @@ class TicketWorld:
         if self.closed_seqs:
             worker, seq = self.rng.choice(self.closed_seqs)
             assert not self.tickets.accept(worker, seq, self.version, "again")
-            assert not self.tickets.give_back(worker, seq, "again")
+            assert not self.tickets.give_back(worker, seq, "environment_failed")
 
     def impostor(self) -> None:
         """A worker hands over, or gives back, what another one is rolling; or a ticket that never was."""
         worker, other = self.rng.randrange(self.workers), self.rng.randrange(self.workers)
         seq = self.queues[worker][0].seq if worker != other and self.queues[worker] else 10**9
         assert not self.tickets.accept(other, seq, self.version, "stolen")
-        assert not self.tickets.give_back(other, seq, "stolen")
-        assert not self.tickets.retry(other, seq, "stolen")
+        assert not self.tickets.give_back(other, seq, "environment_failed")
+        assert not self.tickets.retry(other, seq, "environment_failed")
 
     def fail(self) -> None:
         worker = self.rng.randrange(self.workers)
         if self.queues[worker]:
             order = self.queues[worker].popleft()
-            assert self.tickets.give_back(worker, order.seq, "environment failed")
+            assert self.tickets.give_back(worker, order.seq, "environment_failed")
             self.closed_seqs.append((worker, order.seq))
 
     def retry(self) -> None:
         """A worker failed and does the same ticket once more: one more was issued, one dropped, it stays open."""
         worker = self.rng.randrange(self.workers)
         if self.queues[worker]:
-            assert self.tickets.retry(worker, self.queues[worker][0].seq, "environment failed")
+            assert self.tickets.retry(worker, self.queues[worker][0].seq, "environment_failed")
 
     def die(self) -> None:
         worker = self.rng.randrange(self.workers)

@@ -15,12 +15,12 @@ from farstep.launch.daemon import supervisor
 replaces = supervisor._Supervisor._should_replace
 
 
-def taken_back(self, ended):
+def reclaimed(self, ended):
     os.kill(os.getpid(), signal.SIGTERM)
     return replaces(self, ended)
 
 
-supervisor._Supervisor._should_replace = taken_back
+supervisor._Supervisor._should_replace = reclaimed
 shared = supervisor.keep_alive(3, 1)
 if not shared[0]:
     shared[0] = 1
@@ -29,7 +29,7 @@ signal.pause()
 """
 
 
-def test_a_node_that_is_taken_back_just_when_its_daemon_was_killed_ends() -> None:
+def test_a_node_that_is_reclaimed_just_when_its_daemon_was_killed_ends() -> None:
     """The signal reaches the daemon that was started meanwhile, or none is started."""
     ended = subprocess.run([sys.executable, "-c", KILLED_ONCE], capture_output=True, text=True, timeout=60)
     assert "Traceback" not in ended.stderr

@@ -82,13 +82,13 @@ class Jobs(RuleBasedStateMachine):
         self.seen = False
 
     @rule(data=st.data(), again=st.booleans())
-    def take_back(self, data: st.DataObject, again: bool) -> None:
+    def reclaim(self, data: st.DataObject, again: bool) -> None:
         """Preempted and queued again, or cancelled."""
         if job := self.of(data, "RUNNING", "PENDING"):
             for place in job.connected:
                 self.watched.left(place, for_good=False)
             job.state, job.pending, job.connected = "PENDING" if again else "ENDED", [], []
-            self.look()  # whoever was taken back is waited for until the engine says more
+            self.look()  # waits for a reclaimed node until the engine reports more
 
     @rule()
     def look(self) -> None:

@@ -288,7 +288,7 @@ def test_an_engine_that_does_not_answer_is_logged_once(
     assert caplog.text.count("the engine does not answer: KeyError('a mistake')") == 1
 
 
-def test_a_node_that_was_taken_back_for_good_does_not_hide_another_loss(
+def test_a_node_that_was_reclaimed_for_good_does_not_hide_another_loss(
     make: Callable[..., Groups], engine: Fake
 ) -> None:
     """A job of two nodes and one of one: the small one is cancelled, then the other loses a node."""

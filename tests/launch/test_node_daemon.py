@@ -69,7 +69,7 @@ def test_an_end_that_the_head_did_not_hear_of_is_told_again(monkeypatch: pytest.
     assert "no memory" in link.said[0].note
 
 
-def test_a_daemon_that_is_taken_back_while_it_looks_for_its_head_says_so_by_its_status() -> None:
+def test_a_daemon_that_is_reclaimed_while_it_looks_for_its_head_says_so_by_its_status() -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "farstep.launch.daemon.node_daemon"],
         stdin=subprocess.PIPE,

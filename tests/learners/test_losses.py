@@ -141,9 +141,7 @@ def test_the_published_vector_with_interpolated_proximal_logprobs() -> None:
     versions = torch.tensor([3, 2, 1, 0, 3])
     proximal = interpolate_proximal(LOGPROB, BEHAVE, versions, 4)
     torch.testing.assert_close(proximal, torch.tensor([-1, -1.25, -1, -0.425, -1.5]))
-    loss, metrics = decoupled_ppo(
-        LOGPROB, BEHAVE, proximal, ADVANTAGES, VALID, **PUBLISHED, versions=versions, current_version=4
-    )
+    loss, metrics = decoupled_ppo(LOGPROB, BEHAVE, proximal, ADVANTAGES, VALID, **PUBLISHED, versions=versions)
     expected = {
         "policy_loss": -0.929100,
         "clip_fraction": 0.75,
@@ -151,7 +149,6 @@ def test_the_published_vector_with_interpolated_proximal_logprobs() -> None:
         "behav_approx_kl": 0.058333,
         "behav_clip_fraction": 0.25,
         "average_version": 1.5,
-        "current_version": 4.0,
     }
     found = numbers(metrics)
     assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-6)
@@ -409,10 +406,10 @@ def test_returns_that_do_not_vary_explain_nothing() -> None:
         assert numbers(value_loss(values, values, returns, valid, value_clip=0.2)[1])["explained_variance"] == 0
 
 
-# Means and normalisation.
+# Means and normalization.
 
 
-def test_the_published_normalisations() -> None:
+def test_the_published_normalizations() -> None:
     """Spec async_ppo 1.7: once with the unbiased deviation, then once more with the biased one."""
     advantages = torch.tensor([[2.302847, -0.2], [1.495850, 1.674576], [1.7, 0.192]])
     every = torch.ones(3, 2, dtype=torch.bool)
@@ -424,7 +421,7 @@ def test_the_published_normalisations() -> None:
     torch.testing.assert_close(twice, torch.tensor(expected), rtol=0, atol=2e-6)
 
 
-def test_normalisation_is_over_valid_rows() -> None:
+def test_normalization_is_over_valid_rows() -> None:
     rows = random_rows(5)
     advantages, valid = rows["advantages"], rows["valid"]
     found = normalize(advantages, valid)
@@ -477,5 +474,5 @@ def test_wrong_value_options_are_refused(options: dict[str, Any]) -> None:
 def test_a_wrong_shape_is_refused_and_not_broadcast(name: str) -> None:
     rows: dict[str, Any] = {**random_rows(1), "versions": torch.zeros(40)}
     rows[name] = rows[name][:, None]
-    with pytest.raises(ConfigError, match=rf"{name} has shape \[40, 1\]; expected \[40\].*Nothing is broadcast"):
+    with pytest.raises(ConfigError, match=rf"{name} has shape \[40, 1\]; expected \[40\].*Losses do not broadcast"):
         decoupled_ppo(**rows, **PUBLISHED)

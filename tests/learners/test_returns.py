@@ -483,7 +483,7 @@ def test_a_wrong_shape_is_refused_and_not_broadcast(name: str) -> None:
     rollout = Rollout.random(1)
     rollout = rollout._replace(**{name: getattr(rollout, name)[..., None]})
     for compute in (lambda: gae(*rollout, 0.9, 0.9), lambda: n_step(*rollout, 0.9, 3)):
-        with pytest.raises(ConfigError, match=rf"{name} has shape .*, 1\]; expected \[.*Nothing is broadcast"):
+        with pytest.raises(ConfigError, match=rf"{name} has shape .*, 1\]; expected \[.*Arrays are not broadcast"):
             compute()
 
 
@@ -492,7 +492,7 @@ def test_a_wrong_shape_is_refused_and_not_broadcast(name: str) -> None:
     [
         (lambda: gae(*Rollout.random(1), 1.1, 0.9), "gamma is 1.1; expected a number from 0 to 1"),
         (lambda: gae(*Rollout.random(1), 0.9, -1.0), "gae_lambda is -1.0"),
-        (lambda: n_step(*Rollout.random(1), 0.9, 0), "n is 0; .* Give n >= 1"),
+        (lambda: n_step(*Rollout.random(1), 0.9, 0), "n is 0; .* Use n >= 1"),
         (lambda: vtrace(**off_policy(1), lam=2.0), "lam is 2.0"),
         (lambda: vtrace(**off_policy(1), rho_bar=0.0), "rho_bar is 0.0; .* math.inf for no clip"),
         (lambda: gae(*Rollout.random(1), 0.9, 0.9, valid=np.ones(T, bool)), "valid has shape"),

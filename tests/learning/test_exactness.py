@@ -26,10 +26,10 @@ from farstep.learners.ppo import PPOConfig
 from tests.learning.tasks import Rows, make_env, make_training, trained
 
 # One variant in worker processes, each of which imports torch: the LSTM's, since its state is in the workers, too.
-VARIANTS = [("plain", "in-process"), ("lstm", "local"), ("normalised", "in-process"), ("gru", "in-process")]
+VARIANTS = [("plain", "in-process"), ("lstm", "local"), ("normalized", "in-process"), ("gru", "in-process")]
 NETS = {
     "plain": NetConfig(normalize_obs=False, normalize_reward=False),
-    "normalised": NetConfig(),
+    "normalized": NetConfig(),
     "lstm": NetConfig(recurrent="lstm", core=16, normalize_obs=False, normalize_reward=False),
     "gru": NetConfig(recurrent="gru", core=16, normalize_reward=False),
 }
@@ -92,7 +92,7 @@ SYNCHRONOUS: dict[str, Any] = {"ppo": PPOConfig, "async": functools.partial(Asyn
 
 
 @pytest.mark.parametrize(
-    ("kind", "net", "launcher"), [("ppo", *variant) for variant in VARIANTS] + [("async", "normalised", "in-process")]
+    ("kind", "net", "launcher"), [("ppo", *variant) for variant in VARIANTS] + [("async", "normalized", "in-process")]
 )
 def test_a_run_that_was_resumed_equals_one_that_was_not(kind: str, net: str, launcher: str, tmp_path: Path) -> None:
     config, rows = SYNCHRONOUS[kind](num_steps=20, update_epochs=2, anneal_lr=True, net=NETS[net]), 6 * 20
@@ -157,5 +157,5 @@ def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not(
     for name, array in first.items():
         np.testing.assert_array_equal(array, second[name], err_msg=name)
     rows = [[json.loads(line) for line in (run / "metrics.jsonl").open()] for run in (whole, killed)]
-    for key in ("step", "update", "version", "train/actor/policy_loss", "env/episodes"):
+    for key in ("step", "update", "train/actor/current_version", "train/actor/policy_loss", "env/episodes"):
         assert [row[key] for row in rows[0]] == [row[key] for row in rows[1]], key

@@ -31,7 +31,7 @@ def test_ppo_learns_while_workers_pull_weights_only_above_a_threshold() -> None:
     with make_env("CartPole-v1", 16, kl_threshold=0.05) as env:
         training, agent = make_training(env, PPOConfig(), 60_000)
         training.run()
-        pulls, versions = env.stats()["weight_syncs"]["total"], env.version
+        pulls, versions = env.stats()["pulls"]["total"], env.version
     assert pulls < versions  # of two workers: at most every other version each
     agent.greedy = True
     with make_env("CartPole-v1", 8, seed=2, launcher="in-process") as env:
@@ -43,5 +43,5 @@ def test_clipping_around_the_policy_that_acted_stalls_with_old_weights() -> None
     with make_env("CartPole-v1", 16, kl_threshold=0.2, launcher="in-process") as env:
         training, _ = make_training(env, PPOConfig(decoupled=False), 60_000)
         progress = training.run()
-        assert env.stats()["weight_syncs"]["total"] <= 4
+        assert env.stats()["pulls"]["total"] <= 4
     assert float(np.mean(progress.returns)) < 100

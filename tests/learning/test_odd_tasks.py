@@ -76,7 +76,7 @@ def test_rewards_too_large_are_told_of_once(
 def test_an_update_that_changes_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with make_env(BadReward, 4, launcher="in-process", env_kwargs={"reward": 1e38}) as env:
         make_training(env, replace(CONFIG, net=NetConfig(normalize_reward=False)), 64)[0].run()
-    assert "changed nothing: no gradient in it was finite" in caplog.text
+    assert "changed nothing, because none of its gradients was finite" in caplog.text
 
 
 def test_a_single_number_is_an_observation() -> None:
@@ -85,7 +85,7 @@ def test_a_single_number_is_an_observation() -> None:
 
 
 def test_more_numbers_than_a_network_can_have_inputs_are_refused() -> None:
-    with pytest.raises(SpaceError, match="1,000,000 numbers"):
+    with pytest.raises(SpaceError, match="1,000,000 inputs"):
         make_agent(spaces.Discrete(1_000_000), spaces.Discrete(2), NetConfig(), 0.99)
 
 

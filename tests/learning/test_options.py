@@ -145,7 +145,7 @@ def test_bytes_of_weights_and_probes_are_logged_over_tcp(tmp_path: Path) -> None
     options = ["--num-envs", "4", "--num-steps", "64", "--total-steps", "1024", "--kl-threshold", "0.0001"]
     assert main(["train", "ppo", "--env", "CartPole-v1", *options, *where]) == 0
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["sync/pulls_per_worker"] >= 2 and last["sync/weights_bytes"] > 0 and last["sync/probe_bytes"] > 0
+    assert last["sync/pulls_per_worker"] >= 2 and last["bytes/weights_sent"] > 0 and last["bytes/probes_sent"] > 0
     assert 0 <= last["sync/divergence_mean"] <= last["sync/divergence_max"]
     parts = [last[name] for name in WORKER_METRICS.values()]
     assert min(parts) > 0, "environment, inference, tickets, sending and weights all took time"

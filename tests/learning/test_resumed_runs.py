@@ -16,6 +16,7 @@ from farstep.learners.ppo import PPOConfig
 from farstep.testing import CountingEnv
 from tests.learning.tasks import Config, Rows, make_env, make_training
 
+VERSION = "train/actor/current_version"
 NET = NetConfig(normalize_obs=True, normalize_reward=True)
 CONFIGS: dict[str, tuple[Config, dict[str, Any]]] = {
     "async-ppo": (AsyncPPOConfig(num_steps=10, net=NET), {}),
@@ -40,10 +41,10 @@ def test_a_run_goes_on_counting_in_other_episodes(which: str, tmp_path: Path) ->
     with make_env(partial(CountingEnv, 50), 8, launcher="in-process", **options) as env:
         training, agent = make_training(env, config, 1600, checkpoints=tmp_path, sink=second)
         training.resume()
-        assert env.version == first.rows[-1]["version"]
+        assert env.version == first.rows[-1][VERSION]
         assert not begun & set(env.collect(agent, 1)["obs"][0, :, 0].tolist()), "the run's first seeds came again"
         training.run()
     last, now = first.rows[-1], second.rows[0]
-    assert now["update"] == last["update"] + 1 and now["version"] == last["version"] + 1
+    assert now["update"] == last["update"] + 1 and now[VERSION] == last[VERSION] + 1
     assert now["step"] > last["step"] >= 800 and second.rows[-1]["step"] >= 1600
     assert all(np.isfinite(list(row.values())).all() for row in second.rows)

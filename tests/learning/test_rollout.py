@@ -233,9 +233,9 @@ def test_bytes_that_are_no_image_are_divided_by_their_bound(high: int, scale: in
     encoder = encoder_for(spaces.Box(0, high, (128,), np.uint8), normalize=False)
     obs = torch.full((2, 128), high, dtype=torch.uint8)
     assert (encoder(obs) == high / scale).all()
-    normalised = encoder_for(spaces.Box(0, high, (128,), np.uint8), normalize=True)
-    normalised.update(torch.randint(0, high + 1, (1000, 128), dtype=torch.uint8))
-    assert normalised(torch.randint(0, high + 1, (1000, 128), dtype=torch.uint8)).std() == pytest.approx(1, abs=0.1)
+    normalized = encoder_for(spaces.Box(0, high, (128,), np.uint8), normalize=True)
+    normalized.update(torch.randint(0, high + 1, (1000, 128), dtype=torch.uint8))
+    assert normalized(torch.randint(0, high + 1, (1000, 128), dtype=torch.uint8)).std() == pytest.approx(1, abs=0.1)
 
 
 def test_statistics_are_those_of_all_rows_seen() -> None:

@@ -62,7 +62,7 @@ def test_update_learns_from_the_rows_of_all_its_rollouts(which: str) -> None:
     with make_env("CartPole-v1", ENVS, launcher="in-process", **options) as env:
         make_training(env, config, 5 * rows, sink=seen)[0].run()
         stats = env.stats()
-    assert [row["version"] for row in seen.rows] == list(range(1, len(seen.rows) + 1))
+    assert [row["train/actor/current_version"] for row in seen.rows] == list(range(1, len(seen.rows) + 1))
     assert all(np.isfinite(list(row.values())).all() for row in seen.rows)
     bound = config.staleness_threshold if isinstance(config, AsyncPPOConfig) else 0
     if "kl_threshold" not in options:

@@ -6,6 +6,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+import farstep
+from farstep.checkpoint import folder as checkpoint
 from farstep.cli import main
 from farstep.event import Event
 from farstep.learners.loop.evaluation import Evaluator
@@ -34,6 +38,17 @@ def test_train_writes_checkpoints_and_evaluations_and_resume_appends(tmp_path: P
     assert both[: len(first)] == first
     assert [event.kind for event in both[len(first) :]] == [event.kind for event in first]
     assert all(a.time < b.time for a, b in pairwise(both))
+
+
+def test_the_last_event_of_a_run_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise farstep.CheckpointError("the checkpoint could not be saved")
+
+    monkeypatch.setattr(checkpoint, "save", fail)
+    train = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "in-process", "--num-envs", "4", "--num-steps", "16"]
+    assert main([*train, "--total-steps", "64", "--folder", str(tmp_path), "--name", "run"]) == 1
+    last = read_events(tmp_path / "run" / "events.jsonl")[-1]
+    assert (last.kind, last.text) == ("warned", "the run failed: the checkpoint could not be saved")
 
 
 def test_a_damaged_checkpoint_is_an_event_of_the_resumed_run(tmp_path: Path) -> None:

@@ -16,14 +16,15 @@ import subprocess
 import sys
 import termios
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from farstep.errors import ClosedError
+from farstep.event import Event, EventKind
 from farstep.observe.console import LiveDisplay, PlainLines, console_logger
+from farstep.observe.diagnosis import Diagnosis
 from farstep.observe.loggers import Loggers
 from farstep.observe.panel import panel
 from farstep.observe.run_status import RunStatus, data_size, duration, line, number, percent
@@ -31,7 +32,7 @@ from farstep.testing import FakeClock
 
 METRICS = {
     "update": 25,
-    "version": 24,
+    "train/actor/current_version": 24,
     "env/return_mean": 123.4,
     "env/length_mean": 99.5,
     "rate/steps_per_second": 8210.3,
@@ -41,7 +42,7 @@ METRICS = {
     "time/collect": 0.61,
     "time/actor_training": 0.37,
     "sync/pulls_per_worker": 150,
-    "sync/weights_bytes": 42e6,
+    "bytes/weights_sent": 42e6,
     "workers/alive": 8,
     "workers/restarts": 0,
 }
@@ -58,7 +59,7 @@ def written(console: Console) -> str:
 
 
 def plain(console: Console) -> str:
-    """What was written, without colours and movements."""
+    """What was written, without colors and movements."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written(console))
 
 
@@ -190,7 +191,7 @@ def test_plain_lines_come_at_most_every_five_seconds_and_at_both_ends() -> None:
     for step in range(1, 14):
         logger.log(step * 100, METRICS)
         clock.advance(1.0)
-    logger.show("the environment is slow", EVENTS)
+    logger.show(Diagnosis(cause="slow environment", text="the environment is slow", is_problem=True), EVENTS)
     logger.close()
     logger.close()
     lines = written(console).splitlines()
@@ -203,20 +204,23 @@ def test_plain_lines_come_at_most_every_five_seconds_and_at_both_ends() -> None:
     assert [each.endswith(" · the environment is slow") for each in lines] == [False, False, False, True]
 
 
-@dataclass(frozen=True)
-class Event:
-    time: float
-    kind: str
-    text: str
+def test_plain_lines_have_no_diagnosis_that_is_no_problem() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    logger = PlainLines(10_000, console)
+    logger.show(Diagnosis(cause="slow learner", text="the learner is the bottleneck"))
+    logger.log(100, METRICS)
+    assert "bottleneck" not in written(console)
 
 
-EVENTS = [Event(60.0 * i, kind, f"worker {i}\nof [red]") for i, kind in enumerate(("lost", "joined", "stuck", "lost"))]
+KINDS: tuple[EventKind, ...] = ("lost", "joined", "stuck", "lost")
+EVENTS = [Event(time=60.0 * i, kind=kind, text=f"worker {i}\nof [red]") for i, kind in enumerate(KINDS)]
 SENTENCE = "the environment is slow: workers spend 93 % of their time in step; use more workers, or a faster one"
+DIAGNOSIS = Diagnosis(cause="slow environment", text=SENTENCE)
 
 
 def test_panel_has_the_diagnosis_and_the_latest_three_events() -> None:
     console = Console(file=io.StringIO(), width=80, color_system=None)
-    console.print(panel(after(METRICS), "run", 1.0, 1.0, 80, diagnosis=SENTENCE, events=EVENTS))
+    console.print(panel(after(METRICS), "run", 1.0, 1.0, 80, diagnosis=DIAGNOSIS, events=EVENTS))
     text = written(console)
     assert {len(each) for each in text.splitlines()} == {80}
     words = " ".join(re.sub("[│╰╯─]", " ", text).split())
@@ -230,7 +234,7 @@ def test_live_display_shows_what_it_is_given() -> None:
     console = terminal()
     live = LiveDisplay(500_000, "CartPole-v1", console)
     live.log(51_200, METRICS)
-    live.show("the learner is slow", EVENTS)
+    live.show(Diagnosis(cause="slow learner", text="the learner is slow"), EVENTS)
     live.close()
     assert "the learner is slow" in plain(console) and "worker 3 of [red]" in plain(console)
 
@@ -321,6 +325,23 @@ class Gone(io.StringIO):
 
     def write(self, text: str) -> int:
         raise OSError(5, "Input/output error")
+
+
+def test_pipe_without_a_reader_does_not_end_the_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in `farstep train ... | head`, or when the connection that the output goes through is closed."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        loggers = Loggers(console_logger(100_000))
+        os.close(reader)
+        loggers.log(51_200, METRICS)
+        loggers.log(51_201, METRICS)
+        loggers.close()
+        output.write("the summary of the run\n")
+    assert "PlainLines failed at step 51200" in caplog.text and "training continues without it" in caplog.text
+    assert caplog.text.count("has ended") == 1
 
 
 def test_a_terminal_that_is_gone_does_not_end_the_training(caplog, capsys) -> None:

@@ -84,7 +84,7 @@ def test_the_average_is_over_the_steps_that_all_runs_have() -> None:
 
 
 @pytest.mark.parametrize("updates", [1, 2, 3, 6, 7, 50])
-def test_smoothing_is_the_mean_of_the_neighbours(updates: int) -> None:
+def test_smoothing_is_the_mean_of_the_neighbors(updates: int) -> None:
     ys = np.random.default_rng(1).normal(size=11)
     half = min(updates, 11) // 2
     expected = [ys[max(i - half, 0) : i + half + 1].mean() for i in range(11)]
@@ -109,8 +109,8 @@ def test_a_plot_shows_return_throughput_and_staleness(tmp_path: Path, monkeypatc
     assert [axes.get_title(loc="left") for axes in figures[0].axes] == [
         "Return",
         "Return over time",
-        "Throughput in steps per second",
-        "Staleness in policy versions",
+        "Speed in steps/s",
+        "Staleness in versions",
     ]
     assert by_steps.get_xlabel() == speed.get_xlabel() == lag.get_xlabel() == "environment steps"
     assert by_time.get_xlabel() == "wall-clock minutes"
@@ -149,8 +149,8 @@ def test_there_is_no_panel_for_what_did_not_happen(tmp_path: Path, monkeypatch) 
         plot([run.path], tmp_path / "a.png")
     assert [titles(figure) for figure in figures] == [
         ["Return"],
-        ["Return", "Return over time", "Throughput in steps per second"],
-        ["Return", "Staleness in policy versions"],
+        ["Return", "Return over time", "Speed in steps/s"],
+        ["Return", "Staleness in versions"],
         ["Return"],
         ["Return", "Worker restarts so far"],
         ["Return", "Dropped chunks per update"],

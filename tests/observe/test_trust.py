@@ -88,7 +88,9 @@ REASONS = {
 
 
 @pytest.mark.parametrize("how", FOREIGN)
-def test_a_config_of_others_needs_trust(how: str, run: Path, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_of_another_user_needs_trust(
+    how: str, run: Path, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     FOREIGN[how](run, state)
     for arguments in (
         ["eval", str(run)],
@@ -121,7 +123,7 @@ def test_unknown_option_in_config_json_is_an_error(part: str, run: Path, capsys:
         place = place[name]
     place["new_option"] = 1
     (run / "config.json").write_text(json.dumps(config))
-    known = f"config.json has {f'{part}.new_option'.lstrip('.')!r}, which farstep {VERSION} does not know"
+    known = f"config.json has the option {f'{part}.new_option'.lstrip('.')!r}, which farstep {VERSION} does not know"
     assert resumed(run, "--total-steps", "128", "--trust") == 1
     assert known in capsys.readouterr().err
     if part != "nodes":  # which only training uses
@@ -193,7 +195,7 @@ def test_no_file_is_written_through_a_link(tmp_path: Path) -> None:
     run, target = RunFolder.create(tmp_path, "run", {}), tmp_path / "target"
     target.write_text("mine")
     (run.path / ".lock").symlink_to(target)
-    with pytest.raises(RunError, match="Remove that symbolic link"), run.lock():
+    with pytest.raises(RunError, match="Remove the symbolic link"), run.lock():
         pass
     run.metrics_file.symlink_to(target)
     with pytest.raises(RunError, match="metrics cannot be written"):

@@ -166,7 +166,7 @@ def test_nesting_without_end_is_refused() -> None:
         pack(value)
 
 
-def test_nothing_that_arrives_can_name_code() -> None:
+def test_no_message_can_name_code() -> None:
     code = pickle.dumps(print)
     for payload in (code, msgspec.msgpack.encode(msgspec.msgpack.Ext(9, code))):
         with pytest.raises(WireError):
@@ -175,7 +175,7 @@ def test_nothing_that_arrives_can_name_code() -> None:
         unpack(msgspec.msgpack.encode(msgspec.msgpack.Ext(1, msgspec.msgpack.encode(["|O", [1], b"x" * 8]))))
 
 
-def test_a_few_bytes_cannot_ask_for_all_memory() -> None:
+def test_a_small_message_cannot_allocate_all_memory() -> None:
     box = ["box", 0.0, 1.0, [2**20, 2**20], "<f8"]
     with pytest.raises(WireError, match="Box of shape"):
         unpack(msgspec.msgpack.encode(msgspec.msgpack.Ext(4, msgspec.msgpack.encode(box))))

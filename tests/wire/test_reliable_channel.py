@@ -181,7 +181,7 @@ def packets_of(session: ReliableChannel, size: int) -> list[Packet]:
 
 
 @pytest.mark.parametrize("frame", range(3))
-def test_a_segment_that_was_changed_is_refused_and_takes_no_room(frame: int) -> None:
+def test_a_changed_segment_is_refused_and_takes_no_memory(frame: int) -> None:
     key = os.urandom(32)
     head, worker = ReliableChannel(Cipher(key, Side.HEAD)), ReliableChannel(Cipher(key, Side.WORKER))
     packet = packets_of(worker, 2 * SEGMENT_BYTES)[0]
@@ -259,7 +259,7 @@ def test_what_is_no_packet_is_refused(frames: list[bytes], bulk: bool) -> None:
         ReliableChannel(Cipher(os.urandom(32), Side.HEAD)).receive(Packet(bulk, frames), 0.0)
 
 
-def test_a_forged_segment_does_not_overwrite_what_is_there() -> None:
+def test_a_forged_segment_does_not_overwrite_received_data() -> None:
     """A segment that cannot be opened is noticed only after it was written: it has no place but its own."""
     key = os.urandom(32)
     head, worker = ReliableChannel(Cipher(key, Side.HEAD)), ReliableChannel(Cipher(key, Side.WORKER))

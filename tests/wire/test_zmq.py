@@ -105,7 +105,7 @@ UNFIT = {
 
 
 @pytest.mark.parametrize(("made", "said"), UNFIT.values(), ids=UNFIT)
-def test_memory_that_does_not_hold_what_was_announced_is_never_read(
+def test_memory_that_differs_from_its_announcement_is_never_read(
     local: tuple[LocalLink, socket.socket], made: dict[str, Any], said: str
 ) -> None:
     link, raw = local
@@ -273,11 +273,11 @@ def test_knowing_a_public_key_is_not_enough(hub: Hub) -> None:
     assert settle(hub, KeyPair(issued.public, KeyPair.fresh().secret)) == ("refused", [])
 
 
-def test_a_worker_does_not_talk_to_another_head(hub: Hub) -> None:
+def test_a_worker_rejects_another_head(hub: Hub) -> None:
     assert settle(hub, hub.admit(0, 0), server_key=KeyPair.fresh().public) == ("refused", [])
 
 
-def test_a_key_is_taken_back_with_its_worker(hub: Hub) -> None:
+def test_a_key_is_revoked_with_its_worker(hub: Hub) -> None:
     old = hub.admit(0, 0)
     new = hub.admit(0, 1)
     assert settle(hub, old) == ("refused", [])
@@ -286,7 +286,7 @@ def test_a_key_is_taken_back_with_its_worker(hub: Hub) -> None:
     assert settle(hub, new) == ("refused", [])
 
 
-def test_a_worker_cannot_speak_or_listen_for_another(hub: Hub) -> None:
+def test_a_worker_cannot_send_or_receive_for_another(hub: Hub) -> None:
     victim, liar = hub.admit(1, 0), hub.admit(2, 0)
     with contextlib.closing(Client(hub, liar, hub.keys.public, route=victim.public[:16] + MAIN)) as client:
         assert client.outcome(hub) == ("admitted", [(2, b"let me in")])  # it is what its key says
@@ -301,7 +301,7 @@ def test_a_secret_is_not_printed() -> None:
     assert pair.secret.decode() not in repr(pair)
 
 
-def test_the_name_of_a_connection_is_not_for_others_to_know(hub: Hub) -> None:
+def test_the_name_of_a_connection_cannot_be_guessed(hub: Hub) -> None:
     """Whoever connects by a name gets what is sent to it, so it is not made of what can be overheard."""
     victim, liar = hub.admit(1, 0), hub.admit(2, 0)
     with contextlib.closing(DealerLink(hub.address, hub.keys.public, victim, MAIN)) as link:
@@ -318,7 +318,7 @@ def test_the_name_of_a_connection_is_not_for_others_to_know(hub: Hub) -> None:
     assert victim.secret not in victim.route and victim.public[:16] not in victim.route
 
 
-def test_reading_ends_however_much_is_sent(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_is_bounded_while_a_peer_keeps_sending(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("farstep.wire.channels.zmq._DRAIN_S", 0.0)
     with contextlib.closing(DealerLink(hub.address, hub.keys.public, hub.admit(0, 0), MAIN)) as link:
         for _ in range(100):
@@ -333,7 +333,7 @@ def test_reading_ends_however_much_is_sent(hub: Hub, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("text", ["two\nlines", "\x1b[2J", "\r", "\x9b", "\u2028", "a" * 2000])
-def test_what_goes_into_a_line_of_the_log_is_one(text: str) -> None:
+def test_names_that_would_add_a_log_line_are_refused(text: str) -> None:
     hello = Hello(0, 0, "run", text, 1, {})
     with pytest.raises(WireError):
         decode_from_worker([encode(hello)])

@@ -1,10 +1,11 @@
-"""Action distributions as named arrays, which can be sent, and the KL divergence of two of them.
+"""Action distributions as named arrays, and the KL divergence of two such distributions.
 
-A distribution over a batch of observations becomes `logits` (categorical), `mean` and `log_std` (Gaussian) or
-`bernoulli` (logits of independent binary choices), each `[n, ...]`. Entries of a mapping or tuple get a prefix, e.g.
-`arm.logits`. Other torch distributions become the parameters of their class, e.g. `Beta:concentration1`, and torch
-computes their divergence. Entries are independent, so their divergences add up. A fixed transform of the actions, e.g.
-tanh, does not change the divergence; its constants become `fixed...` and must be equal on both sides.
+Head and workers exchange these arrays, one row per observation: `logits` (categorical), `mean` and `log_std` (Gaussian)
+or `bernoulli` (logits of independent binary choices), each `[n, ...]`. Entries of a mapping or tuple get a prefix, e.g.
+`arm.logits`. Entries are independent, so their divergences add up. Any other torch distribution is stored as the
+parameters of its class, e.g. `Beta:concentration1`, and torch computes the divergence. A fixed transform of the
+actions, e.g. tanh, does not change the divergence. Its constants are stored as `fixed...` and must be equal on both
+sides.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from farstep.errors import AgentError
 
 _KINDS = ({"logits"}, {"mean", "log_std"}, {"bernoulli"})
 _ADVICE = (
-    "Return a torch.distributions object (Categorical, Normal, Bernoulli, any other for which torch has kl_divergence, "
-    'Independent of these, or one of them squashed by Tanh, Sigmoid or a constant affine map), {"logits": ...}, '
+    "Return a torch.distributions object (Categorical, Normal, Bernoulli, any other class that torch's kl_divergence "
+    "supports, Independent of these, or one of them squashed by Tanh, Sigmoid or a constant affine map), "
+    '{"logits": ...}, '
     '{"mean": ..., "log_std": ...}, {"bernoulli": logits}, or a mapping or tuple of these.'
 )
 _DERIVED = {"probs", "covariance_matrix", "precision_matrix"}
-"""Parameters of torch distributions that are redundant with `logits` or `scale_tril`."""
+"""Parameters of torch distributions that only repeat `logits` or `scale_tril`."""
 _CONVERSIONS = {
     "probs": '"logits": log(probs), or "bernoulli": log(probs) - log(1 - probs) for independent choices',
     "log_probs": '"logits": log_probs',
@@ -37,7 +39,7 @@ _CONVERSIONS = {
     "loc": '"mean": loc',
     "mu": '"mean": mu',
 }
-"""How to convert the names that other libraries use to those of farstep."""
+"""What to return instead of the parameters that other libraries use."""
 
 
 def flat_distribution(distribution: Any, name: str = "") -> dict[str, Array]:
@@ -51,7 +53,7 @@ def flat_distribution(distribution: Any, name: str = "") -> dict[str, Array]:
         float32 arrays `[n, ...]` by name.
 
     Raises:
-        AgentError: It is of an unknown kind; the message lists the known ones.
+        AgentError: The kind of distribution is unknown; the message lists the known kinds.
     """
     if isinstance(distribution, Mapping):
         if set(distribution) in _KINDS:
@@ -81,7 +83,7 @@ def kl_divergence(local: Mapping[str, Array], learner: Mapping[str, Array]) -> A
 
     Args:
         local: Arrays of the worker's policy, as `flat_distribution` returns them.
-        learner: Arrays of the learner's policy, of the same names and shapes.
+        learner: Arrays of the learner's policy, with the same names and shapes.
 
     Returns:
         The divergences `[n]`.
@@ -112,8 +114,8 @@ def kl_estimate(local_logprob: Array, learner_logprob: Array) -> Array:
 
         ratio = exp(learner_logprob - local_logprob),   estimate = (ratio - 1) - log(ratio)
 
-    Its expectation is the divergence. Unlike -log(ratio) it is never negative and has a much lower variance (k3 in
-    Schulman, "Approximating KL divergence", 2020).
+    The expectation of the estimate is the divergence. Unlike -log(ratio), the estimate is never negative, and its
+    variance is much lower (k3 in Schulman, "Approximating KL divergence", 2020).
 
     Args:
         local_logprob: Log-probability of each action under the local policy.
@@ -127,7 +129,7 @@ def kl_estimate(local_logprob: Array, learner_logprob: Array) -> Array:
 
 
 def as_floats(value: Any, key: str) -> Array:
-    """Return an output of the policy as a float32 array; raise `AgentError` if it is not numeric or has no rows."""
+    """Return an output of the policy as a float32 array. Raise `AgentError` if it is not numeric or has no rows."""
     array = as_array(value)
     if array.dtype.kind not in "fiu" or array.ndim < 1:
         expected = (
@@ -148,7 +150,7 @@ def _is_array(part: Any) -> bool:
 
 
 def _unknown_keys(distribution: Mapping[str, Any], name: str) -> str:
-    """Return the text of an error about the keys of a mapping, with the conversions or the nearest known keys."""
+    """Return an error message about the keys of a mapping, with conversions or the nearest known keys."""
     known = {key for kind in _KINDS for key in kind}
     lines = [f"distribution() returned arrays under the keys {list(distribution)}{f' at {name!r}' if name else ''}."]
     for key in distribution:
@@ -160,13 +162,13 @@ def _unknown_keys(distribution: Mapping[str, Any], name: str) -> str:
 
 
 def _part(arrays: Mapping[str, Array], prefix: str) -> dict[str, Array]:
-    """Return the arrays with this prefix, without it, as float64."""
+    """Return the arrays whose names have this prefix, as float64; remove the prefix from the names."""
     names = {name.rpartition(".")[2]: name for name in arrays if name.rpartition(".")[0] == prefix}
     return {key: np.asarray(arrays[name], np.float64) for key, name in names.items()}
 
 
 def _of_torch(distribution: Any, name: str) -> dict[str, Array]:
-    """Return the arrays of a torch.distributions object, which is recognised by its class to avoid importing torch."""
+    """Return the arrays of a torch.distributions object. The class name identifies it, so torch is not imported."""
     kind = type(distribution).__name__
     if not type(distribution).__module__.startswith("torch.distributions"):
         raise AgentError(f"distribution() returned a {kind}. {_ADVICE}")
@@ -199,7 +201,7 @@ def _of_transformed(distribution: Any, name: str) -> dict[str, Array]:
         if kind == "AffineTransform":
             like = next(iter(found.values()))
             loc, scale = (_spread(np.asarray(as_array(v), np.float32), like) for v in (transform.loc, transform.scale))
-            if mean in found and not squashed:  # still a Gaussian; loc and scale may depend on the policy
+            if mean in found and not squashed:  # still Gaussian; loc and scale may depend on the policy
                 found[mean] = loc + scale * found[mean]
                 found[log_std] = found[log_std] + np.log(np.abs(scale))
             else:

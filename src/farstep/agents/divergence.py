@@ -1,13 +1,13 @@
-"""The divergence of a worker's policy from the learner's on the same observations.
+"""The divergence between a worker's policy and the learner's policy on the same observations.
 
-Each side describes its policy as named arrays, one row per observation. The head sends its description, and the worker
-compares. Which methods are used depends on the agent:
+Each side describes its policy as named arrays, one row per observation. The head sends its description to the worker,
+and the worker compares both. The method depends on what the agent implements:
 
 - `distribution(obs)`: the divergence is exact.
-- `log_prob(obs, action)`: it is estimated from the worker's own actions.
-- `divergence(local, learner)`: the agent computes it from the arrays that its `distribution` returns.
-- only `act` and `get_parameters`: it is computed from the entry `distribution` or `logits` that `act` returns beside
-  actions.
+- `log_prob(obs, action)`: the divergence is estimated from the worker's own actions.
+- `divergence(local, learner)`: the agent computes the divergence from the arrays that its `distribution` returns.
+- only `act` and `get_parameters`: the divergence is computed from `distribution` or `logits`, if `act` returns one of
+  them with the actions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ROUNDING = 1e-4
 
 
 def comparing_method(agent: Any, outputs: Schema) -> str:
-    """Return the agent's method that compares policies, or "" if it has none; `outputs` are the arrays of `act`."""
+    """Return the name of the agent's method for comparing policies; "" if none. `outputs`: the arrays of `act`."""
     for method in ("distribution", "log_prob"):
         if callable(getattr(agent, method, None)):
             return method
@@ -38,7 +38,7 @@ def comparing_method(agent: Any, outputs: Schema) -> str:
 
 
 def why_incomparable(agent: Any, outputs: Schema) -> str:
-    """Return why versions of an agent without a `comparing_method` cannot be compared, and what to add."""
+    """Return why versions of this agent cannot be compared, and what the agent must add."""
     action, logits = outputs.get("action"), outputs.get("logits")
     if logits is None:
         returned = "act returns neither 'logits' nor 'distribution'"
@@ -71,7 +71,7 @@ class Comparison:
     def __init__(
         self, policy: Policy, obs: Structure, action: Structure, state: Structure | None, outputs: Schema | None = None
     ) -> None:
-        """`outputs` are the arrays that `act` returns."""
+        """`outputs` is the schema of the arrays that `act` returns."""
         agent = policy.agent
         self._policy = policy
         own = getattr(agent, "divergence", None)
@@ -89,13 +89,13 @@ class Comparison:
         if self._method != "act":
             self._check_signature()
         self.names = [name for structure in inputs for name in leaf_names(structure)]
-        """The arrays of a row that a comparison reads."""
+        """Names of the arrays that a comparison reads from each row."""
         self.first_row_only = policy.recurrent
-        """Whether only the first row of a chunk can be used, since the recurrent state is stored only for that row."""
+        """Whether a comparison can use only the first row of a chunk: only that row has a recurrent state."""
         self.note = ""
-        """Why the last comparison gave NaN; "" if it did not."""
+        """Why the last comparison gave NaN; "" if it gave a number."""
         self.expected: Schema = {}
-        """Arrays of the description of one observation; set by `check`."""
+        """Schema of the arrays that describe the policy on one observation; set by `check`."""
 
     def _check_signature(self) -> None:
         """Raise `AgentError` if the agent's method cannot be called with the necessary arguments."""
@@ -109,8 +109,9 @@ class Comparison:
         except TypeError as error:
             kind = "a recurrent agent (it has initial_state)" if self._policy.recurrent else "an agent"
             raise AgentError(
-                f"{self._method}{signature} of {kind} is called as {self._method}({', '.join(given)}): {error}. It "
-                "must accept these arguments, used or not, and require no others."
+                f"{self._method}{signature} of {kind} is called as {self._method}({', '.join(given)}): "
+                f"{error}. The method must accept these arguments, even if it ignores them, and must not "
+                "require others."
             ) from error
 
     @property
@@ -120,7 +121,7 @@ class Comparison:
 
     @property
     def estimates(self) -> bool:
-        """Whether the divergence is estimated from actions, which rows must then hold."""
+        """Whether the divergence is estimated from actions; the rows must then hold the actions."""
         return self._method == "log_prob"
 
     def describe(self, rows: Mapping[str, Array]) -> dict[str, Array]:
@@ -165,10 +166,10 @@ class Comparison:
         return flat_distribution(answer)
 
     def check(self, rows: Mapping[str, Array]) -> Schema:
-        """Compare the policy with itself, and fix the arrays that describe one observation.
+        """Compare the policy with itself, and store the schema of its description.
 
         Returns:
-            Their schema, which later descriptions must match.
+            The schema; later descriptions must match it.
 
         Raises:
             AgentError: The agent's methods do not work, or cannot tell versions apart.
@@ -187,7 +188,7 @@ class Comparison:
         return self.expected
 
     def compare(self, local: Mapping[str, Array], learner: Mapping[str, Array]) -> float:
-        """Return the mean divergence of the local policy from the learner's; infinite if it is NaN (see `note`)."""
+        """Return the mean divergence of the two policies; infinity instead of NaN (`note` then has the reason)."""
         if self._own is not None:
             found = self._checked(self._own(dict(local), dict(learner)), len(next(iter(local.values()))))
         else:
@@ -201,7 +202,7 @@ class Comparison:
         return np.inf if self.note else mean
 
     def _checked(self, answer: Any, rows: int) -> Array:
-        """Check what the agent's own `divergence` returned: one number of at least 0 per row."""
+        """Check that the agent's own `divergence` returned one number of at least 0 per row."""
         array = None if isinstance(answer, Mapping) else as_array(answer, "what divergence() returned")
         if array is None or array.dtype.kind not in "fiu" or array.shape != (rows,):
             got = type(answer).__name__
@@ -217,7 +218,7 @@ class Comparison:
         )
 
     def _why_nan(self, local: Mapping[str, Array], learner: Mapping[str, Array]) -> str:
-        """Return which output of the agent has a NaN."""
+        """Return a clause that names the output of the agent with a NaN."""
         names = [name for name in local if np.isnan(local[name]).any() or np.isnan(learner[name]).any()]
         if names:
             return f"{self._method}() returns NaN ({', '.join(names)})"

@@ -1,7 +1,7 @@
-"""Parameters as one flat buffer of named, aligned leaves in a fixed order, and loading them into an agent.
+"""Stores parameters in one flat buffer (named, aligned leaves in a fixed order), and loads them into an agent.
 
 `get_parameters()` may return torch tensors (CPU or GPU), NumPy or JAX arrays, nested in mappings, lists or tuples,
-or an iterator over them. This module imports neither torch nor jax: it recognises leaves by their attributes.
+or an iterator over these. This module imports neither torch nor jax: it recognizes leaves by their attributes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COMPARED_BYTES = 2**20  # up to this size, contents are compared even if versio
 
 
 def parameters_of(agent: Agent) -> Nested:
-    """Return what `get_parameters()` returns; raise `AgentError` if it is empty although the module has parameters."""
+    """Call `get_parameters()`. Raise `AgentError` if the result is empty although the torch module has parameters."""
     parameters = given_parameters(agent)
     if is_torch_module(agent) and not leaves_of(parameters) and _has_tensors(agent):
         raise AgentError(
@@ -36,7 +36,7 @@ def parameters_of(agent: Agent) -> Nested:
 
 
 def given_parameters(agent: Agent) -> Nested:
-    """Return what `get_parameters()` returns, with an iterator converted to a list."""
+    """Call `get_parameters()`; convert an iterator to a list."""
     try:
         parameters = agent.get_parameters()
         return list(parameters) if hasattr(parameters, "__next__") else parameters
@@ -58,18 +58,18 @@ def leaves_of(parameters: Nested, name: str = "") -> list[tuple[str, Any]]:
 
 
 def travelling(leaves: list[tuple[str, Any]], config: WeightsConfig) -> list[tuple[str, Any]]:
-    """Return the leaves that are sent to workers; raise `AgentError` if `weights.only` selects none."""
+    """Return the leaves to send to workers. Raise `AgentError` if `weights.only` selects none."""
     found = [(name, leaf) for name, leaf in leaves if config.travels(name)]
     names = [name for name, _ in leaves]
     if names and (idle := config.idle_patterns(names)):
         raise AgentError(
-            f"weights.only has the pattern {idle[0]!r}, which matches none of the agent's parameters, so workers would "
-            f"not get those that it is meant for. {_nearest(idle[0], names)} Correct the pattern or remove it."
+            f"weights.only has the pattern {idle[0]!r}, which matches none of the agent's parameters. "
+            f"{_nearest(idle[0], names)} Correct the pattern or remove it."
         )
     if names and not found:
         raise AgentError(
             f"weights.only={config.only!r} selects none of the agent's parameters, so workers would get no weights. "
-            f"{_some(names)} It must select some of them."
+            f"{_some(names)} Select at least one of them."
         )
     return found
 
@@ -110,7 +110,7 @@ def as_array(leaf: Any, name: str = "a value of the agent") -> Array:
     """Return a leaf as a NumPy array on the host, without a copy if it is in host memory."""
     try:
         return leaf.numpy(force=True) if is_tensor(leaf) else np.asarray(leaf)
-    except Exception as error:  # sparse, on the meta device, not initialised, or of a dtype that NumPy lacks
+    except Exception as error:  # sparse, on the meta device, not initialized, or of a dtype that NumPy lacks
         raise AgentError(
             f"{name} is a {type(leaf).__module__}.{type(leaf).__name__} that NumPy cannot represent ({error}); "
             "expected dense numbers. Convert it, e.g. with .float() or .to_dense(), or leave it out."
@@ -118,7 +118,8 @@ def as_array(leaf: Any, name: str = "a value of the agent") -> Array:
 
 
 def as_stored(name: str, leaf: Any) -> Array:
-    """Return a parameter as it is sent: a dtype that NumPy lacks (bfloat16) becomes integers with the same bits."""
+    """Return a parameter in the form that is sent: a dtype that NumPy lacks (bfloat16) as integers with the same
+    bits."""
     if is_tensor(leaf):
         return as_array(_bits(leaf), f"parameter {name!r}")
     array = as_array(leaf, f"parameter {name!r}")
@@ -152,7 +153,7 @@ def _bits(tensor: Any) -> Any:
 
 
 def has_nan(leaf: Any, stored: Array) -> bool:
-    """Return whether a parameter has a NaN; `stored` is what `as_stored` returned for it."""
+    """Return whether a parameter has a NaN; `stored` is the result of `as_stored` for this parameter."""
     if is_tensor(leaf) and leaf.dtype.is_floating_point and stored.dtype.kind != "f":
         stored = as_array(leaf.float())
     elif getattr(leaf.dtype, "kind", "") == "V":
@@ -199,7 +200,7 @@ class ParameterSchema:
         return arrays
 
     def ordered(self, leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-        """Return the leaves in the order of the schema if their names are the same; otherwise return them unchanged."""
+        """Sort the leaves as in the schema; if the names differ, return the leaves unchanged."""
         got = tuple(name for name, _ in leaves)
         if got == self.names or sorted(got) != sorted(self.names) or len(set(got)) < len(got):
             return leaves
@@ -207,7 +208,7 @@ class ParameterSchema:
         return [(name, by_name[name]) for name in self.names]
 
     def check(self, leaves: list[tuple[str, Any]]) -> None:
-        """Raise `AgentError` if parameters are missing, new or of another shape."""
+        """Raise `AgentError` if a parameter is missing, is new or has another shape."""
         got = [name for name, _ in leaves]
         if tuple(got) != self.names:
             missing, extra = sorted(set(self.names) - set(got)), sorted(set(got) - set(self.names))
@@ -225,27 +226,29 @@ class ParameterSchema:
 
 
 class ChangeDetector:
-    """Detects whether an agent's parameters may have changed, by the version counters of their framework."""
+    """Detects possible changes of an agent's parameters, by torch's version counters or the identity of JAX arrays."""
 
     def __init__(self) -> None:
         self._print: list[object] = []
 
     def same_counters(self, counters: list[object]) -> bool:
-        """Return whether every leaf has a counter or is immutable, and all counters equal the stored ones."""
+        """Return whether the leaves are certainly unchanged: all counters equal the stored counters."""
         return bool(self._print) and counters == self._print
 
     def note(self, counters: list[object]) -> None:
-        """Store the counters that belong to known contents.
+        """Store the counters of contents that were read.
 
-        Read the counters before the contents; otherwise a change in between, by another thread, would be missed.
+        Read the counters before the contents. In the other order, a change by another thread in between would be
+        missed.
         """
         self._print = counters
 
     @staticmethod
     def trusted(nbytes: int) -> bool:
-        """Return whether equal counters suffice, without comparing contents.
+        """Return whether equal counters prove equal contents.
 
-        Writes through torch's `.data` do not change the counters, so small parameters are always compared.
+        Writes through torch's `.data` do not change the counters, so the contents of small parameters are always
+        compared.
         """
         return nbytes > _COMPARED_BYTES
 
@@ -255,11 +258,11 @@ class ChangeDetector:
         prints: list[object] = []
         for _, leaf in leaves:
             if is_tensor(leaf):
-                # A counter of 0 proves nothing: the tensor is a new copy, or a `.data` alias with its own counter.
+                # A counter of 0 proves nothing: the tensor may be a new copy, or a `.data` alias with its own counter.
                 counts = not leaf.is_inference() and leaf._version > 0
                 prints.append((leaf.data_ptr(), leaf._version) if counts else object())
             elif isinstance(leaf, np.ndarray):
-                prints.append(object())  # NumPy has no counter: never equal
+                prints.append(object())  # NumPy has no counters, so never report equality
             else:
                 prints.append(leaf)  # JAX arrays are immutable: the same object has the same value
         return _Identity.wrap(prints)
@@ -282,7 +285,7 @@ class _Identity:
 
 
 class ParameterLoader:
-    """Loads a flat buffer into a worker's copy of the agent: with `set_parameters` if it has one, else in place."""
+    """Loads a flat buffer into a worker's agent: with `set_parameters` if the agent has it, otherwise in place."""
 
     def __init__(self, agent: Agent, config: WeightsConfig = ALL_WEIGHTS) -> None:
         self._agent, self._config = agent, config
@@ -296,7 +299,7 @@ class ParameterLoader:
         self._targets = [] if self._set else self._find_targets(leaves)
 
     def _find_targets(self, leaves: list[tuple[str, Any]]) -> list[Any]:
-        """Return the agent's own tensors or arrays that can be written in place."""
+        """Return the tensors or arrays of the agent that new values are written to."""
         if is_torch_module(self._agent):
             module = sys.modules["torch"].nn.Module
             # Include all names of tied tensors, like a state_dict.
@@ -326,7 +329,7 @@ class ParameterLoader:
         return leaves
 
     def load(self, arrays: list[Array]) -> None:
-        """Load new values of all leaves. If `set_parameters` raises, the agent keeps whatever it had already set."""
+        """Load new values into all leaves. If `set_parameters` raises, the agent may be partly updated."""
         if self._config.half:
             arrays = [array.astype(dtype) for array, dtype in zip(arrays, self.schema.sources, strict=True)]
         if self._set is not None:
@@ -343,7 +346,7 @@ class ParameterLoader:
             self._verified = True
 
     def _verify(self, arrays: list[Array]) -> None:
-        """Check that `get_parameters()` returns what was loaded; done once."""
+        """Check that `get_parameters()` returns the loaded values. Only the first load calls this."""
         for (name, leaf), array in zip(self._current(), arrays, strict=True):
             if not np.array_equal(as_stored(name, leaf), array):
                 raise AgentError(
@@ -352,7 +355,7 @@ class ParameterLoader:
                 )
 
     def _by_name(self, template: Nested, arrays: list[Array]) -> Iterator[Array]:
-        """Return the arrays in the order of the template, which may differ from that of the schema."""
+        """Return the arrays in the order of the template; the schema may have another order."""
         leaves = travelling(leaves_of(template), self._config)
         indices = {name: i for i, name in enumerate(self.schema.names)}
         if self.schema.ordered(leaves) is leaves:
@@ -360,7 +363,7 @@ class ParameterLoader:
         return iter([arrays[indices[name]] for name, _ in leaves])
 
     def _rebuild(self, template: Any, name: str, arrays: Iterator[Array]) -> Any:
-        """Return a value nested and typed like the template, with copies of the arrays (the buffer is reused)."""
+        """Return a value nested and typed like the template. Copy the arrays, because the buffer is reused."""
         if isinstance(template, Mapping):
             parts = {key: self._rebuild(sub, path(name, key), arrays) for key, sub in template.items()}
             return type(template)(parts)  # type: ignore[call-arg]
@@ -378,7 +381,7 @@ class ParameterLoader:
 
 
 def _writable(own: Any, leaf: Any) -> Any:
-    """Return the destination of new values of `leaf`: a view of the agent's memory, or a tensor that converts them."""
+    """Return where to write new values of `leaf`: a view of the agent's memory, or a tensor that converts the dtype."""
     if not is_tensor(own):
         return own
     same = is_tensor(leaf) and own.dtype == leaf.dtype

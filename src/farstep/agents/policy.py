@@ -1,4 +1,4 @@
-"""The agent as a worker calls it: NumPy observations in, NumPy outputs out, for any framework."""
+"""How a worker calls the agent: NumPy arrays in, NumPy arrays out, for any framework."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Policy:
-    """Calls `act` with the arguments in its signature, or a recorded program that returns the same results.
+    """Calls `act` with the arguments that its signature names, or a recorded program with the same results.
 
     Args:
         agent: The agent.
@@ -47,13 +47,15 @@ class Policy:
         further = [name for name, needed in list(parameters.items())[1:] if needed and name not in own]
         if further and not self.recurrent:
             raise AgentError(
-                f"act requires {further} beside obs, which only a recurrent agent gets, and {type(agent).__name__} "
-                "is not recurrent; add initial_state(n), or define act(obs), act(obs, rng) or act(obs, slots)."
+                f"act requires {further} beside obs. Only a recurrent agent gets these, and "
+                f"{type(agent).__name__} is not recurrent: add initial_state(n), or define act(obs) or "
+                "act(obs, rng)."
             )
         self.note = "eager"
-        """How `act` is called, for users: "fast", or "eager" with the reason."""
+        """How `act` is called, as shown to users: "fast", or "eager" with the reason."""
         self._has_doubles: bool | None = None
-        """Whether observations are float64; None before the first one. Checking in every step would cost 5 us."""
+        """Whether observations are float64; None before the first observation. A check in every step would cost 5
+        us."""
         self._fast: Any = None
         self._example: tuple[Nested, ...] = ()
         self._constants = b""
@@ -63,10 +65,10 @@ class Policy:
 
             self._torch = torch
         self._device = self._moved() if has_gpu and self.is_torch else None
-        """The GPU that the module was moved to; None: it was not moved."""
+        """The GPU that the module was moved to; None if it was not moved."""
 
     def _moved(self) -> str | None:
-        """Move the module to the GPU of this process, the only one visible to it, and return the device."""
+        """Move the module to the only GPU that this process sees, and return the device."""
         if not self._torch.cuda.is_available():
             log.warning("this process was assigned a GPU, but torch sees none; the agent acts on the CPU")
             return None
@@ -87,7 +89,7 @@ class Policy:
         return self._eager(obs, state, episode_start, rng)
 
     def _eager(self, obs: Nested, state: Nested, episode_start: Any, rng: Sequence[Any] | None) -> dict[str, Any]:
-        # Copy: `act` may change or keep its arguments, and these rows become the batch.
+        # Copy, because `act` may change or keep its arguments, and these rows become part of the batch.
         obs = map_leaves(np.ndarray.copy, obs)
         if self.recurrent:
             episode_start = episode_start.copy()
@@ -133,22 +135,21 @@ class Policy:
         return found
 
     def query(self, method: str, arguments: Sequence[Nested]) -> Any:
-        """Call another method of the agent on arrays (observations first), without changing modes or random states.
+        """Call another method of the agent on arrays (observations first). Keep its modes and random states unchanged.
 
-        A torch module is called in evaluation mode and on its own device, so that the learner's answer and a worker's
-        answer can be compared.
+        A torch module runs in evaluation mode on its own device, so that the results on head and worker are comparable.
         """
         return self._call(self.agent, method, arguments)
 
     def act_on_copy(self, arguments: Sequence[Nested]) -> dict[str, Any]:
-        """Call `act` on a copy of the agent, since `act` may count its calls or draw from its own generators."""
+        """Call `act` on a copy of the agent, because `act` may change the agent's own counters or random generators."""
         count = len(next(flat(arguments[0])))
         generators = self._generators([np.random.default_rng(0) for _ in range(count)])
         slots = self._slot_numbers(arguments)
         return _mapping(self._call(self._copied(), "act", arguments, **generators, **slots))
 
     def _copied(self) -> Any:
-        """Return a copy of the agent that shares the module's parameters and non-leaf tensors."""
+        """Return a copy of the agent that shares the parameters and non-leaf tensors of the module."""
         shared: list[Any] = []
         if self.is_torch:
             kept = [value for module in self._torch.nn.Module.modules(self.agent) for value in vars(module).values()]
@@ -177,7 +178,7 @@ class Policy:
         try:
             for module in modes:
                 module.training = False
-            with self._torch.no_grad(), same_randomness():  # not inference_mode: the agent may cache tensors
+            with self._torch.no_grad(), same_randomness():  # not inference_mode, because the agent may cache tensors
                 return function(*tensors, **generators)
         finally:
             for module, training in modes.items():
@@ -192,7 +193,7 @@ class Policy:
         return (obs, state, episode_start) if self.recurrent else (obs,)
 
     def _floats(self, obs: Nested) -> Nested:
-        """Convert float64 observations to float32 if that is torch's default, as modules expect."""
+        """Convert float64 observations to float32 if this is torch's default dtype, because modules expect it."""
         if self._has_doubles is None:
             single = self._torch.get_default_dtype() == self._torch.float32
             self._has_doubles = single and any(leaf.dtype == np.float64 for leaf in flat(obs))
@@ -204,10 +205,10 @@ class Policy:
         tensors = map_leaves(self._torch.from_numpy, value)
         return tensors if self._device is None else map_leaves(lambda t: t.to(self._device), tensors)
 
-    # ---- the fast path: recorded once, compared with eager at the start and after every load of weights ----
+    # ---- fast path: recorded once; compared with `act` at the start and after every load of weights ----
 
     def accelerate(self, obs: Nested, state: Nested, episode_start: Any) -> None:
-        """Record `act` as a program if the program gives the same results; otherwise log the reason and stay eager."""
+        """Record `act` as a program. If the program gives other results than `act`, log the reason and stay eager."""
         if self._device is not None:
             self.note = f"eager on {self._device}"
             return
@@ -220,7 +221,7 @@ class Policy:
         self._choose_path(reason)
 
     def check_after_load(self) -> None:
-        """Compare program and `act` with the new weights; record again if tensors were replaced or results differ."""
+        """Compare program and `act` with the new weights. If tensors were replaced or results differ, record again."""
         if self._fast is None:
             return
         reason = None
@@ -230,7 +231,7 @@ class Policy:
         self._choose_path(reason)
 
     def _choose_path(self, reason: str | None) -> None:
-        """Use the program, or stay eager for this reason."""
+        """Use the program if `reason` is None; otherwise stay eager."""
         if reason is None:
             self.note = "fast"
             return
@@ -239,7 +240,7 @@ class Policy:
         log.info("inference is eager, since %s", reason)
 
     def _record(self) -> str | None:
-        """Record `act` as a program; return the reason if that is not possible, otherwise None."""
+        """Record `act` as a program. Return None, or the reason why recording is not possible."""
         from farstep.agents.tape import Untraceable, compile_act
 
         rng = self._torch.get_rng_state()
@@ -258,7 +259,7 @@ class Policy:
         return "an attribute of the agent cannot be pickled, so its changes could not be detected"
 
     def _disagreement(self) -> str | None:
-        """Return how the program differs from `act` on the same rows and random numbers; None if it does not."""
+        """Run program and `act` on the same rows and random numbers; return the difference, or None."""
         from farstep.agents.tape import equal_results
 
         torch = self._torch
@@ -269,7 +270,7 @@ class Policy:
                 eager = map_leaves(as_array, self.agent.act(*self._tensors(self._example), **slots))
             torch.set_rng_state(rng)
             difference = equal_results(_mapping(eager), _mapping(self._fast(*self._example)))
-        except Exception as error:  # fall back to eager, which is correct by definition
+        except Exception as error:  # fall back to `act` itself
             return f"the recorded program failed: {described(error)}"
         finally:
             torch.set_rng_state(rng)
@@ -277,7 +278,8 @@ class Policy:
 
 
 class same_randomness:  # noqa: N801
-    """Restores the global random generators on exit, so that a trial call does not change later results."""
+    """Context manager: restores the global random generators on exit, so that a trial call has no side effect on
+    them."""
 
     def __enter__(self) -> None:
         self._torch = sys.modules.get("torch")
@@ -334,7 +336,7 @@ class _ConstantsPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _constants_of(agent: Any) -> bytes:
-    """Pickle all attributes of the agent except tensors, which a recording treats as constants; empty if it fails."""
+    """Pickle the attributes that a recording treats as constants: all except tensors. Empty if pickling fails."""
     import io
 
     buffer = io.BytesIO()

@@ -1,12 +1,13 @@
-"""Prevents publishing in the middle of an update, so that a published version is never half-updated.
+"""Delays publishing until no update is in progress, so that a published version is never half-updated.
 
     consumer A   ──begin▒▒▒▒▒▒▒▒▒▒end──────begin▒▒▒▒▒...        ▒ may change the agent
     consumer B   ─────begin▒▒▒▒▒▒▒▒▒▒▒▒end─begin▒▒▒▒▒...
     publisher    ───────────waits─────────█──────────           █ reads the agent
 
-Updates of several threads may overlap. A publisher waits until no update is in progress, and blocks new updates
-meanwhile, so that it is not starved. A consumer may publish in the middle of its own update: while it publishes or
-waits for its turn, its update does not block publishers, so two consumers that publish cannot deadlock.
+Updates of several threads may overlap. A publisher waits until no update is in progress. Meanwhile it blocks new
+updates, so that it does not starve. A consumer may publish in the middle of its own update. While the consumer
+publishes or waits for its turn, its update does not block publishers; therefore two consumers that publish cannot
+deadlock.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from farstep.errors import ClosedError, PublishTimeout
 
 log = logging.getLogger("farstep")
 WARN_S = 10.0
-"""Seconds after which a waiting publisher logs the consumers that it waits for."""
+"""A publisher that has waited this many seconds logs which consumers it waits for."""
 _POLL_S = 1.0  # how often a waiting publisher checks whether the thread of an update has died
 
 
@@ -34,13 +35,13 @@ class Turn:
     thread: int
     """The thread that publishes."""
     since: float
-    """When it was queued (`time.monotonic`)."""
+    """When the turn was queued (`time.monotonic`)."""
     limit_s: float
     """Seconds after which waiting fails."""
     agent: object
-    """The agent to publish; updates of other agents do not block it."""
+    """The agent to publish; updates of other agents do not block the turn."""
     in_place: bool = True
-    """Whether the thread blocks until its turn, so that its own update does not block it."""
+    """Whether the thread itself waits for the turn. Its own update then does not block the turn."""
     on_grant: Callable[[], None] | None = None
     granted: bool = False
     refused: str = ""
@@ -49,7 +50,7 @@ class Turn:
 
     @property
     def next_check(self) -> float:
-        """When to call `UpdateGate.check` if the turn has not been granted: it warns or raises then."""
+        """When to call `UpdateGate.check`, which warns or raises if the turn has not been granted."""
         return self.since + (self.limit_s if self.warned else min(WARN_S, self.limit_s))
 
 
@@ -64,17 +65,17 @@ class UpdateGate:
     """Tracks the threads that may be changing the agent, and grants publishers their turns.
 
     Args:
-        warn: Receives a warning about a publisher that has waited for long; default: the logger.
+        warn: Called with a warning when a publisher has waited for `WARN_S` seconds; default: the logger.
     """
 
     def __init__(self, warn: Callable[[str], object] = log.warning) -> None:
         self._warn = warn
         self.limit_s = 300.0
-        """Longest time in seconds that a publisher waits for updates to end."""
+        """Maximum time in seconds that a publisher waits for updates to end."""
         self._changed = threading.Condition()
         self._updates: dict[Hashable, _Update] = {}
         self._failed: dict[Hashable, str] = {}
-        """Consumers of updates that raised: the agent may be half-updated until the run has ended."""
+        """Consumers whose updates raised: the agent may be half-updated until the run has ended."""
         self._paused: Counter[int] = Counter()
         """Threads inside `between_updates`."""
         self._turns: deque[Turn] = deque()
@@ -84,13 +85,13 @@ class UpdateGate:
     # ---- updates ----
 
     def begin(self, key: Hashable, consumer: str, agent: object, patient: bool = True) -> None:
-        """Start an update in the calling thread; waits while another thread publishes.
+        """Start an update in the calling thread. Wait first while another thread publishes.
 
         Args:
             key: Identifies the update, for `end`.
             consumer: Name of the consumer, for messages.
             agent: The agent that it may change.
-            patient: Whether to wait also for queued publishers, not only for the one that is publishing.
+            patient: Whether to wait also for queued publishers, not only for the active one.
         """
         me = threading.get_ident()
 
@@ -106,7 +107,7 @@ class UpdateGate:
             self._updates[key] = _Update(threading.current_thread(), consumer, agent)
 
     def end(self, key: Hashable, raised: bool = False) -> None:
-        """End an update. If it raised, publishers wait until the run has ended."""
+        """End an update. If the update raised, publishers wait until the run has ended."""
         with self._changed:
             update = self._updates.pop(key, None)
             if raised and update is not None:
@@ -115,7 +116,8 @@ class UpdateGate:
 
     @contextlib.contextmanager
     def updating(self, key: Hashable, consumer: str, agent: object) -> Iterator[None]:
-        """Context manager: an update in the loop's thread; waits for an active publisher, but not for queued ones."""
+        """Context manager: an update in the loop's thread. It waits for an active publisher, but not for queued
+        ones."""
         raised = True
         try:
             self.begin(key, consumer, agent, patient=False)
@@ -126,7 +128,7 @@ class UpdateGate:
 
     @contextlib.contextmanager
     def between_updates(self) -> Iterator[None]:
-        """Allow publishing during the block: the calling thread does not change the agent there."""
+        """Context manager: allow publishing, because the calling thread does not change the agent inside it."""
         me = threading.get_ident()
         with self._changed:
             if not self._updates_in(me):
@@ -145,13 +147,14 @@ class UpdateGate:
                     self._paused[me] -= 1
 
     def ending_run(self) -> None:
-        """Announce the end of the run: publishers blocked by updates that raised fail with `ClosedError`."""
+        """Announce the end of the run. Publishers that wait for an update that raised now raise `ClosedError`."""
         with self._changed:
             self._run_ends = True
             self._changed.notify_all()
 
     def end_run(self) -> None:
-        """End the run: forget updates that raised. The caller must repair a half-updated agent before publishing it."""
+        """End the run, and forget updates that raised. The caller must repair a half-updated agent before
+        publishing."""
         with self._changed:
             if self._failed:
                 for turn in self._turns:
@@ -172,11 +175,11 @@ class UpdateGate:
 
     @contextlib.contextmanager
     def publishing(self, agent: object) -> Iterator[None]:
-        """Wait until no other thread updates this agent, and prevent updates from starting inside the context.
+        """Context manager: wait until no other thread updates this agent, then block new updates.
 
         Raises:
             PublishTimeout: An update did not end within `limit_s` seconds.
-            ClosedError: The cluster was closed, or an update raised and the run ends.
+            ClosedError: The cluster was closed, or the run is ending after an update raised.
         """
         turn = Turn(threading.get_ident(), time.monotonic(), self.limit_s, agent)
         try:
@@ -200,10 +203,10 @@ class UpdateGate:
         return self._active is not None and self._active.thread == thread
 
     def request(self, on_grant: Callable[[], None], agent: object) -> Turn:
-        """Queue a turn without blocking; the caller must call `check` at `turn.next_check`, and `release` at the end.
+        """Queue a turn without blocking. The caller must call `check` at `turn.next_check`, and finally `release`.
 
         Args:
-            on_grant: Called, from any thread, when the turn is granted.
+            on_grant: Called when the turn is granted, in an arbitrary thread.
             agent: The agent to publish.
 
         Returns:
@@ -239,7 +242,7 @@ class UpdateGate:
             self._changed.notify_all()
 
     def _blockers(self, agent: object) -> list[str]:
-        """Return the consumers that may be changing the agent now, or raised while doing so."""
+        """Return the consumers that may be changing the agent, and those whose update raised."""
         paused = {turn.thread for turn in self._turns if turn.in_place}
         paused |= {thread for thread, count in self._paused.items() if count}
         updating = [
@@ -256,10 +259,10 @@ class UpdateGate:
             turn.granted = True
             if turn.on_grant is not None:
                 turn.on_grant()
-            self._changed.notify_all()  # only here: waiting threads call `_advance`, too, and would wake each other
+            self._changed.notify_all()  # only on a change, since waiting threads also call `_advance`
 
     def _check(self, turn: Turn) -> None:
-        """Warn or raise if a turn cannot be granted, or not in time."""
+        """Warn if a turn has waited for long; raise if it cannot be granted or its time is over."""
         if self._closed:
             raise ClosedError("this cluster was closed while a publisher waited; create a new one.")
         refused = turn.refused or (self._failures() if self._run_ends else "")
@@ -272,8 +275,9 @@ class UpdateGate:
         if waited >= turn.limit_s:
             raise PublishTimeout(
                 f"nothing was published: {self._names(turn)} within {turn.limit_s:g} s (end_s). Publish in that "
-                "consumer, between its updates, or have it return more often; if it does not change the agent, "
-                "register it with flow.on(..., updates=False); if it needs longer, raise Workflow(end_s=...)."
+                "consumer, between its updates, or have the consumer return more often. If the consumer does "
+                "not change the agent, register it with flow.on(..., updates=False). If it needs more time, "
+                "raise Workflow(end_s=...)."
             )
         if waited >= WARN_S and not turn.warned:
             turn.warned = True

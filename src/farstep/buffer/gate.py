@@ -1,4 +1,4 @@
-"""The lock of a buffer, and the condition on which threads wait until the limiter admits them."""
+"""The lock of a buffer, and the condition on which threads wait for the limiter."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from farstep.config.env import is_number
 from farstep.errors import BufferTimeout, ClosedError, ConfigError
 
 WAIT_S = 60.0
-"""Default of `timeout_s`: seconds that `insert` and `sample` wait for the limiter."""
+"""Default of `timeout_s`: how many seconds `insert` and `sample` wait for the limiter."""
 _gates: weakref.WeakSet[Gate] = weakref.WeakSet()
 
 
 class Gate:
-    """A lock with a condition; waiting ends with a timeout, `halted` or closing."""
+    """A lock with a condition. A timeout, `halted` or closing ends the waiting."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -32,16 +32,16 @@ class Gate:
         _gates.add(self)
 
     def forked(self) -> None:
-        """Close the buffer in a forked child: it shares the rows with its parent, but not the bookkeeping."""
-        self.lock._at_fork_reinit()  # type: ignore[attr-defined]  # a thread of the parent may have held it
+        """Close the buffer in a forked child, which shares the rows with its parent but not the bookkeeping."""
+        self.lock._at_fork_reinit()  # type: ignore[attr-defined]  # a thread of the parent may have held the lock
         self.is_closed = self._is_forked = True
 
     def check_open(self) -> None:
         if self._is_forked:
             raise ClosedError(
-                f"this buffer belongs to process {self._pid} and was used in its fork {os.getpid()}, which would "
-                "overwrite rows of its parent; create a new buffer there, or start processes with multiprocessing's "
-                "spawn."
+                f"this buffer belongs to process {self._pid} but was used in its fork {os.getpid()}, which would "
+                "overwrite rows of its parent; create a new buffer in the fork, or start processes with "
+                "multiprocessing's spawn method."
             )
         if self.is_closed:
             raise ClosedError("this buffer is closed; create a new one.")
@@ -54,18 +54,18 @@ class Gate:
         explain: Callable[[bool], str],
         inserting_thread: int | None,
     ) -> None:
-        """Wait until `ready()`; call it with the lock held.
+        """Wait until `ready()` is True. The caller must hold the lock.
 
         Args:
             what: "insert" or "sample".
             ready: Whether the call may proceed.
             timeout_s: Seconds to wait; None: `WAIT_S`.
-            explain: Returns the message of a `BufferTimeout`: what is missing and what to do. Its argument is True if
+            explain: Returns the message of a `BufferTimeout`: what is missing and what to do. It is called with True if
                 waiting would deadlock.
             inserting_thread: Id of the only thread that inserts, if known.
 
         Raises:
-            BufferTimeout: The time is over, or waiting would deadlock.
+            BufferTimeout: The timeout has passed, or waiting would deadlock.
             ClosedError: The buffer was closed or halted.
         """
         self.check_open()
@@ -92,13 +92,13 @@ class Gate:
         self.check_open()
 
     def notify(self) -> None:
-        """Wake waiting threads, which check again whether they may proceed; call it with the lock held."""
+        """Wake waiting threads, which then check whether they may proceed. The caller must hold the lock."""
         if self._waiting:
             self.changed.notify_all()
 
     @contextlib.contextmanager
     def halted(self) -> Iterator[None]:
-        """Context manager: inside, every call that would have to wait raises `ClosedError` instead."""
+        """Context manager: every call that would have to wait raises `ClosedError` instead."""
         with self.lock:
             self.is_halted = True
             self.notify()

@@ -1,4 +1,4 @@
-"""Rate limiters: how far inserting and sampling may get ahead of each other, as in Reverb.
+"""Rate limiters: they bound how far inserting and sampling may get ahead of each other, as in Reverb.
 
     size = inserts - deletes
     diff = inserts * samples_per_insert - samples
@@ -6,16 +6,16 @@
     n rows may be inserted if  size + n <= min_size  or  diff + n * samples_per_insert <= max_diff
     n rows may be sampled if   size >= min_size      and diff - n >= min_diff
 
-Both sides count rows, whatever a sampler's items are. A batch of 8 sequences of 20 rows counts as 160 samples, 8
-transitions of `NStep` count as 8, and whole episodes count as many as they have steps; padding does not count. The
-length of episodes, and of sequences with `pad`, is known only after drawing: such a batch may bring `diff` below
-`min_diff`, and the next sample then waits longer.
+Both sides count rows, not items of the sampler. A batch of 8 sequences of 20 rows counts as 160 samples; 8 transitions
+of `NStep` count as 8; an episode counts as its number of steps; padding does not count. The length of episodes, and of
+sequences with `pad`, is known only after drawing. Such a batch may bring `diff` below `min_diff`; the next sample then
+waits longer.
 
 While a reader is starved, one insertion is allowed even above `max_diff`. Otherwise reader and writer could deadlock:
-the rows that the reader needs may have been deleted or evicted, may not form a sequence yet, or `diff` may be too low
-for the reader's request and too high for the writer's.
+the rows that the reader needs may have been deleted or evicted, or may not form a sequence yet. Also, `diff` may be too
+low for the reader's request and, at the same time, too high for the writer's.
 
-A limiter only decides; `Buffer` waits.
+A limiter only decides; `Buffer` does the waiting.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from farstep.config.env import check_count
 from farstep.errors import ConfigError, unknown_name
 
 _OPTIONS = ("samples_per_insert", "min_size", "min_diff", "max_diff")
-_SIMULATED_STEPS = 4096  # inserts and samples that `_deadlock_at` simulates
+_SIMULATED_STEPS = 4096  # number of inserts and samples that `_deadlock_at` simulates
 
 
 @dataclass
 class RateLimiter:
     """Bounds `diff = inserts * samples_per_insert - samples`; see the module for the inequalities.
 
-    `MinSize`, `SampleToInsertRatio`, `Queue` and `Stack` make the usual ones. `Buffer.limit` changes the options of a
-    limiter in use and wakes waiting threads.
+    `MinSize`, `SampleToInsertRatio`, `Queue` and `Stack` make the usual limiters. `Buffer.limit` changes the options of
+    a limiter in use and wakes waiting threads.
 
     Args:
-        samples_per_insert: Samples that each inserted row adds to `diff`, above 0.
-        min_size: Rows that must be in the buffer before any can be sampled, at least 1.
+        samples_per_insert: Number of samples that each inserted row adds to `diff`, above 0.
+        min_size: Number of rows that the buffer must hold before sampling is allowed, at least 1.
         min_diff: Sampling may not bring `diff` below this; `-math.inf`: no bound.
         max_diff: Inserting may not bring `diff` above this; `math.inf`: no bound.
         inserts: Rows inserted so far.
         samples: Rows sampled so far.
-        deletes: Rows removed so far, for whatever reason.
+        deletes: Rows removed so far, for any reason.
 
     Raises:
-        ConfigError: An option is out of range, or with these options reader and writer would deadlock.
+        ConfigError: An option is out of range, or reader and writer would deadlock with these options.
     """
 
     samples_per_insert: float
@@ -62,23 +62,23 @@ class RateLimiter:
     samples: int = 0
     deletes: int = 0
 
-    _is_taken = False  # no annotation, hence no field: checkpoints do not save it
+    _is_taken = False  # not annotated, so not a field: checkpoints do not save it
     has_starved_reader = False  # not a field either
-    """Whether a reader could not get its samples, and no row was inserted or sampled since then."""
+    """Whether a reader could not get its samples, and no row has been inserted or sampled since."""
 
     def __post_init__(self) -> None:
         self.check()
 
     def take(self) -> None:
-        """Reserve the limiter for one buffer, whose rows it counts.
+        """Reserve the limiter for one buffer; a limiter counts the rows of only one buffer.
 
         Raises:
             ConfigError: Another buffer uses this limiter.
         """
         if self._is_taken:
             raise ConfigError(
-                f"this limiter ({self}) already counts the rows of another buffer, and each would wait for the other's "
-                "rows; make one for each buffer."
+                f"this limiter ({self}) already counts the rows of another buffer, and each buffer would wait for the "
+                "other's rows; make one limiter for each buffer."
             )
         self._is_taken = True
 
@@ -86,7 +86,7 @@ class RateLimiter:
         """Check the options.
 
         Raises:
-            ConfigError: An option is out of range, or with these options reader and writer would deadlock.
+            ConfigError: An option is out of range, or reader and writer would deadlock with these options.
         """
         spi, first = self.samples_per_insert, self.min_size
         if not (_is_real(spi) and 0 < spi < math.inf):
@@ -109,7 +109,7 @@ class RateLimiter:
         if self.max_diff < spi * first:
             warnings.warn(
                 f"max_diff={self.max_diff:g} is less than samples_per_insert * min_size = {spi * first:g}: after the "
-                f"first {first} rows inserting waits until {spi * first - self.max_diff:g} samples have been taken.",
+                f"first {first} rows, inserting waits until {spi * first - self.max_diff:g} samples have been taken.",
                 stacklevel=4,
             )
 
@@ -118,14 +118,14 @@ class RateLimiter:
 
         Args:
             capacity: Rows that the buffer can hold.
-            uses_per_row: How often a row can be sampled before it is removed (`max_times_sampled`); infinite without
-                such a limit.
-            fewest_uses: Lower bound on the samples that a stored row can still provide: the fewest rows per item, since
-                the item may have only one use left.
+            uses_per_row: How often a row can be sampled before it is removed (`max_times_sampled`); infinite without a
+                limit.
+            fewest_uses: Minimum number of samples that a stored row can still provide. This is the minimum number of
+                rows per item, since the item may have only one use left.
 
         Raises:
-            ConfigError: The buffer never holds `min_size` rows, one item needs more samples than the limiter ever
-                allows at once, or the limiter makes the writer wait for more samples than the rows can provide.
+            ConfigError: The buffer can never hold `min_size` rows; one item needs more samples than the limiter ever
+                allows at once; or the writer would wait for more samples than the rows can provide.
         """
         if self.min_size > capacity:
             raise ConfigError(
@@ -148,16 +148,16 @@ class RateLimiter:
             )
         if math.isfinite(uses_per_row) and self.max_diff > capacity * fewest_uses:
             raise ConfigError(
-                f"max_diff={self.max_diff:g} of the limiter is more than the samples that the {capacity} rows of this "
-                f"buffer are sure to provide ({fewest_uses} each, since a row is removed after max_times_sampled "
-                "samples and may have only one left), so rows would be evicted before they are sampled. Raise capacity "
-                f"to at least {math.ceil(self.max_diff / fewest_uses)}, or lower the limiter's max_diff."
+                f"max_diff={self.max_diff:g} of the limiter is too large for the {capacity} rows of this buffer. A row "
+                f"is removed after max_times_sampled samples and may have few left (at least {fewest_uses} each), so "
+                "rows would be evicted before they are sampled. Raise capacity to at least "
+                f"{math.ceil(self.max_diff / fewest_uses)}, or lower the limiter's max_diff."
             )
 
     def change(
         self, changes: Mapping[str, float], capacity: int, uses_per_row: float = math.inf, fewest_uses: int = 1
     ) -> None:
-        """Change options: all of them, or none if one is invalid.
+        """Change options. If one of them is invalid, change none.
 
         Args:
             changes: New values by option.
@@ -177,7 +177,7 @@ class RateLimiter:
         try:
             self.check()
             self.check_reachable(capacity, uses_per_row, fewest_uses)
-        except BaseException:  # also a warning that is turned into an error
+        except BaseException:  # also catches a warning that is turned into an error
             for name, value in before.items():
                 setattr(self, name, value)
             raise
@@ -187,7 +187,8 @@ class RateLimiter:
         spi, low, high = self.samples_per_insert, self.min_diff, self.max_diff
         if high - low >= spi + 1:
             return None
-        # With bounds this narrow only one side can proceed at any time, so the sequence of calls is determined.
+        # With bounds this narrow, only one side can proceed at any time, so there is only one possible sequence of
+        # calls.
         inserts, samples = self.min_size, 0
         for _ in range(_SIMULATED_STEPS):
             diff = inserts * spi - samples
@@ -208,7 +209,7 @@ class RateLimiter:
 
     @property
     def size(self) -> int:
-        """Rows in the buffer: `inserts - deletes`."""
+        """Number of rows in the buffer: `inserts - deletes`."""
         return self.inserts - self.deletes
 
     def can_insert(self, n: int = 1) -> bool:
@@ -282,13 +283,13 @@ class RateLimiter:
         return reach - self.min_diff
 
     def never_inserts(self, n: int) -> bool:
-        """Return whether a batch is too large ever to be inserted at once.
+        """Return whether a batch is too large to ever be inserted at once.
 
         Args:
             n: Number of rows.
 
         Returns:
-            True if `n` rows exceed the bounds, however many samples are taken before.
+            True if `n` rows exceed the bounds, no matter how many samples are taken before.
         """
         return n > self.min_size and n * self.samples_per_insert + self.min_diff > self.max_diff
 
@@ -317,7 +318,7 @@ class RateLimiter:
 
 
 def MinSize(min_size: int) -> RateLimiter:  # noqa: N802 - named like a class, as all limiters
-    """Allow sampling once the buffer holds `min_size` rows, and inserting always.
+    """Allow sampling once the buffer holds `min_size` rows; always allow inserting.
 
     Args:
         min_size: Number of rows, at least 1.
@@ -334,20 +335,20 @@ def MinSize(min_size: int) -> RateLimiter:  # noqa: N802 - named like a class, a
 def SampleToInsertRatio(  # noqa: N802
     samples_per_insert: float, min_size: int, error_buffer: float | tuple[float, float]
 ) -> RateLimiter:
-    """Keep `samples / inserts` near a ratio: the side that is ahead by more than `error_buffer` samples waits.
+    """Keep `samples / inserts` near a ratio. The side that is ahead by more than `error_buffer` samples waits.
 
     Args:
         samples_per_insert: The ratio, in rows sampled per row inserted; above 0.
-        min_size: Rows that must be in the buffer before any can be sampled, at least 1.
-        error_buffer: A number is the largest deviation of `diff`, in samples and in both directions, from
-            `samples_per_insert * min_size`; a pair is `(min_diff, max_diff)`. The bounds must be at least
-            `2 * max(1, samples_per_insert)` apart.
+        min_size: Number of rows that the buffer must hold before sampling is allowed, at least 1.
+        error_buffer: A number: the maximum deviation of `diff` from `samples_per_insert * min_size`, in samples and in
+            both directions. Or a pair `(min_diff, max_diff)`. The bounds must be at least `2 * max(1,
+            samples_per_insert)` apart.
 
     Returns:
         A limiter for one buffer.
 
     Raises:
-        ConfigError: An argument is out of range, or the bounds are so close that both sides would deadlock.
+        ConfigError: An argument is out of range, or the bounds are too close, so that both sides would deadlock.
     """
     if not _is_real(samples_per_insert):
         raise ConfigError(f"samples_per_insert is {samples_per_insert!r}; it must be a number above 0.")
@@ -369,10 +370,10 @@ def SampleToInsertRatio(  # noqa: N802
 
 
 def Queue(size: int) -> RateLimiter:  # noqa: N802
-    """Sample every row exactly once; inserting waits while `size` rows are unsampled. For `FIFO`.
+    """Sample every row exactly once; inserting waits while `size` rows are unsampled. Use it with `FIFO`.
 
     Args:
-        size: Largest number of unsampled rows, at least 1.
+        size: Maximum number of unsampled rows, at least 1.
 
     Returns:
         A limiter for one buffer.
@@ -384,10 +385,10 @@ def Queue(size: int) -> RateLimiter:  # noqa: N802
 
 
 def Stack(size: int) -> RateLimiter:  # noqa: N802
-    """Sample every row exactly once; inserting waits while `size` rows are unsampled. The same as `Queue`, for `LIFO`.
+    """Sample every row exactly once; inserting waits while `size` rows are unsampled. Use it with `LIFO`.
 
     Args:
-        size: Largest number of unsampled rows, at least 1.
+        size: Maximum number of unsampled rows, at least 1.
 
     Returns:
         A limiter for one buffer.
@@ -399,7 +400,7 @@ def Stack(size: int) -> RateLimiter:  # noqa: N802
 
 
 def check_limiter(value: object) -> RateLimiter:
-    """Return the limiter; raise `ConfigError` for anything else."""
+    """Return the limiter. Raise `ConfigError` for any other object."""
     if not isinstance(value, RateLimiter):
         hint = "; make one, e.g. MinSize(1000)" if callable(value) else ""
         raise ConfigError(f"limiter is {value!r}; expected a limiter such as farstep.buffer.MinSize(1000){hint}.")

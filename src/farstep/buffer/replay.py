@@ -1,4 +1,4 @@
-"""The replay buffer: stored rows, the sampler that draws batches, and the limiter that paces inserts and samples."""
+"""The replay buffer: stored rows, a sampler that draws batches, and a limiter that paces inserts and samples."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ class Buffer:
     `insert` and `sample` block while the limiter does not allow them. A full buffer evicts rows to make room.
 
     Args:
-        capacity: Largest number of rows (transitions). Lowered to a multiple of the number of environment slots.
+        capacity: Maximum number of rows (transitions). Rounded down to a multiple of the number of environment slots.
         sampler: Which rows `sample` returns.
-        spec: Per array its name and `(shape, dtype)`, or an example row; default: the arrays of the first insert.
+        spec: Mapping from the name of each array to `(shape, dtype)` or an example row; default: the arrays of the
+            first insert.
         remover: Which rows a full buffer evicts; default: `FIFO()`, the oldest.
         limiter: When inserting and sampling are allowed; default: `MinSize(1)`. Each buffer needs its own.
-        max_bytes: Upper bound on the bytes of all rows; lowers `capacity` if necessary. Keys, priorities and the
-            observations after the last row of an episode are not counted. Default: no bound.
+        max_bytes: Maximum number of bytes of all rows; lowers `capacity` if necessary. Keys, priorities and the
+            observations after the last row of an episode do not count. Default: no limit.
         max_times_sampled: Remove an item after this many samples; 0: never. Default: 1 for `FIFO`, `LIFO` and
-            `FullBatch`, else 0.
-        seed: Seed of random draws; default: a random one.
+            `FullBatch`, otherwise 0.
+        seed: Seed of random draws; default: a random seed.
 
     Raises:
-        ConfigError: An argument is invalid, the arguments contradict each other, or inserting and sampling would
-            deadlock with them.
+        ConfigError: An argument is invalid, arguments contradict each other, or inserting and sampling would deadlock.
 
     Example:
         buffer = Buffer(100_000, Prioritized(), limiter=MinSize(1_000))
@@ -94,7 +94,7 @@ class Buffer:
         self.max_times_sampled = check_count("max_times_sampled", limit, minimum=0)
         check_remover(self.remover, self.sampler)
         keeps_order = self.sampler.needs_order or not self.max_times_sampled or isinstance(self.sampler, FIFO)
-        # Otherwise items are removed in any order and would leave holes in a ring.
+        # Otherwise items are removed in any order, which would leave holes in a ring.
         self._cyclic = type(self.remover) is FIFO and keeps_order
         self._check_limiter(self.capacity)
         self.sampler.check_room(self.capacity)
@@ -107,15 +107,16 @@ class Buffer:
         self.waited_s = self._gate.waited_s
         """Seconds that threads have waited so far, by call: `insert` and `sample`."""
         self.inserting_thread: int | None = None
-        """Id of the only thread that inserts, if known. If it had to wait in `sample`, it would deadlock."""
+        """Id of the only thread that inserts, if known. This thread must not wait in `sample`: it would deadlock."""
         self.on_room: Callable[[], None] | None = None
-        """Called when a thread other than `inserting_thread` deleted or changed the limiter, or sampled, and an insert
-        of `refused_rows` may be possible again."""
+        """Called when an insert of `refused_rows` may be possible again, because a thread other than `inserting_thread`
+        sampled, deleted or changed the limiter."""
         self.refused_rows: int | None = 0
-        """Fewest rows that the limiter refused to the inserting thread, which waits for `on_room`; None: it does not
-        wait."""
+        """Fewest rows that the limiter refused to the inserting thread. None: the inserting thread does not wait for
+        `on_room`."""
         self.between_updates: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        """Entered during `sample`: a workflow may publish then, since a sampling consumer is between two updates."""
+        """Context manager, entered during `sample`. A workflow may publish meanwhile, because a sampling consumer is
+        between two updates."""
         self._warned_unused_priorities = False
         self.removed: dict[str, int] = {"evicted": 0, "sampled": 0, "deleted": 0}
         """Rows removed so far: evicted from a full buffer, sampled `max_times_sampled` times, or deleted."""
@@ -126,16 +127,16 @@ class Buffer:
     # ---- contents ----
 
     def bind(self, schema: Schema, columns: int = 1, structures: Mapping[str, Structure] | None = None) -> None:
-        """Allocate the arrays; without this call the first insert does it.
+        """Allocate the arrays. Without this call, the first insert allocates them.
 
         Args:
             schema: The arrays of a row.
             columns: Number of environment slots whose rows stay in order, one column each.
-            structures: How arrays of observations and actions nest, by name.
+            structures: How arrays of observations and actions are nested, by name.
 
         Raises:
-            ConfigError: The buffer is already bound, the sampler cannot work with these arrays, or they do not fit into
-                the memory available.
+            ConfigError: The buffer already has arrays, the sampler cannot work with these arrays, or memory is too
+                small.
             ClosedError: The buffer is closed.
         """
         self._gate.check_open()
@@ -158,25 +159,25 @@ class Buffer:
     def is_cyclic(self) -> bool:
         """Whether rows stay in the order of insertion and the oldest are evicted first.
 
-        Otherwise a row has no neighbours, and the remover chooses which item a full buffer removes.
+        Otherwise a row has no neighbors, and the remover chooses which item a full buffer removes.
         """
         return self._cyclic
 
     @property
     def unordered_reason(self) -> str:
-        """Why rows do not stay in order, as the first words of an error; only valid if `is_cyclic` is False."""
+        """Why rows do not stay in order, as the start of an error message. Only valid if `is_cyclic` is False."""
         if type(self.remover) is not FIFO:
             return f"remover={self.remover!r} removes rows in any order"
         return f"{self.sampler!r} with max_times_sampled={self.max_times_sampled} removes rows in any order"
 
     def keep_in_place(self) -> None:
-        """Keep rows in the cells that they were written to, for readers that access the cells directly.
+        """Keep rows in their cells, for readers that access the cells directly.
 
-        From now on the cell of a removed row is reused only when it is the oldest. Call it after the buffer has got its
-        arrays, by `spec`, `bind` or the first insert.
+        From now on, the cell of a removed row is reused only when it is the oldest cell. Call this method after the
+        arrays were allocated (by `spec`, `bind` or the first insert).
 
         Raises:
-            ConfigError: The rows of this buffer are not, or no longer, in the order of their cells.
+            ConfigError: The rows of this buffer are not in the order of their cells.
         """
         if not self._cyclic or self.contents.is_linked:
             reason = "rows were removed by delete() or max_times_sampled" if self._cyclic else self.unordered_reason
@@ -188,7 +189,7 @@ class Buffer:
 
     @property
     def _uses_per_row(self) -> float:
-        """Largest number of times that a row can be sampled before it is removed."""
+        """Maximum number of times that a row can be sampled before it is removed."""
         return self.max_times_sampled * self.sampler.item_rows[1] or math.inf
 
     def _check_limiter(self, capacity: int) -> None:
@@ -196,7 +197,7 @@ class Buffer:
 
     @property
     def is_halted(self) -> bool:
-        """Whether calls raise `ClosedError` instead of waiting; see `halted`."""
+        """Whether calls raise `ClosedError` instead of waiting (see `halted`)."""
         return self._gate.is_halted
 
     @property
@@ -206,7 +207,7 @@ class Buffer:
 
     @property
     def contents(self) -> Contents:
-        """The stored items; access them only while the buffer is `locked`."""
+        """The stored items; hold `locked` while you access them."""
         self._gate.check_open()
         if self._contents is None:
             raise ConfigError("this buffer has no arrays yet: insert rows first, or give it a spec.")
@@ -214,12 +215,12 @@ class Buffer:
 
     @property
     def store(self) -> Store:
-        """The stored rows; access them only while the buffer is `locked`."""
+        """The stored rows; hold `locked` while you access them."""
         return self.contents.store
 
     @property
     def structures(self) -> Mapping[str, Structure]:
-        """How arrays of observations and actions nest, by name."""
+        """How arrays of observations and actions are nested, by name."""
         return self._structures
 
     def __len__(self) -> int:
@@ -244,15 +245,15 @@ class Buffer:
     # ---- inserting ----
 
     def insert(self, rows: Mapping[str, ArrayLike] | Batch, timeout_s: float | None = None) -> Array:
-        """Insert rows; block while the limiter does not allow it.
+        """Insert rows. Block while the limiter does not allow it.
 
-        Each row is the successor of the row before it, unless `terminated`, `truncated`, `done` or `episode_start`
-        mark the end or the start of an episode between them.
+        A row follows the row before it, unless `terminated`, `truncated`, `done` or `episode_start` marks the end or
+        the start of an episode between them.
 
         Args:
-            rows: Arrays `[n, ...]` by name, inserted in as many steps as the limiter requires; or a `Batch`, inserted
-                at once.
-            timeout_s: Seconds to wait; 0: do not wait; default: 60 s each time the limiter blocks.
+            rows: Arrays `[n, ...]` by name, inserted a few rows at a time if the limiter requires it; or a `Batch`,
+                inserted at once.
+            timeout_s: Seconds to wait in total; 0: do not wait. Default: 60 s each time the limiter blocks.
 
         Returns:
             The key of each row; the keys of a `Batch` are time-major.
@@ -292,7 +293,7 @@ class Buffer:
         return np.concatenate(found) if found else np.zeros(0, np.int64)
 
     def _checked(self, rows: Mapping[str, ArrayLike]) -> dict[str, Array]:
-        """Return rows as arrays that match the schema; the first rows define it."""
+        """Return rows as arrays that match the schema. The first rows define the schema."""
         values = as_arrays(rows)
         with self._lock:
             if self._contents is None and not self._gate.is_closed:
@@ -313,7 +314,7 @@ class Buffer:
     def _insert_batch(self, batch: Batch, timeout_s: float | None) -> Array:
         with self._lock:
             if self._contents is None and not self._gate.is_closed:
-                # Unordered rows have no successor, so each row stores its next observation.
+                # Unordered rows have no next row, so each row stores its next observation.
                 schema = schema_of(arrays_of(batch, with_next=not self._cyclic), leading=2)
                 self.bind(schema, int(batch.slots.max()) + 1 if self._cyclic else 1, batch.structures)
         contents = self.contents
@@ -342,10 +343,10 @@ class Buffer:
     # ---- sampling ----
 
     def sample(self, batch_size: int, timeout_s: float | None = None) -> tuple[dict[str, Nested], SampleInfo]:
-        """Sample items; block until the limiter allows it and there are enough items.
+        """Sample items. Block until the limiter allows it and the buffer has enough items.
 
         Args:
-            batch_size: Number of items; with `FullBatch` the minimum number, and the batch has all items.
+            batch_size: Number of items. With `FullBatch`, the minimum number; the batch then has all items.
             timeout_s: Seconds to wait; 0: do not wait; default: 60 s.
 
         Returns:
@@ -353,8 +354,8 @@ class Buffer:
             importance weights and versions of the items.
 
         Raises:
-            BufferTimeout: There were not enough samples in time, or waiting would deadlock because the calling thread
-                is the only one that inserts.
+            BufferTimeout: There were not enough samples in time, or waiting would deadlock because only the calling
+                thread inserts.
             ConfigError: A batch of that size can never be sampled.
             ClosedError: The buffer is closed.
         """
@@ -366,7 +367,7 @@ class Buffer:
             nonlocal chosen
             chosen = self._choose(count)
             if chosen is None and not self.limiter.has_starved_reader:
-                self.limiter.has_starved_reader = True  # admits one insert; otherwise both sides could deadlock
+                self.limiter.has_starved_reader = True  # allows one insert, to avoid a deadlock
                 self._notify()
             return chosen is not None
 
@@ -391,7 +392,7 @@ class Buffer:
         return nested(batch, self._structures), info
 
     def _choose(self, count: int) -> tuple[Array, Array] | None:
-        """Draw items; return their cells and probabilities, or None if the batch cannot be sampled yet."""
+        """Draw items. Return their cells and probabilities, or None if the batch cannot be sampled yet."""
         contents = self._contents
         rows = self._chooser.least_rows(count)
         if rows > self.limiter.most_samples() or count > self._chooser.most(self.capacity, contents):
@@ -405,7 +406,7 @@ class Buffer:
     def _missing(self, count: int, is_deadlock: bool) -> str:
         """Return an error message: why the batch cannot be sampled, and what to do.
 
-        With `is_deadlock`, the calling thread is the only one that inserts, so it must not wait.
+        `is_deadlock`: only the calling thread inserts, so it must not wait.
         """
         contents, limiter, rows = self._contents, self.limiter, self._chooser.least_rows(count)
         wanted = f"the batch needs {count} items of {self.sampler!r}"
@@ -418,9 +419,9 @@ class Buffer:
                     "with buffer.limit(...)."
                 )
             return (
-                f"{wanted}, and the buffer cannot provide them ({len(self)} items; {limiter}); {deadlock}. Have the "
-                f"consumer called when the limiter allows as many samples (flow.on(..., samples={rows})), sample "
-                "fewer, raise the size of the trigger, widen the limiter, or sample in a separate thread "
+                f"{wanted}, and the buffer cannot provide them ({len(self)} items; {limiter}); {deadlock}. Remedies: "
+                f"call the consumer only when the limiter allows this many samples (flow.on(..., samples={rows})), "
+                "sample fewer items, raise the size of the trigger, widen the limiter, or sample in a separate thread "
                 "(flow.on(..., thread=True))."
             )
         usable = len(self._chooser.usable_items(contents))
@@ -437,8 +438,7 @@ class Buffer:
         """Set the priorities of items.
 
         Args:
-            keys: Keys of the items, as returned by `insert` or in `SampleInfo.keys`; keys of items that are no longer
-                in the buffer are ignored.
+            keys: Keys of the items, from `insert` or `SampleInfo.keys`. Keys of removed items are ignored.
             priorities: One per key, finite and at least 0.
 
         Returns:
@@ -473,10 +473,10 @@ class Buffer:
             self._chooser = Chooser(self.sampler, self.max_times_sampled)
 
     def delete(self, keys: ArrayLike) -> int:
-        """Remove items; with `DPER`, an episode with all its rows.
+        """Remove items. With `DPER`, an item is an episode with all its rows.
 
         Args:
-            keys: Keys of the items; keys of items that are no longer in the buffer are ignored.
+            keys: Keys of the items. Keys of removed items are ignored.
 
         Returns:
             The number of items removed. `removed["deleted"]` counts rows.
@@ -503,7 +503,7 @@ class Buffer:
                 `limit(max_diff=math.inf)`.
 
         Raises:
-            ConfigError: An option is unknown, or this buffer could never satisfy the limiter. No option is changed.
+            ConfigError: An option is unknown, or this buffer could never satisfy the limiter. No option was changed.
         """
         with self._lock:
             self.limiter.change(changes, self.capacity, self._uses_per_row, self.sampler.item_rows[0])
@@ -519,11 +519,11 @@ class Buffer:
         self._gate.wait(what, ready, timeout_s, explain, self.inserting_thread)
 
     def halted(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager: inside, every call that would have to wait raises `ClosedError` instead."""
+        """Context manager: every call that would have to wait raises `ClosedError` instead."""
         return self._gate.halted()
 
     def locked(self) -> contextlib.AbstractContextManager[object]:
-        """Context manager: inside, no other thread inserts or samples."""
+        """Context manager: prevents other threads from inserting and sampling."""
         return self._lock
 
     def _notify(self) -> None:
@@ -534,17 +534,17 @@ class Buffer:
     # ---- checkpoints and closing ----
 
     def checkpoint(self, path: str | os.PathLike[str]) -> Path:
-        """Save rows, options, counters and random state; `restore` continues from them.
+        """Save rows, options, counters and random state, for `restore`.
 
         Args:
-            path: Folder of checkpoints. The new one is written atomically to a numbered folder in it; the two newest
-                are kept.
+            path: Folder of checkpoints. The new checkpoint is written atomically to a numbered subfolder. The two
+                newest checkpoints are kept.
 
         Returns:
             The folder of the new checkpoint.
 
         Raises:
-            CheckpointError: It could not be written; earlier checkpoints are intact.
+            CheckpointError: The checkpoint could not be written; earlier checkpoints are intact.
             ConfigError: The buffer has no arrays yet.
         """
         with self._lock:
@@ -570,10 +570,10 @@ class Buffer:
 
         Args:
             path: The folder that was passed to `checkpoint`.
-            sampler: A sampler equal to the saved one; necessary only if its class is your own.
+            sampler: A sampler equal to the saved sampler; necessary only for a sampler class of your own.
 
         Returns:
-            A new buffer, which continues exactly like the saved one.
+            A new buffer, which continues exactly like the saved buffer.
 
         Raises:
             CheckpointError: No checkpoint under `path` can be used; the message has the reason for each.
@@ -584,17 +584,17 @@ class Buffer:
     def path(self) -> str:
         """Path of the shared memory, for `CyclicBlocks.attach(path)` in another process of this host.
 
-        That process can read rows until `delete` or `max_times_sampled` removes a row other than the oldest.
+        The other process can read rows until `delete` or `max_times_sampled` removes a row that is not the oldest.
         """
         return self.store.blocks.path
 
     def close(self) -> None:
-        """Free the memory; waiting threads get a `ClosedError`. Idempotent."""
+        """Free the memory. Waiting threads raise `ClosedError`. Idempotent."""
         with self._lock:
             self._gate.is_closed = True
             if self._contents is not None:
                 self._contents.store.close()
-                self._contents = None  # the memory is unmapped with the last array that views it
+                self._contents = None  # the memory is unmapped when no array views it any more
             self._gate.notify()
 
     def __enter__(self) -> Self:

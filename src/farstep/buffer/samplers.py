@@ -1,7 +1,7 @@
-"""Samplers: they choose the items of a batch, and build its arrays.
+"""Samplers choose the items of a batch and build its arrays.
 
-A sampler is a frozen, comparable set of options that checkpoints save; its `selector` does the drawing. Samplers of
-single rows (`FIFO`, `LIFO`, `Uniform`, `Prioritized`, `MinHeap`, `MaxHeap`) also serve as removers.
+A sampler is only a set of options: frozen, comparable, and saved in checkpoints. Its `selector` draws the items.
+Samplers of single rows (`FIFO`, `LIFO`, `Uniform`, `Prioritized`, `MinHeap`, `MaxHeap`) are also used as removers.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _MIN_PRIORITY = 1e-6
 class Sampler:
     """Base class of samplers; by default an item is a single row.
 
-    Your own sampler needs only `selector`; override the rest as necessary.
+    Your own sampler must define only `selector`; override other methods if necessary.
     """
 
     once = False
     """Whether an item is removed after one sample, unless `max_times_sampled` is given."""
     needs_order = False
-    """Whether rows must stay in the order of their episodes, so that only the oldest may be removed."""
+    """Whether rows must stay in the order of their episodes. Then only the oldest rows may be removed."""
     uses_priorities = False
     """Whether `update_priorities` has an effect."""
     beta: float = 0.0
     """Exponent of importance weights."""
     reach: int = 1
-    """Number of rows that `usable` reads for each cell."""
+    """Number of rows that `usable` reads per cell."""
     item_rows: tuple[int, int] = (1, 1)
-    """Fewest and most rows per item, as far as they are known before drawing. The limiter admits a batch by the fewest
-    rows that it can have, and then counts its actual rows."""
+    """Minimum and maximum number of rows per item, as far as known before drawing. The limiter uses the minimum to
+    decide about a batch, then counts its actual rows."""
 
     def selector(self, table: Table) -> Selector:
         """Make the selector that draws items of one buffer.
@@ -73,7 +73,7 @@ class Sampler:
             rows: Rows per environment slot.
 
         Raises:
-            ConfigError: An item needs more consecutive rows.
+            ConfigError: An item needs more consecutive rows than this.
         """
 
     def usable(self, store: Store, cells: Array) -> Array | None:
@@ -81,41 +81,41 @@ class Sampler:
 
         Args:
             store: The rows.
-            cells: The cells of the rows in question.
+            cells: The cells of the rows to test.
 
         Returns:
-            One bool per cell, or None if all are usable.
+            One bool per cell, or None if items can start at all of them.
         """
         return None
 
     def all_usable(self, store: Store) -> Array | None:
-        """Return `usable` for all cells of the store; override it if there is a faster way.
+        """Return `usable` for all cells of the store. Override this method if there is a faster way.
 
         Args:
             store: The rows.
 
         Returns:
-            One bool per cell of the store, or None if all are usable.
+            One bool per cell of the store, or None if items can start at all of them.
         """
         return self.usable(store, np.arange(store.table.cells))
 
     def span(self, store: Store) -> int:
-        """Return the number of consecutive rows that an item may need, its own row first.
+        """Return the number of consecutive rows that an item may need, including its own row.
 
         Args:
-            store: The rows. If next observations are not stored with each row, an item also needs the row after its
-                last one.
+            store: The rows. If rows do not store their next observations, an item also needs the row after its last
+                row.
 
         Returns:
-            The largest number of rows, at least 1.
+            The maximum number of rows, at least 1.
         """
         return self.reach + (store.tails is not None)
 
     def count_rows(self, batch: Mapping[str, Array]) -> int:
-        """Return the number of rows in a batch, for the limiter; padding of sequences does not count.
+        """Return the number of rows in a batch for the limiter. Padding of sequences does not count.
 
         Args:
-            batch: What `rows` returned.
+            batch: The batch that `rows` returned.
 
         Returns:
             The number of rows.
@@ -142,7 +142,7 @@ class Sampler:
 
 
 def check_sampler(what: str, value: object) -> Sampler:
-    """Return the sampler; raise `ConfigError` for anything else."""
+    """Return the sampler. Raise `ConfigError` for any other object."""
     if not isinstance(value, Sampler):
         hint = "; create an instance: add ()" if isinstance(value, type) else ""
         raise ConfigError(f"{what} is {value!r}; expected a sampler such as farstep.buffer.Uniform(){hint}.")
@@ -159,11 +159,17 @@ def with_beta(sampler: Sampler, beta: float) -> Sampler:
 
 
 def check_remover(remover: Sampler, sampler: Sampler) -> None:
-    """Raise `ConfigError` if the remover does not choose single rows, or would break the order the sampler needs."""
+    """Raise `ConfigError` if the remover does not choose single rows, or would break an order that the sampler
+    needs."""
     if sampler.needs_order and type(remover) is not FIFO:
-        raise ConfigError(f"{sampler!r} needs rows in order, so only the oldest can be removed: leave remover out.")
+        raise ConfigError(
+            f"{sampler!r} needs rows in order, so only the oldest rows can be removed; leave out remover."
+        )
     if isinstance(remover, FullBatch):
-        raise ConfigError("remover=FullBatch(); single rows are removed. Leave remover out for the oldest first.")
+        raise ConfigError(
+            "remover=FullBatch(), but a remover chooses single rows. To remove the oldest rows first, "
+            "leave out remover."
+        )
     if remover.needs_order:
         raise ConfigError(f"remover={remover!r}; a remover must be a sampler of single rows.")
 
@@ -214,7 +220,7 @@ class Prioritized(Sampler):
     A new row gets the highest priority so far, initially 1. If all priorities are 0, all rows are equally likely.
 
     Args:
-        alpha: How much priorities count, at least 0; 0: not at all. Default: 0.6.
+        alpha: Exponent of the priorities, at least 0; with 0, priorities have no effect. Default: 0.6.
         beta: Exponent of the importance weights in `SampleInfo.weights`, at least 0; see `Buffer.set_beta`. Default:
             0.4.
 
@@ -257,7 +263,7 @@ class MaxHeap(Sampler):
 
 @dataclass(frozen=True)
 class _Composed(Sampler):
-    """An item of several rows, whose first row another sampler chooses."""
+    """Base class of samplers whose items have several rows; another sampler chooses the first row."""
 
     by: Sampler = field(default_factory=Uniform, kw_only=True)
     """Chooses the first row of each item."""
@@ -292,16 +298,16 @@ class NStep(_Composed):
         discount = gamma ** steps, or 0 if the episode terminated
         target = reward + discount * V(next_obs)
 
-    The batch has the arrays of the first row, and in addition `steps` (`n`, or fewer if the episode ends earlier),
-    `discount` and `next_obs`, the observation after the last step. `terminated`, `truncated` and `done` are those of
+    The batch has the arrays of the first row, and three more: `steps` (`n`, or fewer if the episode ends earlier),
+    `discount`, and `next_obs`, the observation after the last step. `terminated`, `truncated` and `done` are taken from
     the last step.
 
     If rows are inserted as a `Batch` or have an array `next_obs`, a transition can start at every row; near the newest
-    row it has fewer steps. Otherwise `next_obs` is the observation of the next row, and rows too close to the newest
-    row or to a truncation, for which it is unknown, are not sampled.
+    row it has fewer steps. Otherwise `next_obs` is the observation of the next row. It is then unknown close to the
+    newest row and close to a truncation, so no transition starts there.
 
     Args:
-        n: Largest number of steps, at least 1. Default: 3.
+        n: Maximum number of steps, at least 1. Default: 3.
         gamma: Discount per step, from 0 to 1. Default: 0.99.
         by: Chooses the first row: a sampler of single rows. Default: `Uniform()`.
 
@@ -329,7 +335,7 @@ class NStep(_Composed):
         return self.n + (not _stored_next(store))
 
     def _last(self, store: Store, cells: Array) -> tuple[Array, Array]:
-        """Return the cell of the last row of each transition, and its number of steps."""
+        """Return the cell of the last row, and the number of steps, of each transition."""
         steps = np.ones(len(cells), np.int64)
         for _ in range(self.n - 1):
             has_next = ~store.flat_cut.take(cells)
@@ -340,7 +346,7 @@ class NStep(_Composed):
     def usable(self, store: Store, cells: Array) -> Array | None:
         if store.tails is not None or _stored_next(store):
             return None
-        last, _ = self._last(store, cells)  # it must have a next row, or be terminal
+        last, _ = self._last(store, cells)  # the last row must have a next row, or be terminal
         has_next = ~store.flat_cut.take(last)
         terminal = _terminal(store)
         return has_next if terminal is None else has_next | store.take(terminal, last).astype(bool)
@@ -381,12 +387,13 @@ class Sequence(_Composed):
 
     Args:
         length: Rows per sequence, at least 1. Default: 2.
-        pad: Whether a sequence may start less than `length` rows before the end of its episode or the newest row; it
-            is then padded with copies of its last row. Default: False.
+        pad: Whether a sequence may be shorter than `length`, because its episode ends or because it reaches the newest
+            row. Such a sequence is padded with copies of its last row. Default: False.
         by: Chooses the first row: a sampler of single rows. Default: `Uniform()`.
 
     Raises:
-        ConfigError: An option is out of range, or the buffer has less than `length` rows per environment slot.
+        ConfigError: An option is out of range, or the buffer has room for fewer than `length` rows per environment
+            slot.
     """
 
     length: int = 2
@@ -407,7 +414,7 @@ class Sequence(_Composed):
     def check_room(self, rows: int) -> None:
         if rows < self.length and not self.pad:
             raise ConfigError(
-                f"{self!r} needs {self.length} consecutive rows, and the buffer has room for {rows} of each "
+                f"{self!r} needs {self.length} consecutive rows, but the buffer has room for only {rows} per "
                 "environment, so nothing could ever be sampled. Raise capacity, lower length, or set pad=True."
             )
 
@@ -430,13 +437,13 @@ class DPER(Sampler):
 
         P(i) = priority_i ** alpha / sum_k priority_k ** alpha
 
-    A batch has arrays `[batch, longest, ...]`, where `longest` is the length of its longest episode. Shorter ones are
-    padded with copies of their last row, at which the array `valid` is False. Keys name episodes. A new episode gets
-    the highest priority so far, initially 1; compute priorities with `trajectory_priority`.
+    A batch has arrays `[batch, longest, ...]`, where `longest` is the length of its longest episode. Shorter episodes
+    are padded with copies of their last row; the array `valid` is False at these copies. Keys identify episodes. A new
+    episode gets the highest priority so far, initially 1. Compute priorities with `trajectory_priority`.
 
     Args:
-        alpha: How much priorities count, at least 0. Default: 0.5.
-        beta: Exponent of importance weights as in `Prioritized`; 0: all weights are 1. Default: 0.
+        alpha: Exponent of the priorities, at least 0. Default: 0.5.
+        beta: Exponent of the importance weights, as in `Prioritized`; with 0, all weights are 1. Default: 0.
 
     Raises:
         ConfigError: An option is out of range, or the rows do not mark the ends of episodes.
@@ -480,7 +487,7 @@ class EpisodeSelector(PrioritySelector):
         super().inserted(cells, cells)
 
     def updated(self, cells: Array, priorities: Array) -> None:
-        """Set the priorities of episodes, at least `_MIN_PRIORITY`; cells that do not start one are ignored."""
+        """Set the priorities of episodes, at least `_MIN_PRIORITY`. Ignore cells at which no episode starts."""
         first = self.weights[cells] > 0
         super().updated(cells[first], np.maximum(priorities[first], _MIN_PRIORITY))
 
@@ -496,15 +503,15 @@ class EpisodeSelector(PrioritySelector):
 def trajectory_priority(
     td_errors: Array, ratios: Array, logprobs: Array, *, w1: float = 50.0, w2: float = 1.0, w3: float = 0.01
 ) -> float:
-    """Compute the priority of one episode for `DPER` (DistRL, section 5.3; the defaults are those of its code).
+    """Compute the priority of one episode for `DPER` (DistRL, section 5.3, with the defaults of its code).
 
         priority = max(1e-6, w1 * mean(|td_error|) + w2 * mean(min(ratio, 10)) - w3 * mean(logprob))
 
     Args:
         td_errors: TD error of each step.
-        ratios: Per step, the probability of the action under the learner's policy divided by that under the policy
-            that acted.
-        logprobs: Per step, the log-probability of the action.
+        ratios: For each step, the action's probability under the learner's policy, divided by its probability under the
+            policy that acted.
+        logprobs: For each step, the log-probability of the action.
         w1: Weight of the TD errors. Default: 50.
         w2: Weight of the ratios. Default: 1.
         w3: Weight of the surprisal, `-logprob`. Default: 0.01.
@@ -517,7 +524,7 @@ def trajectory_priority(
 
 
 def path(store: Store, cells: Array, length: int) -> tuple[Array, Array]:
-    """Return the cells `[n, length]` of the rows from each cell on, and whether each row is in the first row's episode.
+    """Return the cells `[n, length]` of consecutive rows, and whether each row is in the first row's episode.
 
     After the end of the episode, its last cell is repeated.
     """
@@ -542,7 +549,7 @@ def _sequences(store: Store, cells: Array, is_valid: Array) -> dict[str, Array]:
 
 
 def _terminal(store: Store) -> str | None:
-    """Name of the array that marks terminal rows, whose next observation has no value; None if there is none."""
+    """Name of the array that marks terminal rows; None if there is none. After a terminal row, the value is 0."""
     return next((name for name in ("terminated", "done") if name in store.schema), None)
 
 

@@ -1,8 +1,8 @@
-"""Drawing the items of a batch.
+"""Draws the items of a batch.
 
-The sampler's selector draws. Items that cannot be used (an item of several rows cannot start there, or it was sampled
-`max_times_sampled` times) are rejected and drawn again. If few items are usable, they are enumerated and drawn from
-directly.
+The sampler's selector draws. Unusable items are rejected and drawn again: no sequence can start there, or the item was
+already sampled `max_times_sampled` times. If only few items are usable, they are enumerated, and items are drawn from
+this list.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from farstep.buffer.storage.contents import Contents
 from farstep.buffer.storage.table import occurrences
 from farstep.core import Array
 
-_ROUNDS = 8  # of redrawing rejected items, each with twice as many draws, before all items are enumerated
-_COST = 4  # checking a random cell costs as much as checking this many in order
+_ROUNDS = 8  # rounds of redrawing rejected items (each with twice as many draws) before all items are enumerated
+_COST = 4  # checking one random cell costs as much as checking this many cells in order
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,9 @@ class SampleInfo:
     keys: Array
     """Keys of the items, for `update_priorities` and `delete`."""
     probabilities: Array
-    """Probability of the item in one draw among all items of the buffer. For `NStep` and `Sequence`, the probability
-    under `by`, which includes rows at which no item can start; 1 for samplers that take items in a fixed order."""
+    """Probability of the item in one draw among all items of the buffer. For `NStep` and `Sequence`, this is the
+    probability under `by`, whose draws include rows at which no item can start. For samplers with a fixed order, it is
+    1."""
     times_sampled: Array
     """How often the item has been sampled, including this time."""
     size: int
@@ -43,12 +44,13 @@ class SampleInfo:
 
     @cached_property
     def versions(self) -> Array:
-        """Version of the weights that acted in the first row of each item; -1 if rows have no array `version`."""
+        """Version that acted in the first row of each item; -1 if rows have no array `version`."""
         return np.full(len(self.keys), -1) if self.recorded is None else self.recorded
 
     @cached_property
     def weights(self) -> Array:
-        """Importance weights `(size * probability) ** -beta`, divided by the largest of the batch; 1 if `beta` is 0."""
+        """Importance weights `(size * probability) ** -beta`, divided by the largest weight of the batch; 1 if `beta`
+        is 0."""
         if not self.beta:
             return np.ones(len(self.keys))
         weights = (self.size * self.probabilities) ** -self.beta
@@ -57,17 +59,17 @@ class SampleInfo:
 
 
 class Chooser:
-    """Draws the items of batches for a sampler, each item at most `max_times_sampled` times in total (0: no limit)."""
+    """Draws the items of batches for a sampler. Each item is drawn at most `max_times_sampled` times (0: no limit)."""
 
     def __init__(self, sampler: Sampler, max_times_sampled: int) -> None:
         self._sampler, self._max_times_sampled = sampler, max_times_sampled
 
     def least_rows(self, count: int) -> int:
-        """Return the fewest rows that a batch of `count` items can have."""
+        """Return the minimum number of rows that a batch of `count` items can have."""
         return count * self._sampler.item_rows[0]
 
     def most(self, capacity: int, contents: Contents | None) -> float:
-        """Return the largest number of items that one batch can have."""
+        """Return the maximum number of items that one batch can have."""
         if contents is not None and contents.selector.distinct:
             return capacity
         return capacity * self._max_times_sampled or math.inf
@@ -81,7 +83,7 @@ class Chooser:
             is_allowed: Whether the limiter allows a number of rows.
 
         Returns:
-            Cells and probabilities of the items, or None if there are not enough or the limiter does not allow them.
+            Cells and probabilities of the items. None if there are too few items, or the limiter does not allow them.
         """
         if isinstance(self._sampler, FullBatch):
             count = max(count, contents.size)
@@ -101,7 +103,7 @@ class Chooser:
         return self._search(contents, count)
 
     def _redraw(self, contents: Contents, cells: Array, probabilities: Array, rejected: Array) -> bool:
-        """Replace rejected entries by further draws; False if enumerating all items would be faster."""
+        """Replace rejected entries by further draws. Return False if enumerating all items would be faster."""
         checked, rng = 0, contents.rng
         for more in range(1, _ROUNDS + 1):
             drawn = len(rejected) << more
@@ -111,7 +113,7 @@ class Chooser:
             others, chances = contents.selector.select(drawn, rng)
             if (usable := self._sampler.usable(contents.store, others)) is not None:
                 others, chances = others[usable], chances[usable]
-            chosen = rng.permutation(len(others))[: len(rejected)]  # stratified draws are sorted
+            chosen = rng.permutation(len(others))[: len(rejected)]  # shuffle, because stratified draws are sorted
             places = rejected[: len(chosen)]
             cells[places], probabilities[places] = others[chosen], chances[chosen]
             left = self._rejected(contents, cells)
@@ -135,7 +137,8 @@ class Chooser:
             looked *= 2
 
     def _rejected(self, contents: Contents, cells: Array) -> Array | None:
-        """Return the entries of a draw whose item is unusable or would be sampled too often; None: nothing to check."""
+        """Return the entries of a draw whose item is unusable or would be sampled too often; None if no check is
+        needed."""
         usable = self._sampler.usable(contents.store, cells)
         if self._max_times_sampled:
             allowed = occurrences(cells) < self._max_times_sampled - contents.store.table.times.take(cells)
@@ -149,7 +152,9 @@ class Chooser:
             return None
         cells, probabilities = selector.among(items, count, contents.rng)
         while (rejected := self._rejected(contents, cells)) is not None and len(rejected):
-            items = np.setdiff1d(items, cells[rejected])  # the batch has them as often as max_times_sampled allows
+            items = np.setdiff1d(
+                items, cells[rejected]
+            )  # the batch already has these as often as max_times_sampled allows
             cells[rejected], probabilities[rejected] = selector.among(items, len(rejected), contents.rng)
         return cells, probabilities
 
@@ -160,7 +165,7 @@ class Chooser:
         return items if usable is None else items[usable[items]]
 
     def _uses_left(self, contents: Contents, items: Array) -> float:
-        """Return how often these items can still be sampled, in total."""
+        """Return the total number of samples that these items can still provide."""
         if not self._max_times_sampled:
             return math.inf
         return self._max_times_sampled * len(items) - int(contents.store.table.times[items].sum())

@@ -1,4 +1,4 @@
-"""Checkpoints of a buffer: its rows, options, limiter and counters as arrays and plain data."""
+"""Saves and loads checkpoints of a buffer: rows, options, limiter and counters, as arrays and plain data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class SavedBuffer:
-    """Everything that a checkpoint holds of a buffer."""
+    """The contents of a buffer's checkpoint."""
 
     capacity: int
     max_times_sampled: int
@@ -65,7 +65,7 @@ class _Removed(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Meta(msgspec.Struct, forbid_unknown_fields=True):
-    """The schema of `meta.json`, as `save_buffer` writes it."""
+    """The schema of `meta.json`, which `save_buffer` writes."""
 
     format: int
     capacity: Count
@@ -82,7 +82,7 @@ class _Meta(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def save_buffer(saved: SavedBuffer, path: str | os.PathLike[str]) -> Path:
-    """Write a new checkpoint under `path` and return its folder; call it with the lock of the buffer held."""
+    """Write a new checkpoint under `path` and return its folder. The caller must hold the lock of the buffer."""
     meta = {
         "format": _FORMAT,
         "capacity": saved.capacity,
@@ -104,7 +104,7 @@ def load_buffer(path: str | os.PathLike[str], sampler: Sampler | None, build: Ca
 
     Args:
         path: The folder that was saved to.
-        sampler: Replaces the saved sampler; None: use the saved one.
+        sampler: Replaces the saved sampler; None: use the saved sampler.
         build: Makes the buffer. If it raises `Refused`, it is called again with the next older checkpoint.
 
     Returns:
@@ -181,7 +181,7 @@ def check_counts(saved: SavedBuffer, table: Table) -> None:
 
 
 def _structure(name: str, plain: object, schema: Schema) -> Structure:
-    """Restore a structure from plain data; refuse it unless it names exactly the arrays of `name`."""
+    """Restore a structure from plain data. Refuse it unless it names exactly the arrays of `name`."""
     structure = structure_of(plain)
     is_leaf = isinstance(structure, str)
     expected = [name] if is_leaf else sorted(array for array in schema if array.startswith(f"{name}."))
@@ -200,7 +200,7 @@ def _described(sampler: Sampler) -> dict[str, Any]:
 
 
 def _sampler(where: str, plain: object) -> Sampler:
-    """Return the sampler that `_described` described; `where` names it in a refusal."""
+    """Return the sampler that `_described` encoded; `where` names it in an error message."""
     known: dict[str, type[Sampler]] = {
         name: kind
         for name, kind in vars(samplers).items()

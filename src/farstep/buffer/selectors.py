@@ -1,4 +1,4 @@
-"""Selectors choose items, for sampling or for eviction from a full buffer. They work on cells and never read rows.
+"""Selectors choose items to sample, or to evict from a full buffer. They use only cells and do not read rows.
 
 The buffer notifies its selectors of every item that is `inserted`, `removed` or `updated` with a new priority.
 """
@@ -16,8 +16,8 @@ from farstep.buffer.sum_tree import SumTree
 from farstep.checkpoint.checks import check_finite, check_like, require
 from farstep.core import Array
 
-_CHUNK = 256  # log entries that are checked at a time
-_MAX_WEIGHT = 1e290  # no sum of weights overflows
+_CHUNK = 256  # number of log entries that are checked at a time
+_MAX_WEIGHT = 1e290  # small enough that no sum of weights overflows
 
 Cells: TypeAlias = Array | slice
 """Cell numbers, or a range of them."""
@@ -27,7 +27,7 @@ class Selector(Protocol):
     """Chooses among the items of one table."""
 
     distinct: bool
-    """Whether one selection never has the same item twice."""
+    """Whether `select` never returns the same item twice."""
     listens: bool
     """Whether `inserted` must be called for new items."""
 
@@ -51,24 +51,24 @@ class Selector(Protocol):
             rng: Source of randomness.
 
         Returns:
-            The cells of the items, and the probability of each in one draw. A selector with `distinct` may return
-            fewer than `n`.
+            The cells of the items, and the probability of each item in one draw. A selector with `distinct` may return
+            fewer than `n` items.
         """
         ...
 
     def displaced(self, n: int, rng: np.random.Generator) -> Array:
-        """Choose which items are evicted by `n` insertions into a full table, one after each insertion.
+        """Choose the items to evict for `n` insertions into a full table, one item after each insertion.
 
         The first new item is already in its cell, so the table has one item too many. Every further new item goes into
-        the cell that the eviction before it freed, and may be evicted itself.
+        the cell that the previous eviction freed. New items may be evicted themselves.
 
         Args:
             n: Number of insertions.
             rng: Source of randomness.
 
         Returns:
-            The cells of the evicted items, in order: at least one. If there are fewer than `n`, the caller inserts
-            that many items and calls again for the rest.
+            The cells of the evicted items, in order: at least one. If there are fewer than `n` cells, the caller
+            inserts this number of items, then calls again for the rest.
         """
         ...
 
@@ -85,12 +85,12 @@ class Selector(Protocol):
         ...
 
     def among(self, cells: Array, n: int, rng: np.random.Generator) -> tuple[Array, Array]:
-        """Like `select`, but choose only among `cells`; the probabilities are still those of a draw among all items."""
+        """Like `select`, but choose only among `cells`. The probabilities still refer to a draw among all items."""
         ...
 
 
 class Idle:
-    """Base class of selectors: ignores all notifications and has no state, unless a subclass overrides this."""
+    """Base class of selectors. By default, it ignores all notifications and has no state."""
 
     distinct = False
     listens = True
@@ -139,14 +139,14 @@ class UniformSelector(Idle):
 
 
 class OrderSelector(Idle):
-    """The oldest items first, or the newest first; priorities do not count."""
+    """The oldest items first, or the newest first. Priorities have no effect."""
 
     distinct = True
 
     def __init__(self, table: Table, newest: bool) -> None:
         self._table, self._newest = table, newest
         self._log: Array = np.zeros(16, np.int64)
-        """Keys in order of insertion, from `_first` to `_stop`; may include keys of removed items."""
+        """Keys in the order of insertion, from `_first` to `_stop`; may include keys of removed items."""
         self._first = self._stop = 0
 
     def inserted(self, cells: Cells, keys: Array) -> None:
@@ -174,13 +174,13 @@ class OrderSelector(Idle):
             missing -= len(cells)
             if len(cells):
                 found.append(cells)
-            elif not found:  # only removed items at this end of the log: skip them from now on
+            elif not found:  # this end of the log has only removed items: skip them from now on
                 self._first, self._stop = first, stop
         cells = np.concatenate(found) if found else np.zeros(0, np.int64)
         return cells, np.ones(len(cells))
 
     def displaced(self, n: int, rng: np.random.Generator) -> Array:
-        # The newest item is always the one just inserted, so each one is evicted right after its insertion.
+        # The newest item is always the one just inserted, so each new item is evicted right after its insertion.
         return np.resize(self.select(1, rng)[0], n) if self._newest else self.select(n, rng)[0]
 
     def state(self) -> Mapping[str, Array]:
@@ -197,7 +197,7 @@ class OrderSelector(Idle):
 
 
 class PrioritySelector(Idle):
-    """Items in proportion to priority ** alpha, with replacement; all equally likely if all priorities are 0."""
+    """Items in proportion to priority ** alpha, with replacement. If all priorities are 0, all are equally likely."""
 
     def __init__(self, table: Table, alpha: float) -> None:
         self._table, self._alpha = table, alpha
@@ -205,7 +205,7 @@ class PrioritySelector(Idle):
         self._set_highest(1.0)
 
     def _set_highest(self, highest: float) -> None:
-        """Set the highest priority so far, which new items get, so that each is likely to be sampled at least once."""
+        """Set the highest priority so far. New items get it, so that each is likely to be sampled at least once."""
         self._highest, self._new_weight = highest, self._weights(np.float64(highest))
 
     def inserted(self, cells: Cells, keys: Array) -> None:
@@ -236,7 +236,7 @@ class PrioritySelector(Idle):
         tree, new = self._tree, float(self._new_weight)
         weight_left, candidates = tree.total, self._independent_draws(n, rng)
         path: list[int] = []
-        cells: list[int] = []  # cells whose original item was evicted; each now holds a new item of weight `new`
+        cells: list[int] = []  # cells whose original item was evicted; each holds a new item of weight `new`
         refilled: set[int] = set()  # the same cells
         for chance in rng.random(n).tolist():
             of_new = len(cells) * new
@@ -244,13 +244,13 @@ class PrioritySelector(Idle):
             if place < of_new or not weight_left > 0:
                 path.append(cells[min(int(place / new), len(cells) - 1)])
                 continue
-            # Candidates were drawn with the original weights: skip cells that were refilled since.
+            # Candidates were drawn with the original weights, so skip cells that have been refilled.
             found = next((each for each in candidates if each[0] not in refilled), None)
             if found is None:
                 tree.set(np.array(cells), 0.0)
                 weight_left = tree.total
                 candidates = self._independent_draws(n - len(path) if weight_left > 0 else 0, rng)
-                found = next(candidates, (cells[-1], 0.0))  # the remaining weight was only a rounding error
+                found = next(candidates, (cells[-1], 0.0))  # the remaining weight is only a rounding error
             path.append(found[0])
             cells.append(found[0])
             refilled.add(found[0])
@@ -291,7 +291,8 @@ class PrioritySelector(Idle):
 
 
 class HeapSelector(Idle):
-    """The items of lowest priority first, or of highest; among equal ones the least recently inserted or updated."""
+    """Items of lowest (or highest) priority first. Among equal priorities, the least recently inserted or updated
+    first."""
 
     distinct = True
 
@@ -299,7 +300,7 @@ class HeapSelector(Idle):
         self._table, self._sign = table, -1.0 if highest else 1.0
         self._heap: list[tuple[float, int, int]] = []
         self._stamp: Array = np.full(table.cells, -1, np.int64)
-        """Per cell, the number of its current heap entry; -1: no item. Entries with other numbers are outdated."""
+        """For each cell, the number of its current heap entry; -1: no item. Entries with other numbers are outdated."""
         self._count = 0
         self.priorities: Array = np.ones(table.cells)
 
@@ -330,13 +331,14 @@ class HeapSelector(Idle):
         return np.array([cell for _, _, cell in found], np.int64), np.ones(len(found))
 
     def displaced(self, n: int, rng: np.random.Generator) -> Array:
-        # Every popped item is evicted. Further new items rank directly after the newest one, with equal priority.
+        # Every popped item is evicted. Further new items have the same priority as the newest item and rank directly
+        # after it.
         found = self._popped(n, self._count - 1)
         cells = np.array([cell for _, _, cell in found], np.int64)
         return np.resize(cells, n) if found[-1][1] == self._count - 1 else cells
 
     def _popped(self, n: int, last: int = -1) -> list[tuple[float, int, int]]:
-        """Return the next `n` entries of the heap, or those up to the one with the stamp `last`."""
+        """Return the next `n` entries of the heap, or the entries up to the stamp `last`."""
         found: list[tuple[float, int, int]] = []
         heap, stamp = self._heap, self._stamp
         while heap and len(found) < n:

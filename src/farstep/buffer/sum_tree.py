@@ -1,4 +1,4 @@
-"""A sum tree over a fixed number of leaves: draws thousands of leaves at a time in proportion to their weights."""
+"""A sum tree over a fixed number of leaves. It draws thousands of leaves at a time, in proportion to their weights."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import numpy as np
 
 from farstep.core import Array
 
-_TOP = 4096  # largest number of nodes at the top level, which is searched with one cumulative sum
-_FEW = 4  # up to this many sums are computed faster one by one
+_TOP = 4096  # maximum number of nodes at the top level, which is searched with one cumulative sum
+_FEW = 4  # up to this number, computing sums one by one is faster
 _LINE = 64  # bytes of a cache line
 
 
 class SumTree:
-    """Weights of `leaves` leaves, and the sums of four nodes each up to a top level.
+    """The weights of the leaves, and levels of sums above them. Each node is the sum of four nodes of the level below.
 
-    Sums are always recomputed from their four parts and never adjusted, so that rounding errors do not accumulate.
+    Sums are always recomputed from their four parts, never adjusted, so that rounding errors do not accumulate.
     """
 
     def __init__(self, leaves: int) -> None:
@@ -25,14 +25,14 @@ class SumTree:
             depth += 1
         top = -(-leaves >> 2 * depth)
         self._levels: list[Array] = _aligned([top << 2 * level for level in reversed(range(depth + 1))])
-        """From the leaves to the top."""
+        """All levels, from the leaves to the top."""
         self._cumulative: Array = np.zeros(top + 1)
         """Sum of all weights before each top node, and the total; outdated if `_changed`."""
         self._changed = False
 
     @property
     def weights(self) -> Array:
-        """The weights of all leaves; do not write to it."""
+        """The weights of all leaves; read-only."""
         return self._levels[0]
 
     @property
@@ -41,7 +41,7 @@ class SumTree:
         return float(self._cumulative_sums()[-1])
 
     def set(self, leaves: Array | slice, weights: Array | float) -> None:
-        """Set the weights of leaves, given as indices or a range; for a repeated index the last weight counts."""
+        """Set the weights of leaves, given as indices or a range. If an index repeats, its last weight counts."""
         self._levels[0][leaves] = weights
         for below, above in zip(self._levels, self._levels[1:], strict=False):
             if isinstance(leaves, slice):
@@ -67,8 +67,8 @@ class SumTree:
         Args:
             n: Number of draws.
             rng: Source of randomness.
-            stratified: Draw one leaf from each n-th part of the total, in ascending order; otherwise draws are
-                independent.
+            stratified: Whether to divide the total into n equal parts and draw one leaf from each, in ascending order;
+                otherwise draws are independent.
 
         Returns:
             The leaves and their weights.

@@ -1,7 +1,7 @@
 """Checks of a checkpoint's contents before they are used.
 
-Files with matching checksums can still be forged or come from another version of farstep. These functions raise
-`Refused` unless types, keys, shapes, dtypes and ranges are those that the restored objects need.
+Even files with matching checksums can be forged, or come from another version of farstep. These functions raise
+`Refused` unless types, keys, shapes, dtypes and ranges fit the restored objects.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from farstep.core import Array
 
 T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-"""A counter or seed: at most 2**62, so that it can be incremented without overflowing 64 bits."""
+"""A counter or seed: at most 2**62, so that increments do not overflow 64 bits."""
 Word = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 
@@ -27,7 +27,8 @@ Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info
 def converted(
     where: str, value: object, kind: type[T], dec_hook: Callable[[type[Any], Any], object] | None = None
 ) -> T:
-    """Convert plain data to the msgspec type `kind`; `where` names it in a refusal, `dec_hook` is msgspec's."""
+    """Convert plain data to the msgspec type `kind`. `where` names it in error messages; `dec_hook` is passed to
+    msgspec."""
     try:
         return msgspec.convert(value, kind, dec_hook=dec_hook)
     except msgspec.ValidationError as error:
@@ -35,7 +36,7 @@ def converted(
 
 
 def check_array(where: str, array: object, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Return the array; refuse it unless it has this shape and dtype."""
+    """Return the array. Refuse it unless it has this shape and dtype."""
     expected = f"{np.dtype(dtype)}{list(shape)} expected"
     if not isinstance(array, np.ndarray):
         raise Refused(f"{where} is {type(array).__name__}, {expected}")
@@ -47,9 +48,9 @@ def check_array(where: str, array: object, shape: tuple[int, ...], dtype: Any) -
 
 
 def check_like(found: Mapping[str, Array], expected: Mapping[str, Array]) -> None:
-    """Refuse arrays whose names, dtypes or shapes differ from those of `expected`.
+    """Refuse arrays whose names, dtypes or shapes differ from `expected`.
 
-    If the first axis of an expected array has length 0, that axis may have any length.
+    If the first axis of an expected array has length 0, this axis may have any length.
     """
     check_keys("the checkpoint", found, expected)
     for name, array in expected.items():
@@ -67,7 +68,7 @@ def require(condition: object, reason: str) -> None:
 
 @contextlib.contextmanager
 def prefixed(where: str) -> Iterator[None]:
-    """Inside this context, the reasons of refusals get the prefix `where`."""
+    """Context manager: put `where` in front of the reasons of refusals."""
     try:
         yield
     except Refused as reason:
@@ -81,7 +82,7 @@ def check_finite(where: str, array: Array) -> None:
 
 
 def check_keys(where: str, found: Any, expected: Any) -> None:
-    """Refuse a mapping that lacks an entry, or has an unknown one."""
+    """Refuse a mapping with a missing or unknown entry."""
     for key in (key for key in expected if key not in found):
         raise Refused(f"{where} lacks {key}")
     for key in (key for key in found if key not in expected):
@@ -89,7 +90,7 @@ def check_keys(where: str, found: Any, expected: Any) -> None:
 
 
 def check_torch_generator(where: str, state: object) -> None:
-    """Refuse an array that is not a state of torch's CPU generator; if torch is not imported, only check the dtype."""
+    """Refuse an array that is not a state of torch's CPU generator. If torch is not imported, check only the dtype."""
     if not isinstance(state, np.ndarray) or state.dtype != np.uint8 or state.ndim != 1:
         found = f"{state.dtype}{list(state.shape)}" if isinstance(state, np.ndarray) else type(state).__name__
         raise Refused(f"{where} is {found}, uint8[n] expected")
@@ -106,7 +107,7 @@ class _PCG64State(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PCG64(msgspec.Struct, forbid_unknown_fields=True):
-    """The state of the generator that `np.random.default_rng` makes, as plain data."""
+    """The state of a generator of `np.random.default_rng`, as plain data."""
 
     bit_generator: Literal["PCG64"]
     state: _PCG64State
@@ -115,7 +116,7 @@ class PCG64(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def check_numpy_generator(where: str, state: object) -> None:
-    """Refuse plain data that is not a state of the generator that `np.random.default_rng` makes."""
+    """Refuse plain data that is not a state of a generator of `np.random.default_rng`."""
     words = converted(where, state, PCG64)
     in_range = 0 <= words.state.state < 2**128 and 0 <= words.state.inc < 2**128
     require(in_range, f"{where} has a number out of range")

@@ -1,8 +1,8 @@
-"""The files of a checkpoint, written and read in slices with a checksum.
+"""Writes and reads the files of a checkpoint, in slices and with a checksum.
 
-The checksum is CRC-32, the fastest one in the standard library (2.2 GB/s; BLAKE2b: 0.6 GB/s). It detects damage, not
-forgery. A forged file is still harmless: nothing in it is executed, and it cannot make a reader allocate more memory
-than its own size.
+The checksum is CRC-32, the fastest checksum in the standard library (2.2 GB/s; BLAKE2b: 0.6 GB/s). It detects damage,
+but not forgery. A forged file is harmless nevertheless: no code in it is executed, and it cannot make a reader allocate
+more memory than its own size.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class ArrayEntry(FileEntry, frozen=True):
 
 
 class Refused(Exception):
-    """A checkpoint cannot be used; the message has the reason and the file."""
+    """A checkpoint cannot be used. The message names the file and the reason."""
 
 
 def file_name(name: str) -> str:
-    """Return the file name for the array `name`; slashes are quoted, so that the file is always in the folder."""
+    """Return the file name for the array `name`. Slashes are quoted, so that the file is always in the folder."""
     return quote(name, safe="") + ".npy"
 
 
 def check_array(name: str, array: Array) -> bytes:
-    """Return the header of the array's .npy file; raise `ConfigError` if NumPy would not read the same array back."""
+    """Return the header of the array's .npy file. Raise `ConfigError` if NumPy would not read the same array back."""
     same = False
     if isinstance(name, str) and not array.dtype.hasobject:
         stream = io.BytesIO()
@@ -86,7 +86,7 @@ def write_array(folder: Path, name: str, array: Array) -> ArrayEntry:
 
 
 def _slices(header: bytes, array: Array) -> Iterator[BytesLike]:
-    """Yield the bytes of a .npy file; an array that is not contiguous is copied slice by slice."""
+    """Yield the bytes of a .npy file. Copy an array that is not contiguous slice by slice."""
     yield header
     if array.nbytes:
         items = max(_SLICE_BYTES // array.itemsize, 1)
@@ -116,14 +116,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def no_follow(path: str, flags: int) -> int:
-    """Open a file, but raise an error if it is a symbolic link; for `open(opener=...)`."""
+    """Open a file, for `open(opener=...)`. Raise an error if it is a symbolic link."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 @contextlib.contextmanager
 def opened(file: Path, size: int | None = None) -> Iterator[IO[bytes]]:
-    """Open a file to read; every error inside the context becomes `Refused`, with the name of the file."""
-    try:  # follow no symbolic link, and do not block on a pipe
+    """Context manager: open a file to read. Every error inside becomes `Refused`, with the name of the file."""
+    try:  # do not follow symbolic links, and do not block on a pipe
         with open(file, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as stream:
             status = os.fstat(stream.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -135,12 +135,12 @@ def opened(file: Path, size: int | None = None) -> Iterator[IO[bytes]]:
         raise Refused(f"{file.name} is missing") from None
     except (Refused, MemoryError):
         raise
-    except Exception as error:  # a forged header makes NumPy raise nearly anything
+    except Exception as error:  # a forged header can make NumPy raise almost anything
         raise Refused(f"{file.name} cannot be read: {error}") from error
 
 
 def read_array(folder: Path, name: str, entry: ArrayEntry, mmap: bool) -> Array:
-    """Read an array and check it against its entry; with `mmap`, return a read-only view of the file."""
+    """Read an array and check it against its entry. With `mmap`, return a read-only view of the file."""
     file = folder / file_name(name)
     with opened(file, entry.size) as stream:
         shape, dtype = _read_header(stream)

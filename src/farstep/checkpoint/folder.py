@@ -1,6 +1,6 @@
-"""A folder of numbered checkpoints of a training run or a replay buffer; damaged ones are never loaded.
+"""A folder of numbered checkpoints of a training run or a replay buffer. Damaged checkpoints are never loaded.
 
-    path/000012/obs.npy ...      the arrays; np.load can read them, too
+    path/000012/obs.npy ...      the arrays; np.load can also read them
                 meta.json        plain data
                 manifest.json    dtype, shape, bytes and checksum of each array; bytes and checksum of meta.json
                 DONE             the checksum of manifest.json, written last
@@ -55,11 +55,11 @@ class Loaded:
     arrays: dict[str, Array]
     """The arrays in the order in which they were saved, each in C order."""
     meta: dict[str, object]
-    """The plain data, with lists instead of tuples and Python numbers instead of NumPy's."""
+    """The plain data. Tuples have become lists, and NumPy numbers Python numbers."""
     folder: Path
     """The folder of the checkpoint."""
     refused: tuple[str, ...] = ()
-    """For each newer checkpoint that cannot be used, a sentence with the reason."""
+    """One sentence with the reason for each newer checkpoint that cannot be used."""
 
 
 def save(
@@ -71,13 +71,13 @@ def save(
     lock_timeout_s: float = 60.0,
     warn: Warn = log.warning,
 ) -> Path:
-    """Write the next numbered checkpoint, atomically.
+    """Write the next numbered checkpoint atomically.
 
     Earlier checkpoints are removed only after the new one is completely on disk.
 
     Args:
         path: Folder of the checkpoints; created if necessary.
-        arrays: Arrays by name, of dtypes that .npy files hold without pickle.
+        arrays: Arrays by name, with dtypes that .npy files support without pickle.
         meta: Plain data that JSON can represent.
         keep: Number of newest intact checkpoints to keep, at least 1; default: 2.
         lock_timeout_s: Seconds to wait while another process saves to the same path; default: 60.
@@ -87,7 +87,7 @@ def save(
         The folder of the new checkpoint.
 
     Raises:
-        CheckpointError: It could not be written; earlier checkpoints are intact.
+        CheckpointError: The checkpoint could not be written; earlier checkpoints are intact.
         ConfigError: An argument cannot be saved.
     """
     check_count("keep", keep)
@@ -110,8 +110,8 @@ def save(
     except OSError as error:
         kept = "Earlier checkpoints are intact; make" if before else "Make"
         raise CheckpointError(
-            f"the checkpoint could not be saved to {root}: {error}. {kept} sure that there is space and that the "
-            "folder is writable, then save again."
+            f"the checkpoint could not be saved to {root}: {error}. {kept} sure that the disk has free space and that "
+            "the folder is writable, then save again."
         ) from error
     return folder
 
@@ -121,8 +121,8 @@ def load(path: str | os.PathLike[str], *, mmap: bool = False) -> Loaded:
 
     Args:
         path: The folder that was saved to.
-        mmap: Whether arrays are read-only views of the files instead of copies in memory; checksums are verified in
-            either case. Default: False.
+        mmap: Whether arrays are read-only views of the files instead of copies in memory. Checksums are verified in
+            both cases. Default: False.
 
     Returns:
         The content of the checkpoint.
@@ -140,13 +140,13 @@ def load_with(
 
     Args:
         path: The folder that was saved to.
-        use: Restores the content. If it cannot, it raises `files.Refused` before changing anything, and is called
-            again with the next older checkpoint.
+        use: Restores the content. If this is not possible, it must raise `files.Refused` before changing anything; it
+            is then called with the next older checkpoint.
         mmap: As in `load`.
         warn: Receives a warning about each newer checkpoint that cannot be used; default: the logger.
 
     Returns:
-        What `use` returned.
+        The result of `use`.
 
     Raises:
         CheckpointError: No checkpoint can be used; the message has the reason for each.
@@ -157,7 +157,7 @@ def load_with(
         try:
             found = use(_read(folder, mmap, tuple(refused)))
         except files.Refused as reason:
-            if not folder.exists():  # a concurrent save removed it, so there are newer ones
+            if not folder.exists():  # a concurrent save removed it, so newer checkpoints exist
                 return load_with(path, use, mmap=mmap, warn=warn)
             refused.append(f"{folder} is not used: {reason}")
         else:
@@ -166,8 +166,8 @@ def load_with(
             return found
     if refused:
         advice = (
-            "If they were saved with other options or another version of farstep, use the same ones; otherwise the "
-            "files are damaged: restore the folder from a backup, or start without a checkpoint."
+            "If they were saved with other options or another version of farstep, use the same options and version. "
+            "Otherwise the files are damaged: restore the folder from a backup, or start without a checkpoint."
         )
         raise CheckpointError("\n  ".join([f"no checkpoint in {root} can be used:", *refused, advice]))
     if (root / _MANIFEST).exists():
@@ -177,7 +177,7 @@ def load_with(
 
 
 def load_number(path: str | os.PathLike[str], number: int, use: Callable[[Loaded], T]) -> T:
-    """As `load_with`, but use only the checkpoint with this number.
+    """Like `load_with`, but use only the checkpoint with this number.
 
     Args:
         path: The folder that was saved to.
@@ -185,7 +185,7 @@ def load_number(path: str | os.PathLike[str], number: int, use: Callable[[Loaded
         use: Restores the content, or raises `files.Refused`.
 
     Returns:
-        What `use` returned.
+        The result of `use`.
 
     Raises:
         CheckpointError: The checkpoint does not exist or cannot be used.
@@ -193,24 +193,25 @@ def load_number(path: str | os.PathLike[str], number: int, use: Callable[[Loaded
     known = {int(folder.name): folder for folder in numbered(path)}
     if number not in known:
         there = f"it has {', '.join(map(str, sorted(known)))}" if known else "it has none"
-        raise CheckpointError(f"{Path(path)} has no checkpoint {number}; {there}. Older ones are removed.")
+        raise CheckpointError(f"{Path(path)} has no checkpoint {number}; {there}. Older checkpoints are removed.")
     try:
         return use(_read(known[number], mmap=False))
     except files.Refused as reason:
         raise CheckpointError(
-            f"{known[number]} cannot be used: {reason}. Choose another one: {', '.join(map(str, sorted(known)))}."
+            f"{known[number]} cannot be used: {reason}. Choose another checkpoint: "
+            f"{', '.join(map(str, sorted(known)))}."
         ) from None
 
 
 def numbered(path: str | os.PathLike[str]) -> list[Path]:
-    """Return the folders of all checkpoints in `path`, newest first, intact or not; empty if `path` does not exist."""
+    """Return the folders of all checkpoints in `path`, including damaged ones, newest first; empty without `path`."""
     entries = Path(path).iterdir() if Path(path).is_dir() else ()
     folders = [entry for entry in entries if re.fullmatch(r"[0-9]{6,}", entry.name)]
     return sorted(folders, key=lambda folder: int(folder.name), reverse=True)
 
 
 def _plain(value: object, where: str) -> object:
-    """Convert `value` to the form in which JSON reads it back; raise `ConfigError` if JSON cannot represent it."""
+    """Convert `value` to what JSON reads back. Raise `ConfigError` if JSON cannot represent it."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, str | int | float):
@@ -227,7 +228,7 @@ def _plain(value: object, where: str) -> object:
 
 @contextlib.contextmanager
 def _locked(root: Path, timeout_s: float) -> Iterator[None]:
-    """Hold an exclusive lock on the folder; the kernel releases it when the process ends."""
+    """Context manager: hold an exclusive lock on the folder. The kernel releases it when the process ends."""
     deadline = time.monotonic() + timeout_s
     with open(root / _LOCK, "ab", opener=files.no_follow) as stream:
         while True:
@@ -245,7 +246,7 @@ def _locked(root: Path, timeout_s: float) -> Iterator[None]:
         try:
             yield
         finally:
-            fcntl.flock(stream, fcntl.LOCK_UN)  # closing is not enough if a fork inherited the descriptor
+            fcntl.flock(stream, fcntl.LOCK_UN)  # closing does not suffice if a fork inherited the descriptor
 
 
 def _write(root: Path, arrays: Mapping[str, Array], meta: bytes) -> Path:
@@ -272,11 +273,11 @@ def _seal(manifest: bytes) -> bytes:
 
 
 def _prune(root: Path, keep: int, warn: Warn) -> None:
-    """Remove all checkpoints older than the `keep` newest complete ones."""
+    """Remove all checkpoints that are older than the `keep` newest complete checkpoints."""
     complete = 0
     for folder in numbered(root):
         try:
-            if complete >= keep:  # rename first, so that a concurrent load never sees half of it
+            if complete >= keep:  # rename first, so that a concurrent load never sees a part of it
                 _remove(folder.rename(root / f"{_TEMPORARY}{folder.name}"))
             else:
                 _inspect(folder)
@@ -295,7 +296,7 @@ def _remove(entry: Path) -> None:
 
 
 def _inspect(folder: Path) -> _Manifest:
-    """Return the manifest of a checkpoint; raise `Refused` if a file is missing or has the wrong size."""
+    """Return the manifest of a checkpoint. Raise `Refused` if a file is missing or has the wrong size."""
     with files.opened(folder / _DONE, len(_seal(b""))) as stream:
         seal = stream.read()
     with files.opened(folder / _MANIFEST) as stream:
@@ -314,7 +315,7 @@ def _inspect(folder: Path) -> _Manifest:
 
 
 def _read(folder: Path, mmap: bool, refused: tuple[str, ...] = ()) -> Loaded:
-    """Read a checkpoint; raise `Refused` if it is damaged."""
+    """Read a checkpoint. Raise `Refused` if it is damaged."""
     manifest = _inspect(folder)
     arrays = {name: files.read_array(folder, name, entry, mmap) for name, entry in manifest.arrays.items()}
     return Loaded(arrays=arrays, meta=_read_meta(folder, manifest.meta), folder=folder, refused=refused)

@@ -1,4 +1,4 @@
-"""The `farstep` command; each of its commands is a module of this folder."""
+"""The `farstep` command. Each subcommand is a module of this folder."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ Inspect the result:
   farstep eval runs/NAME --episodes 100     mean and spread of the return
   farstep watch runs/NAME                   render episodes to a video
   farstep plot runs/NAME runs/OTHER         plot return, throughput and staleness
+  farstep metrics lag/                      explain metrics by a part of their name
 
 Prepare a cluster:
   farstep doctor --launcher slurm --nodes 4 check nodes, network and versions
@@ -34,7 +35,7 @@ Prepare a cluster:
 Options: 'farstep COMMAND --help', for example 'farstep train ppo --help' or
 'farstep train ppo --launcher slurm --help'. Version: 'farstep --version'.
 """
-_COMMANDS = ("train", "eval", "watch", "plot", "doctor", "slurm", "kubernetes")
+_COMMANDS = ("train", "eval", "watch", "plot", "metrics", "doctor", "slurm", "kubernetes")
 _LAUNCHING = ("train", "eval", "doctor")
 
 
@@ -42,14 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        argv: The arguments without the program's name; None: those of this process.
+        argv: The arguments without the name of the program; None: the arguments of this process.
 
     Returns:
         The exit status: 0 on success, 1 after an error, 130 after Ctrl-C, or the status of the command.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None and _imports_from_here(arguments):
-        sys.path.append("")  # last, so that no file of the current folder shadows an installed module
+        sys.path.append("")  # append, so that no file in the current folder shadows an installed module
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         sys.stdout.write(_HELP)
         return 0
@@ -59,13 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"farstep {VERSION}\n")
         return 0
     if arguments[0] in _LAUNCHING:
-        refuse_nested_launch()  # outside the `try`: the error must reach the program that imported this module
+        refuse_nested_launch()  # outside the `try`, because the error must reach the program that imported this module
     try:
         return _command(arguments[0])(arguments[1:])
     except FarstepError as error:
         text: object = error
         if isinstance(error, WorkerError) and isinstance(error, (ConfigError, LaunchError)):
-            text = f"{error.message} [{error.where}]"  # the user's mistake: the remote traceback would not help
+            text = f"{error.message} [{error.where}]"  # the user's mistake, so the remote traceback would not help
         sys.stderr.write(f"farstep: {text}\n")
         return 1
     except KeyboardInterrupt:
@@ -74,13 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _imports_from_here(arguments: Sequence[str]) -> bool:
-    """Return whether the command imports environments or wrappers, which may be modules in the current folder."""
+    """Return whether the command imports environments or wrappers. Their modules may be in the current folder."""
     has_env_option = any(argument.partition("=")[0] == "--env" for argument in arguments)
     return arguments[:1] in (["train"], ["eval"], ["watch"]) or (arguments[:1] == ["doctor"] and has_env_option)
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
-    """Return the `main` function of a command, imported lazily: torch alone takes two seconds."""
+    """Return the `main` function of a command. Import it only now, because torch alone takes two seconds."""
     if name not in _COMMANDS:
         raise FarstepError(unknown_name("command", name, _COMMANDS))
     if name in ("train", "eval", "watch"):

@@ -1,4 +1,4 @@
-"""`farstep doctor`: check that a run can work here, and say what to fix."""
+"""`farstep doctor`: checks whether a run can work here, and says what to fix."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ _QUIET_S = 3.0
 class Options(Generic[C]):
     """Check that this machine, the engine and each node are ready for a run, and say what to fix.
 
-    Starts a node daemon and one worker on every node as a run would, collects their reports, and stops them. The exit
-    status is 1 if there is a problem. The launcher decides which other options exist:
-    farstep doctor --launcher ssh --hosts node1 node2 --env CartPole-v1
+    The command starts a node daemon and one worker on every node, as a run would. It collects their reports and stops
+    them. The exit status is 1 if there is a problem. Further options depend on the launcher: farstep doctor --launcher
+    ssh --hosts node1 node2 --env CartPole-v1
     """
 
     config: tyro.conf.OmitArgPrefixes[C]
     launcher: LauncherName = "local"
-    """Where workers would run. 'farstep doctor --launcher NAME --help' lists its options."""
+    """Where workers would run. 'farstep doctor --launcher NAME --help' lists the options of a launcher."""
     env: str | None = None
     """Environment to build and reset on each node, as for 'farstep train'. None: no environment is built."""
     env_type: Literal["gymnasium", "envpool", "factory", "vector"] = "gymnasium"
-    """Library or function that makes the environment, as for 'farstep train'."""
+    """What makes the environment (a library or a function), as for 'farstep train'."""
     env_kwargs: str = "{}"
     """Arguments of the environment, as JSON."""
     wait_s: float = 120.0
-    """Seconds to wait for nodes. Use more if the queue of the cluster is long."""
+    """Seconds to wait for nodes. Raise it if the cluster has a long queue."""
 
     def __post_init__(self) -> None:
         if not self.wait_s > 0:
@@ -53,11 +53,11 @@ class Options(Generic[C]):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run all checks and print their findings; return 1 if there is a problem, else 0."""
+    """Run all checks and print their findings. Return 1 if there is a problem, otherwise 0."""
     options = parsed(arguments)
     log = logging.getLogger("farstep")
     before = log.level
-    log.setLevel(logging.ERROR)  # the findings already contain what the log warns of
+    log.setLevel(logging.ERROR)  # the findings already contain the warnings of the log
     try:
         return _check(options)
     finally:
@@ -70,7 +70,7 @@ def _check(options: Any) -> int:
     found = [*_section("this machine", machine()), *_section("the network", addresses(config))]
     head_works = _has_no_problem(found)
     found += (answers := _section(f"the engine ({launcher})", engine(options.config, progress.report)))
-    # With ssh, one unreachable host says nothing about the others; any other engine provides all nodes or none.
+    # With ssh, one unreachable host says nothing about the other hosts. Any other engine provides all nodes or none.
     engine_works = _has_no_problem(answers) or (launcher == "ssh" and any(finding.level == "ok" for finding in answers))
     if head_works and engine_works:
         found += _section("nodes", nodes(config, env, options.wait_s, progress.report))
@@ -104,13 +104,13 @@ def _number(count: int, what: str) -> str:
 def _environment(options: Options[Any]) -> dict[str, object] | None:
     if options.env is None:
         return None
-    # Validates the options before anything is started.
+    # Validate the options before anything starts.
     run = RunConfig(env=options.env, env_type=options.env_type, env_kwargs=options.env_kwargs).env_config()
     return {"type": run.type, "env_name": run.env_name, "env_kwargs": dict(run.env_kwargs)}
 
 
 def _section(title: str, findings: Iterator[Finding]) -> list[Finding]:
-    """Print each finding as soon as it is known, and return all of them."""
+    """Print each finding as soon as it is known, and return all findings."""
     found: list[Finding] = []
     for finding in findings:
         if not found:

@@ -1,4 +1,4 @@
-"""`farstep eval`: measure the return of a trained policy."""
+"""`farstep eval`: measures the return of a trained policy."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ class Options:
     run: Annotated[Path, tyro.conf.Positional]
     """Folder of the run."""
     checkpoint: int | None = None
-    """Number of the checkpoint, e.g. 12 for checkpoints/000012. None: the newest that is intact."""
+    """Number of the checkpoint, e.g. 12 for checkpoints/000012. None: the newest intact checkpoint."""
     episodes: int = 20
     """Number of episodes."""
     seed: int | None = None
-    """Seed of episodes and of sampling. None: that of the run's own evaluations, so that results are equal."""
+    """Seed of episodes and of sampling. None: the seed of the run's own evaluations, which gives the same results."""
     greedy: bool = False
-    """Take the most likely actions, as without --sample."""
+    """Take the most likely actions. This is the default."""
     sample: bool = False
-    """Sample actions as in training, instead of taking the most likely ones."""
+    """Sample actions as in training, instead of taking the most likely actions."""
     num_envs: int | None = None
-    """Number of environments, which run in parallel. None: 8, or the number of episodes if that is lower."""
+    """Number of environments that run in parallel. None: 8, or the number of episodes if this is lower."""
     workers: int | None = None
-    """Worker processes. None: as many as in training if that was on this machine, else one per core."""
+    """Number of worker processes. None: as many as in training if it ran on this machine, otherwise one per core."""
     max_steps: int = MAX_STEPS
-    """Steps of each environment after which unfinished episodes are abandoned."""
+    """Maximum number of steps of each environment; then unfinished episodes are abandoned."""
     json: bool = False
     """Write the result as JSON to standard output: statistics, and return and length of every episode."""
     trust: bool = False
-    """Execute the code that the run's config.json names, even if its tag does not show that you wrote the
+    """Execute the code that the run's config.json names, even if the file's tag does not prove that you wrote the
     file."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Load a checkpoint, run episodes and print statistics; return the exit status."""
+    """Load a checkpoint, run episodes and print statistics. Return the exit status."""
     if not arguments:
         raise ConfigError("'farstep eval' needs the folder of a run, e.g. farstep eval runs/NAME.")
     options = parse(Options, arguments, "farstep eval")
@@ -79,12 +79,12 @@ def _evaluate(saved: SavedRun, options: Options) -> dict[str, Any]:
     seed = run.seed + 1 if options.seed is None else options.seed
     slots = min(options.num_envs or EVALUATION_SLOTS, options.episodes)
     config = run.env_config(envs_per_node=slots, stagger=None, kl_threshold=None, seed=seed)
-    torch.set_num_threads(1)  # only the workers of --launcher in-process run in this process
+    torch.set_num_threads(1)  # this process acts only with --launcher in-process
     with ClusterEnv(config, run.launch_config(options.workers)) as env:
         agent = agent_for(saved.learner, *env.launch())
         policy = saved.restore(agent, options.checkpoint)
         agent.greedy = not options.sample
-        torch.manual_seed(seed)  # for --launcher in-process; worker processes have seeds of their own
+        torch.manual_seed(seed)  # for --launcher in-process; worker processes have their own seeds
         progress = EpisodeProgress(options.episodes)
         try:
             returns, lengths = run_episodes(
@@ -109,7 +109,7 @@ def _evaluate(saved: SavedRun, options: Options) -> dict[str, Any]:
 def _result(
     saved: SavedRun, policy: SavedPolicy, seed: int, greedy: bool, returns: np.ndarray, lengths: np.ndarray
 ) -> dict[str, Any]:
-    """Return what --json writes."""
+    """Return the result that --json writes."""
     return {
         "run": str(saved.folder.path),
         "checkpoint": int(policy.checkpoint.name),

@@ -1,4 +1,4 @@
-"""`farstep kubernetes`: print the manifests that a run would create."""
+"""`farstep kubernetes`: prints the manifests that a run would create."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from farstep.observe.extras import require
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Print the manifests that a run would create; the options are the fields of farstep.KubernetesConfig."""
+    """Print the manifests that a run would create. The options are the fields of farstep.KubernetesConfig."""
 
     config: tyro.conf.OmitArgPrefixes[KubernetesConfig]
     print: bool = False
@@ -27,7 +27,7 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse the options and print the manifests; return the exit status."""
+    """Parse the options and print the manifests. Return the exit status."""
     options = parse(Options, arguments, "farstep kubernetes")
     if not options.print:
         raise ConfigError("'farstep kubernetes' only prints manifests; add --print.")
@@ -47,5 +47,5 @@ def _with_namespace(manifest: dict[str, Any], namespace: str | None) -> dict[str
 
 
 def _text(dumper: Any, text: str) -> Any:
-    """Represent text of several lines as a YAML block, which keeps its line breaks."""
+    """Represent text of several lines as a YAML block, which keeps the line breaks."""
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)

@@ -1,4 +1,4 @@
-"""The launchers that a command line can name, and the options that each has."""
+"""The launchers that a command line can name, and the options of each launcher."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ LAUNCHERS: dict[str, type[LaunchConfig]] = {"local": LocalConfig, "in-process": 
 
 
 def chosen_launcher(arguments: Sequence[str], default: str = "local") -> str:
-    """Return the launcher that `--launcher` names, found before parsing: it decides which other options exist."""
+    """Return the launcher that `--launcher` names. Find it before parsing, because it decides which other options
+    exist."""
     name = default
     for i, argument in enumerate(arguments):
         flag, _, value = argument.partition("=")
@@ -47,11 +48,11 @@ def check_options(kind: Any, arguments: Sequence[str], command: str, launcher: s
     others = {
         f"--launcher {name}": config
         for name, config in LAUNCHERS.items()
-        if not {name, launcher} <= here  # an option of one launcher of this machine is not suggested for the other
+        if not {name, launcher} <= here  # do not suggest an option of one local launcher for the other
     }
     check_belonging(kind, arguments, f"'{command}' with --launcher {launcher}", others)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoOptions:
-    """Options of a launcher that needs none besides those of the run."""
+    """Options of a launcher that needs only the options of the run."""

@@ -1,4 +1,4 @@
-"""Parses options into a dataclass, with tyro; a mistake becomes one sentence that names the nearest valid options."""
+"""Parses options into a dataclass, with tyro. For a mistake, prints one sentence with the nearest valid options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from farstep.errors import ConfigError
 
 T = TypeVar("T")
 _JSON = {Mapping[str, object]: Mapping, Mapping[str, float]: Mapping, Sequence[Mapping[str, object]]: Sequence}
-"""Types of options that are given as JSON, with the type that the JSON must have."""
+"""Types of options that users pass as JSON, with the required type of the JSON value."""
 _NUMBERS: dict[Any, tuple[type, str]] = {
     shape: (kind, expected)
     for kind, expected in ((int, "a whole number"), (float, "a number"))
@@ -38,9 +38,9 @@ def parse(
 
     Args:
         kind: The dataclass that has the options.
-        arguments: What follows the command, e.g. `["--env", "CartPole-v1"]`.
+        arguments: The arguments after the command, e.g. `["--env", "CartPole-v1"]`.
         command: The command as typed, for messages.
-        default: Values of options that are not given; None: those of the dataclass.
+        default: Values of options that are not given; None: the defaults of the dataclass.
 
     Returns:
         An instance of `kind`.
@@ -67,7 +67,7 @@ def parse(
 
 
 def check_belonging(kind: Any, arguments: Sequence[str], command: str, others: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for an option that `kind` lacks and one of `others` has, and name its owner."""
+    """Raise `ConfigError` if an option does not belong to `kind` but to one of `others`; name the owner."""
     mine = option_names(kind)
     for name in map(_name, arguments):
         owners = [other for other, config in others.items() if name in option_names(config)]
@@ -84,7 +84,7 @@ def typed(name: str, value: object) -> str:
 
 
 def option_names(kind: Any) -> list[str]:
-    """Return all options of a dataclass and of the dataclasses nested in it, named as tyro does without prefixes."""
+    """Return all options of a dataclass, including nested dataclasses, with tyro's names (without prefixes)."""
     found: list[str] = []
     base = get_origin(kind) or kind
     chosen = dict(zip(getattr(base, "__parameters__", ()), get_args(kind), strict=True))
@@ -103,13 +103,13 @@ def _name(argument: str) -> str:
 
 
 def _sentence(text: str) -> str:
-    """Return the error message in tyro's box as one line; without box characters, tyro underlines the title instead."""
+    """Return the error message in tyro's box as one line. Without box characters, tyro underlines the title."""
     words: list[str] = []
     has_title = "╭" not in text
     for line in (line.strip("│ ") for line in text.splitlines() if not line.startswith(("╭", "╰", "usage"))):
         if line and not line.strip("─-"):
             if not has_title:
-                break  # what follows repeats the help text
+                break  # the rest repeats the help text
             words, has_title = [], False
         elif line.startswith(("Argument helptext", "For full helptext")):
             break

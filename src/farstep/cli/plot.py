@@ -1,4 +1,4 @@
-"""`farstep plot`: draw the curves of runs."""
+"""`farstep plot`: draws the curves of runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from farstep.observe.run_folder import RunFolder
 @show_fields
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Plot return and throughput of runs, and staleness, dropped chunks and restarts if there were any; runs that
+    """Plot return and throughput of runs and, if there were any, staleness, dropped chunks and restarts. Runs that
     differ only in their seed share a line.
 
     Examples: farstep plot runs/NAME; farstep plot runs/NAME runs/OTHER --out comparison.svg
@@ -35,7 +35,7 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse the options and draw; return the exit status."""
+    """Parse the options and draw. Return the exit status."""
     options = parse(Options, arguments, "farstep plot")
     if not options.runs:
         raise ConfigError("'farstep plot' needs at least one run, e.g. farstep plot runs/NAME.")

@@ -1,4 +1,4 @@
-"""Renders episodes of an agent, in an environment of this process, to a video."""
+"""Renders episodes of an agent to a video, with an environment in this process."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def record(
 
     Args:
         agent: The policy.
-        run: The run whose environment is built.
+        run: Options of the run; they name the environment.
         path: The file to write.
-        seed: Seed of the first episode; each later one adds 1.
+        seed: Seed of the first episode; each later episode adds 1.
         episodes: Number of episodes.
-        max_steps: Steps after which an episode is cut off.
+        max_steps: Maximum number of steps of an episode; a longer episode is cut off.
         fps: Frames per second; None: the environment's `render_fps`, or 30.
 
     Returns:
@@ -71,7 +71,7 @@ def record(
 
 
 def check_recording(run: RunConfig) -> None:
-    """Raise `ConfigError` if the environment of a run cannot be rendered, before anything is started."""
+    """Raise `ConfigError` if the environment of a run cannot be rendered. Call this before anything starts."""
     if run.env_type in ("envpool", "vector"):
         raise ConfigError(
             f"environments of type {run.env_type} cannot be rendered individually; use --env-type gymnasium or factory."
@@ -86,7 +86,7 @@ def check_recording(run: RunConfig) -> None:
 
 
 def _environment(run: RunConfig) -> Env:
-    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # frames need no screen, and SDL fails without one
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # frames need no screen, but SDL would fail without one
     config = run.env_config(envs_per_node=1, stagger=None)
     kwargs = {**config.env_kwargs, "render_mode": "rgb_array"}
     return Source.of(run.env_config(envs_per_node=1, stagger=None, env_kwargs=kwargs)).build()

@@ -1,4 +1,4 @@
-"""Opens a stored run and restores its policy, for the commands that show what a run has learned."""
+"""Opens a stored run and restores its policy, for `farstep eval` and `farstep watch`."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from farstep.observe.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class SavedPolicy:
-    """The checkpoint whose parameters an agent has."""
+    """The checkpoint that was loaded into an agent."""
 
     checkpoint: Path
     """Folder of the checkpoint."""
     steps: int
-    """Environment steps that it was trained for."""
+    """Number of environment steps of training before the checkpoint."""
     version: int
     """Version of the policy."""
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A stored run whose code may be executed."""
+    """A stored run. The user trusts its code."""
 
     folder: RunFolder
     run: RunConfig
@@ -56,8 +56,8 @@ class SavedRun:
             The run.
 
         Raises:
-            RunError: There is no run, or it may not be this user's and `trust` is False.
-            ConfigError: Its options do not match this version of farstep.
+            RunError: There is no run; or another user may have written it, and `trust` is False.
+            ConfigError: The options of the run do not match this version of farstep.
         """
         folder = RunFolder.open(path)
         saved, why_not = folder.read_signed_config()
@@ -70,10 +70,10 @@ class SavedRun:
 
         Args:
             agent: An agent with the network of the run.
-            number: Number of the checkpoint; None: the newest that can be used.
+            number: Number of the checkpoint; None: the newest usable checkpoint.
 
         Returns:
-            Which checkpoint it was.
+            The loaded checkpoint.
 
         Raises:
             RunError: The run has no checkpoint yet.
@@ -83,8 +83,8 @@ class SavedRun:
         if not checkpoint.numbered(path):
             raise RunError(
                 f"{self.folder.path} has no checkpoint yet; the first is written after "
-                f"{self.run.checkpoint_every or DEFAULT_EVERY} "
-                "updates (--checkpoint-every) or when the run ends. Try again then."
+                f"{self.run.checkpoint_every or DEFAULT_EVERY} updates (--checkpoint-every), or when the run ends. "
+                "Try again later."
             )
         use = partial(_restore, agent)
         return checkpoint.load_with(path, use) if number is None else checkpoint.load_number(path, number, use)

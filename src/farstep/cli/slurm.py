@@ -1,4 +1,4 @@
-"""`farstep slurm`: print the batch script that a run would submit."""
+"""`farstep slurm`: prints the batch script that a run would submit."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from farstep.launch.slurm import batch_script, job_sizes
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Print the batch script that a run would submit; the options are the fields of farstep.SlurmConfig.
+    """Print the batch script that a run would submit. The options are the fields of farstep.SlurmConfig.
 
-    Nothing is submitted: a run does that itself. The script passes the head's address and the keys to the standard
-    input of each node daemon; they are omitted here.
+    This command submits nothing; a run submits its script itself. The script passes the head's address and the keys to
+    the standard input of each node daemon. The printed script omits them.
 
     In a program: ClusterEnv({"env_name": "LunarLander-v3", "envs_per_node": 64}, SlurmConfig(nodes=4, partition="gpu"))
 
@@ -32,14 +32,14 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse the options and print the script; return the exit status."""
+    """Parse the options and print the script. Return the exit status."""
     options = parse(Options, arguments, "farstep slurm")
     if not options.print:
         raise ConfigError("'farstep slurm' only prints the job that a run would submit; add --print.")
     config = options.config
     if config.debug:
         raise ConfigError(
-            "with --debug, workers run on this machine and no job is submitted; omit --debug to print one."
+            "with --debug, workers run on this machine and no job is submitted; to print the script, omit --debug."
         )
     if config.spread:
         sys.stdout.write(batch_script(config, config.workers_on_node, config.nodes, least=config.fewest_nodes))

@@ -1,10 +1,11 @@
-"""`farstep train`: parse the options, start the environments, train, and store the run."""
+"""`farstep train`: parses the options, starts the environments, trains, and stores the run."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -25,7 +26,8 @@ from farstep.cli.trust import check_trusted
 from farstep.cluster_env import ClusterEnv, event_log_of
 from farstep.config.field_docs import show_fields
 from farstep.config.launch import EngineConfig
-from farstep.errors import ConfigError, RunError, unknown_name
+from farstep.errors import ConfigError, RunError, counted, unknown_name
+from farstep.event import Event
 from farstep.learners.async_ppo import AsyncPPO, AsyncPPOConfig
 from farstep.learners.dqn import DQN, ApexConfig, DQNConfig, make_q_agent
 from farstep.learners.impala import Impala, ImpalaConfig
@@ -37,7 +39,8 @@ from farstep.learners.networks.agent import NetworkAgent
 from farstep.learners.networks.nets import Space, make_agent
 from farstep.learners.ppo import PPO, PPOConfig
 from farstep.learners.sac import SAC, SACConfig, make_soft_actor
-from farstep.observe.console import console_logger
+from farstep.observe.console import LiveDisplay, PlainLines, console_logger
+from farstep.observe.diagnosis import Diagnosis
 from farstep.observe.event_files import EventFile
 from farstep.observe.files import as_run_error, replace_file
 from farstep.observe.loggers import (
@@ -48,6 +51,7 @@ from farstep.observe.loggers import (
     require_tensorboard,
     require_wandb,
 )
+from farstep.observe.panel import SHOWN_EVENTS
 from farstep.observe.run_folder import RunFolder, run_name
 from farstep.resources import usable_cpus
 from farstep.version import VERSION
@@ -64,19 +68,19 @@ E = TypeVar("E", bound=EngineConfig | NoOptions)
 class Options(Generic[C, E]):
     """Train an agent and store the run in a folder.
 
-    The options of a cluster appear when --launcher names one: farstep train ppo --launcher slurm --help
+    To list the options of a cluster, name its launcher: farstep train ppo --launcher slurm --help
     """
 
     run: tyro.conf.OmitArgPrefixes[RunConfig]
     learner: tyro.conf.OmitArgPrefixes[C]
     nodes: tyro.conf.OmitArgPrefixes[E]
-    """Nodes of the cluster that --launcher names."""
+    """Options of the cluster that --launcher names."""
     config: Path | None = None
-    """YAML file with options, such as the config.yaml of a run; options on the command line take precedence over it."""
+    """YAML file with options, such as the config.yaml of a run. Options on the command line take precedence."""
     resume: Path | None = None
-    """Folder of a run to continue. Its options are the defaults of all others."""
+    """Folder of a run to continue. The options of this run become the defaults of all other options."""
     trust: bool = False
-    """With --resume: execute the code that the run's config.json names, even if its tag does not show that you
+    """With --resume: execute the code that the run's config.json names, even if the file's tag does not prove that you
     wrote the file."""
 
 
@@ -113,7 +117,7 @@ def agent_for(config: Any, observation_space: Space, action_space: Space) -> Net
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse the options, train, and print a summary; return the exit status."""
+    """Parse the options, train, and print a summary. Return the exit status."""
     if not arguments:
         sys.stderr.write(f"farstep: 'farstep train' needs a learner: {', '.join(ALGORITHMS)}.\n")
         return 2
@@ -134,7 +138,9 @@ def main(arguments: Sequence[str]) -> int:
         except KeyboardInterrupt:
             sys.stderr.write("farstep: stopped by SIGINT before training began; no run folder was created\n")
             return _EXIT_STATUS["SIGINT"]
-        folder = _folder(name, options)  # last: a misspelt environment must not leave an empty run folder behind
+        folder = _folder(
+            name, options
+        )  # last, because a misspelled environment must not leave an empty run folder behind
         sys.stdout.write(f"run: {folder.path}\n{_normalized(options.learner.net)}\n")
         sys.stdout.flush()
         try:
@@ -171,7 +177,7 @@ def _options(name: str, arguments: Sequence[str]) -> Options[Any, Any]:
         _check_same(default, options)
         check_trusted(RunFolder(resumed), default.run, why_not, options.trust, f"{command} --resume")
     elif options.trust:
-        raise ConfigError("--trust applies to the run folder of --resume, which is missing: add --resume RUN.")
+        raise ConfigError("--trust applies only to a run folder: add --resume RUN, or omit --trust.")
     return options
 
 
@@ -183,30 +189,35 @@ def _cluster(options: Options[Any, Any]) -> ClusterEnv:
 
 
 def _check_same(saved: Options[Any, Any], now: Options[Any, Any]) -> None:
-    """Raise `ConfigError` if an option that defines the run differs from the saved one."""
+    """Raise `ConfigError` if an option that a resumed run cannot change differs from the saved option."""
     network = [(field.name, saved.learner.net, now.learner.net) for field in fields(saved.learner.net)]
     for name, *configs in [*((name, saved.run, now.run) for name in _FIXED), *network]:
         before, after = (typed(name, getattr(config, name)) for config in configs)
         if before != after:
             raise ConfigError(
-                f"the run in {now.resume} was started with {before} and cannot be resumed with {after}. Omit that "
+                f"the run in {now.resume} was started with {before} and cannot be resumed with {after}. Omit the "
                 "option, or start another run without --resume."
             )
 
 
 def _named_path(arguments: Sequence[str], option: str, expected: str) -> Path | None:
-    """Return the path that an option names, found before parsing: what it holds are the defaults of all others."""
+    """Return the path that an option names. Find it before parsing, because the file has the defaults of other
+    options."""
+    found = None
     for i, argument in enumerate(arguments):
         flag, _, value = argument.partition("=")
         if flag == option:
             if not value and i + 1 == len(arguments):
                 raise ConfigError(f"{option} needs {expected}.")
-            return Path(value or arguments[i + 1])
-    return None
+            if found is not None:
+                raise ConfigError(f"{option} was given twice; it takes one path.")
+            found = Path(value or arguments[i + 1])
+    return found
 
 
 def _saved_options(name: str, path: Path) -> tuple[Options[Any, Any], str]:
-    """Return the options stored in a run folder, and why its author may be another user ("" if the tag is valid)."""
+    """Return the options stored in a run folder, and why another user may have written them ("" if the tag is
+    valid)."""
     saved, why_not = RunFolder.open(path).read_signed_config()
     if saved.get("algorithm") != name:
         raise ConfigError(
@@ -235,7 +246,7 @@ def load_config(saved: dict[str, Any]) -> tuple[RunConfig, Any]:
         saved: The parsed JSON.
 
     Returns:
-        The options of the run and those of its learner.
+        The options of the run, and the options of its learner.
 
     Raises:
         ConfigError: An option is missing, unknown or of the wrong type.
@@ -251,12 +262,12 @@ def load_config(saved: dict[str, Any]) -> tuple[RunConfig, Any]:
 
 
 def _check_known(saved: Mapping[str, object], known: Mapping[str, object], path: str = "") -> None:
-    """Raise `ConfigError` if a saved option is unknown: ignoring it would silently change the run."""
+    """Raise `ConfigError` if a saved option is unknown, because ignoring it would silently change the run."""
     for name, value in saved.items():
         if name not in known:
             raise ConfigError(
-                f"config.json has {path + name!r}, which farstep {VERSION} does not know. Use the version that wrote "
-                "the file, or remove that entry and pass --trust."
+                f"config.json has the option {path + name!r}, which farstep {VERSION} does not know. Use the version "
+                "that wrote the file, or remove this entry and pass --trust."
             )
         if isinstance(value, Mapping) and is_dataclass(part := known[name]):
             _check_known(value, vars(part), f"{path}{name}.")
@@ -277,7 +288,7 @@ def _folder(name: str, options: Options[Any, Any]) -> RunFolder:
 
 
 def _write_yaml(name: str, options: Options[Any, Any], folder: RunFolder) -> None:
-    """Write the options for people, and for --config."""
+    """Write the options as YAML, for people and for --config."""
     parts = {"run": options.run, "learner": options.learner}
     cluster = {"cluster": options.nodes} if isinstance(options.nodes, EngineConfig) else {}
     with as_run_error(folder.yaml_file):
@@ -305,7 +316,7 @@ def make_learner(name: str, run: RunConfig, config: Any, env: ClusterEnv) -> Lea
     torch.manual_seed(run.seed)
     agent = agent_for(config, *env.launch())
     learner = ALGORITHMS[name].learner(agent, config, run.seed, run.device)
-    # More threads do not speed up small matrices, and slow them down where workers need the cores.
+    # For small matrices, more threads do not help; if workers need the cores, they even slow them down.
     torch.set_num_threads(run.threads or (usable_cpus() if agent.sees_images and learner.synchronous else 1))
     return learner
 
@@ -325,14 +336,16 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
 
     Raises:
         Stopped: A signal arrived; a checkpoint has been written.
-        RunError: The run cannot be resumed: it has no checkpoint.
+        RunError: The run cannot be resumed, because it has no checkpoint.
     """
     run, resume = options.run, options.resume is not None
     with ExitStack() as stack:
         stack.enter_context(folder.lock())
         events = EventFile(folder.events_file)
         stack.callback(events.close)
-        stack.callback(event_log_of(env).subscribe(events.write).close)
+        event_log = event_log_of(env)
+        stack.callback(event_log.subscribe(events.write).close)
+        stack.enter_context(event_log.emitting_failure())
         evaluator = None
         if run.eval_every is not None:
             evaluator = _evaluator(run, folder)
@@ -347,17 +360,38 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
         if resume:
             if not checkpoint.numbered(folder.checkpoints):
                 raise RunError(
-                    f"{folder.path} ended before its first checkpoint, which is written after "
-                    f"{run.checkpoint_every or DEFAULT_EVERY} updates (--checkpoint-every), so there is nothing to "
+                    f"{folder.path} ended before its first checkpoint (written after "
+                    f"{run.checkpoint_every or DEFAULT_EVERY} updates, see --checkpoint-every), so there is nothing to "
                     "resume; start a new run without --resume."
                 )
             training.resume()
             folder.write_config(_config(name, options))
             _write_yaml(name, options, folder)
-        sink = _loggers(name, options, folder, training.progress.steps if resume else None, env)
+        display = console_logger(run.total_steps, f"{name} on {run.env}")
+        sink = _loggers(name, options, folder, training.progress.steps if resume else None, env, display)
         stack.callback(sink.close)
         training.sink = sink
+        remarks = _Remarks(display)
+        training.diagnosis.on_diagnosis = remarks.diagnosed
+        stack.callback(event_log_of(env).subscribe(remarks.happened).close)
         return training.run()
+
+
+class _Remarks:
+    """Shows the latest diagnosis and the latest events in the terminal."""
+
+    def __init__(self, display: LiveDisplay | PlainLines) -> None:
+        self._display = display
+        self._diagnosis: Diagnosis | None = None
+        self._events: deque[Event] = deque(maxlen=SHOWN_EVENTS)
+
+    def diagnosed(self, diagnosis: Diagnosis) -> None:
+        self._diagnosis = diagnosis
+        self._display.show(self._diagnosis, tuple(self._events))
+
+    def happened(self, event: Event) -> None:
+        self._events.append(event)
+        self._display.show(self._diagnosis, tuple(self._events))
 
 
 def _set_up(run: RunConfig) -> None:
@@ -370,7 +404,7 @@ def _set_up(run: RunConfig) -> None:
     if run.wandb is not None:
         require_wandb()
     logging.getLogger("farstep").setLevel(logging.WARNING)
-    # `RewardError` and the warning about updates without effect already report rewards that are too large.
+    # Ignore overflow: `RewardError` and the warning about updates without effect already report too large rewards.
     warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning, "farstep")
 
 
@@ -391,7 +425,12 @@ def _evaluator(run: RunConfig, folder: RunFolder) -> Evaluator:
 
 
 def _loggers(
-    name: str, options: Options[Any, Any], folder: RunFolder, resume_step: int | None, env: ClusterEnv
+    name: str,
+    options: Options[Any, Any],
+    folder: RunFolder,
+    resume_step: int | None,
+    env: ClusterEnv,
+    display: LiveDisplay | PlainLines,
 ) -> Loggers:
     run = options.run
     loggers: list[Any] = [JsonlLogger(folder.metrics_file, resume_step)]
@@ -400,12 +439,12 @@ def _loggers(
     if run.wandb is not None:
         plain = msgspec.to_builtins(_config(name, options), enc_hook=str)
         loggers.append(WandbLogger(run.wandb, folder.path.name, folder.path, plain, folder.path.name))
-    loggers.append(console_logger(run.total_steps, f"{name} on {run.env}"))
+    loggers.append(display)
     return Loggers(*loggers, emit=env.emit_event)
 
 
 def _normalized(net: object) -> str:
-    """Return a line that says what the learner normalises and how to turn it off."""
+    """Return a line that says what the learner normalizes, and how to disable this."""
     words = {"normalize_obs": "observations", "normalize_reward": "rewards"}
     found = {option: what for option, what in words.items() if getattr(net, option, False)}
     if not found:
@@ -416,7 +455,7 @@ def _normalized(net: object) -> str:
 
 def _summary(progress: Progress, folder: RunFolder) -> str:
     last = progress.returns
-    mean = f"; mean return of the last {len(last)} episodes {np.mean(last):.1f}" if last else ""
+    mean = f"; mean return of the last {counted(len(last), 'episode')} {np.mean(last):.1f}" if last else ""
     return (
         f"{progress.steps:,} steps in {progress.seconds:.0f} s{mean}\n"
         f"watch: farstep watch {folder.path}\nplot:  farstep plot {folder.path}\n"

@@ -1,4 +1,4 @@
-"""Refuses to execute the code that a run's options name unless this user wrote them or passed --trust."""
+"""Refuses to execute code that a run's options name, unless this user wrote the options or passed --trust."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from farstep.observe.run_folder import RunFolder
 
 
 def check_trusted(folder: RunFolder, run: RunConfig, why_not: str, trust: bool, command: str) -> None:
-    """Raise `RunError` unless `why_not` (of `RunFolder.read_signed_config`) is empty or `trust` was given."""
+    """Raise `RunError` if `why_not` (from `RunFolder.read_signed_config`) is not empty and `trust` is False."""
     if not why_not or trust:
         return
     named = [f"the {run.env_type} environment {run.env!r}", *(f"the wrapper {wrapper!r}" for wrapper in run.wrappers)]
     if run.launcher in ENGINES:
         named.append(f"commands on nodes of --launcher {run.launcher}")
     raise RunError(
-        f"{folder.config_file} may not be yours: {why_not}. '{command}' would execute what it names: "
-        f"{', '.join(named)}. Read the file; if you trust its author, add --trust (docs/security.md says why)."
+        f"{folder.config_file} may not be yours: {why_not}. '{command}' would execute the code that the file names: "
+        f"{', '.join(named)}. Read the file; if you trust its author, add --trust (docs/security.md explains this)."
     )

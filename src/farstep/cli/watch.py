@@ -1,4 +1,4 @@
-"""`farstep watch`: render episodes of a trained policy to a video."""
+"""`farstep watch`: renders episodes of a trained policy to a video."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class Options:
     seed: int = 0
     """Seed of the first episode and of sampling; each later episode adds 1."""
     sample: bool = False
-    """Sample actions as in training, instead of taking the most likely ones."""
+    """Sample actions as in training, instead of taking the most likely actions."""
     max_steps: int = 2000
-    """Steps after which an episode is cut off."""
+    """Maximum number of steps of an episode; a longer episode is cut off."""
     fps: float | None = None
     """Frames per second. None: the environment's render_fps, or 30."""
     trust: bool = False
-    """Execute the code that the run's config.json names, even if its tag does not show that you wrote the
+    """Execute the code that the run's config.json names, even if the file's tag does not prove that you wrote the
     file."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Load the newest checkpoint and render episodes; return the exit status."""
+    """Load the newest checkpoint and render episodes. Return the exit status."""
     if not arguments:
         raise ConfigError("'farstep watch' needs the folder of a run, e.g. farstep watch runs/NAME.")
     options = parse(Options, arguments, "farstep watch")

@@ -14,14 +14,14 @@ T = TypeVar("T")
 if TYPE_CHECKING:
 
     class OrMapping(Generic[T]):
-        """Type of a field that holds a `T`, and whose constructor argument may also be a mapping of its options."""
+        """Type of a field that holds a `T`. Its constructor argument may also be a mapping of the options of `T`."""
 
         def __get__(self, instance: object, owner: type) -> T: ...
 
         def __set__(self, instance: object, value: T | Mapping[str, object]) -> None: ...
 
     def or_mapping(default: T) -> OrMapping[T]:
-        """Return the default of such a field."""
+        """Return the default of a field of type `OrMapping`."""
 else:
     OrMapping = Annotated[T, "or a mapping of its options"]
 
@@ -45,7 +45,7 @@ class Options:
         """Return `value` as this kind of configuration.
 
         Args:
-            value: A configuration, which is returned unchanged, a mapping of options, or None for the defaults.
+            value: A configuration (returned unchanged), a mapping of options, or None for the defaults.
 
         Raises:
             ConfigError: `value` is something else, or its options are invalid.
@@ -65,7 +65,7 @@ class Options:
 
     def _at_least(self, field: str, minimum: float) -> None:
         got: Any = getattr(self, field)
-        kind = numbers.Integral if isinstance(minimum, int) else numbers.Real  # include NumPy's types
+        kind = numbers.Integral if isinstance(minimum, int) else numbers.Real  # these include NumPy's types
         if not isinstance(got, kind) or isinstance(got, bool) or not float(got) >= minimum:
             what = "an integer" if isinstance(minimum, int) else "a number"
             raise ConfigError(f"{type(self).__name__}.{field} is {got!r}; it must be {what} of at least {minimum}.")

@@ -1,7 +1,7 @@
-"""Configurations of environments (what to run), and checks of values that other modules share.
+"""Configurations of environments (what to run), and checks that other modules use.
 
-Where workers run is configured in `launch.py`. Configurations are frozen, keyword-only and checked at construction.
-Wherever one is expected, a mapping with the same keys is accepted.
+`launch.py` configures where workers run. Configurations are frozen, keyword-only and checked at construction. Wherever
+farstep expects a configuration, it also accepts a mapping with the same keys.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ class WeightsConfig(_Config):
     """Which parameters are sent to workers, and in what form."""
 
     only: str | Sequence[str] | Callable[[str], bool] | None = None
-    """Names of the parameters to send: a shell pattern such as `actor.*`, several of them, or a function of a name that
-    returns a bool. Workers keep the other parameters as they were when the agent was first sent. None: send all."""
+    """Which parameters to send: a shell pattern for names such as `actor.*`, several patterns, or a function that takes
+    a name and returns a bool. For all other parameters, workers keep the values of the agent that they first received.
+    None: send all."""
     half: bool = False
     """Send float32 and float64 parameters rounded to float16."""
     delta: bool = False
-    """Send only the difference to the version that the worker has, compressed without loss. Workers that share memory
-    with the head read one common copy instead."""
+    """Send only the difference to the version that the worker already has, compressed without loss. No effect on
+    workers that share memory with the head: they all read one copy."""
 
     def __post_init__(self) -> None:
         for name in ("half", "delta"):
@@ -54,8 +55,8 @@ class WeightsConfig(_Config):
             object.__setattr__(self, "only", tuple(patterns))
         elif self.only is not None and not callable(self.only):
             raise ConfigError(
-                f"WeightsConfig.only is {self.only!r}; expected a pattern such as 'actor.*', several, or a function of "
-                "a parameter's name."
+                f"WeightsConfig.only is {self.only!r}; expected a pattern such as 'actor.*', a list of "
+                "patterns, or a function of a parameter's name."
             )
 
     def travels(self, name: str) -> bool:
@@ -102,9 +103,9 @@ ALL_WEIGHTS = WeightsConfig()
 @show_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stagger(_Config):
-    """Spread environments over the horizon, so that a short rollout has rows from every part of an episode.
+    """Spread environments over the horizon, so that even a short rollout has rows from every part of an episode.
 
-    This is Staggered Environment Resets (arXiv 2511.21011). `EnvConfig.stagger` takes it.
+    This is Staggered Environment Resets (arXiv 2511.21011). Pass it as `EnvConfig.stagger`.
     """
 
     horizon: int | None = None
@@ -113,14 +114,14 @@ class Stagger(_Config):
     """Number of groups of environments, each with its own start offset; at most one per environment. `auto`: horizon
     divided by the steps of the first rollout, rounded down."""
     init: StaggerInit = "advance"
-    """How an environment reaches its start offset. `advance`: it takes random actions; `policy`: it takes the agent's
-    actions (neither is part of a rollout); `clock`: its first episode is truncated early."""
+    """How an environment reaches its start offset. `advance`: by random actions; `policy`: by the agent's actions;
+    `clock`: its first episode is truncated early. Steps of `advance` and `policy` are not part of a rollout."""
     offsets: StaggerOffsets = "even"
     """Start offsets: `even` spaces the groups evenly over the horizon; `random` draws one per environment from the
     seed."""
     early: StaggerEarly = "partial"
-    """When the next episode starts if one ends before the horizon. `partial`: at once; `gate`: at the next start of its
-    group."""
+    """When an environment starts its next episode if an episode ends before the horizon. `partial`: at once; `gate`:
+    when its group starts next."""
 
     def __post_init__(self) -> None:
         if self.horizon is None:
@@ -162,16 +163,17 @@ class EnvConfig(_Config):
     """Required: a Gymnasium or EnvPool id; `module:Id` imports the module first. Type `gymnasium` also takes an
     `EnvSpec`; `factory` and `vector` take a callable or its dotted path (`package.module:function`)."""
     env_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Keyword arguments for the constructor of each environment."""
+    """Keyword arguments for the constructor of every environment."""
     wrappers: Sequence[Any] = ()
-    """Wrappers, applied in order: callables, dotted paths, or pairs of one of these and its keyword arguments."""
+    """Wrappers, applied in order: callables, dotted paths, or pairs of a callable or path and its keyword arguments."""
     envs_per_node: int = 1
-    """Number of environments per node; the total is nodes times this."""
+    """Number of environments on each node."""
     seed: int | None = None
-    """Root seed, from which all environments derive theirs. None: draw one at random; `env.seed` returns it."""
+    """Root seed; the seeds of all environments derive from it. None: draw a root seed at random, shown by
+    `env.seed`."""
     seed_episodes: bool = True
-    """Seed every episode of a slot, so that a replacement worker continues with the same episodes. False: seed only the
-    first, as Gymnasium's vector environments do; faster if seeding is slow (180 ms for Atari)."""
+    """True: seed every episode, so that a replacement worker continues with the same episodes. False: seed only the
+    first episode, as Gymnasium's vector environments do; faster if seeding is slow (180 ms for Atari)."""
     kl_threshold: float | None = None
     """Pull weights only when the running KL divergence exceeds this many nats (AAPS). None: pull every published
     version."""
@@ -181,12 +183,13 @@ class EnvConfig(_Config):
     weights: OrMapping[WeightsConfig] = or_mapping(ALL_WEIGHTS)
     """Which parameters are sent, and in what form; a mapping is accepted: `{"only": "actor.*", "half": True}`."""
     transfer: OrMapping[TransferTrigger] = or_mapping(ALL_AT_ONCE)
-    """When workers without shared memory send which arrays of a chunk; a mapping is accepted: `{"size": 64}`."""
+    """When workers without shared memory send the arrays of a chunk; a mapping is accepted: `{"size": 64}`."""
     compression: Compression = "auto"
     """Compression of chunks from workers without shared memory: `lz4`, `zstd` (both need `farstep[compression]`),
     `none`, or `auto`, which measures the connection and chooses for each array."""
     inference: Inference = "auto"
-    """`auto` replaces the agent's `act` by a faster equivalent if both return the same; `eager` always calls `act`."""
+    """`auto`: replace the agent's `act` by a faster version if both return the same values. `eager`: always call
+    `act`."""
     stagger: OrMapping[Stagger | None] = or_mapping(None)
     """Spread environments over the horizon; a mapping is accepted: `{"horizon": 1000}`. None: all start together."""
 

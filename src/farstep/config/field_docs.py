@@ -17,21 +17,21 @@ from typing import Any, TypeVar, cast
 T = TypeVar("T")
 _WIDTH = 100
 _NO_BREAK = "\0"
-"""Stands for a space at which a line must not be broken."""
+"""Replaces a space at which a line must not be broken."""
 
 
 def show_fields(kind: type[T]) -> type[T]:
     """Class decorator, above `@dataclass`: add the docstrings of the fields to the docstring of the class.
 
-    The source is read when `__doc__` is first used, not at import. Fields without a text are left
-    out; without source, all fields appear, without their texts.
+    The source is read when `__doc__` is first used, not at import. Fields without a docstring are left out. If the
+    source is missing, all fields are listed without their docstrings.
     """
     cast(Any, kind).__doc__ = _LazyDoc(kind, kind.__doc__ or "")
     return kind
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """Return the docstring of each field of a dataclass, inherited ones included; fields without one are left out."""
+    """Return the docstrings of a dataclass's fields, including inherited fields; skip fields without a docstring."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if dataclasses.is_dataclass(base):
@@ -73,7 +73,7 @@ def _entry(field: dataclasses.Field[Any], text: str) -> str:
     if default is dataclasses.MISSING:
         shown = ""
     elif dataclasses.is_dataclass(default) and default == cast(Any, type(default))():
-        shown = f", default {type(default).__name__}()"  # not the values of all its fields
+        shown = f", default {type(default).__name__}()"  # without the values of its fields
     else:
         shown = f", default {default!r}"
     kind = re.sub(r"^OrMapping\[(.*)\]$", r"\1 | Mapping", str(field.type))

@@ -28,13 +28,13 @@ class KubernetesConfig(EngineConfig):
     image: str = ""
     """Required: container image with farstep and the environments; the repository's Dockerfile builds one."""
     namespace: str | None = None
-    """Namespace of the created objects. None: that of the kubeconfig context, or of the pod that the head runs in."""
+    """Namespace of the created objects. None: the namespace of the kubeconfig context, or of the pod of the head."""
     kind: KubernetesKind = "job"
-    """`job`: one Job per node, which the head resubmits when its pod fails. `deployment`: one Deployment for all nodes,
-    whose pods Kubernetes replaces; you must delete it yourself if the machine of the head is lost."""
+    """`job`: one Job per node; when its pod fails, the head resubmits the Job. `deployment`: one Deployment for all
+    nodes; Kubernetes replaces its pods. If the machine of the head is lost, you must delete the Deployment yourself."""
     requests: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Resources that each pod requests, e.g. `{"cpu": "4", "memory": "8Gi"}`. Without `cpu` here and in `limits`, one
-    core per thread of its workers."""
+    """Resources that each pod requests, e.g. `{"cpu": "4", "memory": "8Gi"}`. If neither this nor `limits` has `cpu`:
+    one core per thread of the pod's workers."""
     limits: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Resource limits of each pod; `gpus_per_node` adds `nvidia.com/gpu`."""
     tolerations: Sequence[Mapping[str, object]] = ()
@@ -42,15 +42,15 @@ class KubernetesConfig(EngineConfig):
     node_selector: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Labels that the Kubernetes nodes must have."""
     pod_template: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """Overrides for the pod template (`metadata`, `spec`), merged deeply over the options above. Items of lists are
+    """Overrides for the pod template (`metadata`, `spec`), merged recursively over the options above. List items are
     matched by `mountPath` or `name` (the container is named `node-daemon`); null removes a key."""
     image_pull_policy: ImagePullPolicy = "IfNotPresent"
     """When Kubernetes pulls the image from its registry."""
     service_account: str | None = None
-    """Service account of the pods, whose token is mounted. None: the default account of the namespace, without its
+    """Service account of the pods; its token is mounted. None: the default account of the namespace, without a
     token."""
     kube_context: str | None = None
-    """Context of the kubeconfig. None: the current context, or the service account of the pod that the head runs in."""
+    """Context of the kubeconfig. None: the current context, or the service account of the head's pod."""
     python: str | None = "python3"
     """Python interpreter in the image."""
 
@@ -77,9 +77,9 @@ class KubernetesConfig(EngineConfig):
             object.__setattr__(self, name, self._texts(name))
         if not _is_template(self.pod_template):
             raise ConfigError(
-                f"KubernetesConfig.pod_template is {self.pod_template!r}; expected a mapping with 'metadata' or "
-                "'spec', which are mappings, e.g. {'spec': {'hostNetwork': True}}; 'containers' in it is a list of "
-                "mappings with a 'name' (farstep's container is named 'node-daemon')."
+                f"KubernetesConfig.pod_template is {self.pod_template!r}; expected a mapping with the "
+                "mappings 'metadata' or 'spec', e.g. 'spec': {'hostNetwork': True}. 'containers' in 'spec' "
+                "must be a list of mappings with a 'name' (farstep's container is named 'node-daemon')."
             )
         if isinstance(self.tolerations, (str, Mapping)) or not all(isinstance(t, Mapping) for t in self.tolerations):
             raise ConfigError(
@@ -143,7 +143,7 @@ def _is_template(given: object) -> bool:
 
 
 def _cores(quantity: str) -> float:
-    """Parse a number of cores as Kubernetes writes it: `2`, `0.5`, `500m`."""
+    """Parse a Kubernetes quantity of cores: `2`, `0.5`, `500m`."""
     if not re.fullmatch(r"\d+(\.\d+)?m?", quantity):
         raise ConfigError(
             f"KubernetesConfig requests cpu {quantity!r}; expected a number of cores: '2', '0.5', '500m'."

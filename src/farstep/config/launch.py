@@ -1,4 +1,4 @@
-"""Where workers run: the options that all launchers share, then one configuration per launcher.
+"""Configurations of where workers run: shared options first, then one class per launcher.
 
 `KubernetesConfig` is in `kubernetes.py`.
 """
@@ -22,13 +22,13 @@ from farstep.resources import usable_cpus
 log = logging.getLogger("farstep")
 LocalTransport = Literal["shm", "ipc", "tcp"]
 RESTART_WINDOW_S = 600.0
-"""`restart_budget` counts the failures within this many seconds, so that rare ones do not add up over a long run."""
+"""Seconds for which a failure counts against `restart_budget`, so that rare failures do not add up in a long run."""
 
 
 @show_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timeouts(Options):
-    """Seconds without progress after which a worker is considered stuck and is replaced, for each phase."""
+    """Timeouts in seconds, one per phase. A worker without progress for this long counts as stuck and is replaced."""
 
     connect_s: float = 60.0
     """Seconds from the start of a worker process until it connects, including its imports."""
@@ -43,11 +43,11 @@ class Timeouts(Options):
     load_s: float = 60.0
     """Seconds to receive an agent or to load new weights."""
     idle_s: float = 60.0
-    """Seconds for an idle worker to start on a ticket that it was sent; a stopped process never does."""
+    """Seconds for an idle worker to start on a new ticket; exceeded if the process is stopped."""
     transfer_s: float = 600.0
-    """Seconds between two messages of a rollout in transfer; workers may share a slow connection."""
+    """Seconds between two messages of one rollout. Generous, because workers may share a slow connection."""
     close_s: float = 5.0
-    """Seconds after `close()` until workers that have not exited are killed."""
+    """Seconds that workers have to exit after `close()` before they are killed."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -72,9 +72,9 @@ class LaunchConfig(Options):
     timeouts: Timeouts = Timeouts()
     """Timeouts per phase, in seconds; a mapping is accepted: `{"step_s": 5}`."""
     restart_budget: int = 10
-    """Restarts of failed workers or environments allowed in any ten minutes; the next failure raises. If descriptors,
-    processes or memory run out, starting a replacement is retried for `Timeouts.connect_s` seconds without using the
-    budget, then the call raises `ResourceError`."""
+    """Number of failed workers or environments that are restarted in any ten minutes; the next failure raises. A start
+    that fails because file descriptors, processes or memory ran out does not use the budget: it is retried for
+    `Timeouts.connect_s` seconds, then raises `ResourceError`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "timeouts", Timeouts.of(self.timeouts))
@@ -91,7 +91,7 @@ class LaunchConfig(Options):
 
     @property
     def workers_on_node(self) -> int:
-        """Number of workers per node, if the node has an environment for each."""
+        """Number of workers per node, if the node has at least one environment per worker."""
         return self.workers_per_node or max(1, self._cores_per_node() // self.cpus_per_worker)
 
     @property
@@ -105,7 +105,7 @@ class LaunchConfig(Options):
         return self.nodes
 
     def resolved(self) -> LaunchConfig:
-        """Return the configuration to launch: this one, unless an option such as `SlurmConfig.debug` replaces it."""
+        """Return the configuration to launch: normally this one; `SlurmConfig.debug`, for example, replaces it."""
         return self
 
     def gpu_of(self, rank: int) -> int | None:
@@ -162,17 +162,16 @@ class EngineConfig(LaunchConfig):
     max_nodes: int | None = None
     """Largest number of nodes that `ClusterEnv.scale` may request. None: `nodes`."""
     head_address: str | Sequence[str] | None = None
-    """Addresses of this machine to listen on, which nodes connect to. None: those of all its network interfaces."""
+    """Addresses of this machine that nodes connect to. None: the addresses of all network interfaces."""
     lease_s: float = 10.0
     """Seconds of silence after which a node is declared lost. A node daemon that cannot reach the head for this long
     ends its workers and exits."""
     queue_s: float = 24 * 3600.0
     """Seconds to wait for `min_nodes` nodes before giving up."""
     encrypted: bool = True
-    """Encrypt rollouts and weights. Use False only on a network that no one else can access. Control messages are
-    always encrypted."""
+    """Encrypt rollouts and weights. Use False only on a private network. Control messages are always encrypted."""
     python: str | None = None
-    """Python interpreter on the nodes. None: the path of the current one."""
+    """Python interpreter on the nodes. None: the path of the current interpreter."""
     setup: Sequence[str] = ()
     """Shell lines to run first on each node, e.g. `module load cuda`, or `source env/bin/activate` with
     python="python"."""
@@ -216,10 +215,10 @@ class SSHConfig(EngineConfig):
         *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
         *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2"),
     )
-    """The ssh command, as one string or a list of words; the host and the remote command are appended. It must exit
-    when the connection is lost, otherwise that host is not tried again."""
+    """The ssh command, as one string or a list of words; the host and the remote command are appended. The command must
+    exit when the connection is lost; otherwise farstep does not retry that host."""
     nodes: int = 0
-    """Number of hosts used at a time. 0: all."""
+    """Number of hosts to use at the same time. 0: all."""
 
     def __post_init__(self) -> None:
         hosts = (self.hosts,) if isinstance(self.hosts, str) else tuple(self.hosts)
@@ -228,7 +227,9 @@ class SSHConfig(EngineConfig):
                 f"SSHConfig.hosts is {self.hosts!r}; expected a list of hosts, e.g. ['node1', 'me@node2']."
             )
         if len(set(hosts)) < len(hosts):
-            raise ConfigError(f"SSHConfig.hosts is {self.hosts!r}; each host can be one node: name it once.")
+            raise ConfigError(
+                f"SSHConfig.hosts is {self.hosts!r}; list each host only once, since a host can be only one node."
+            )
         object.__setattr__(self, "hosts", hosts)
         object.__setattr__(self, "nodes", self.nodes or len(hosts))
         words = (self.ssh,) if isinstance(self.ssh, str) else tuple(self.ssh)
@@ -245,12 +246,12 @@ class SSHConfig(EngineConfig):
 @show_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlurmConfig(EngineConfig):
-    """Run workers in SLURM jobs; inside an allocation, on its nodes."""
+    """Run workers in SLURM jobs, or on the nodes of the allocation that the program runs in."""
 
     job_name: str = "farstep"
     """Name of the jobs."""
     partition: str | None = None
-    """Same as `slurm_partition`; the name that the ClusterEnv paper uses."""
+    """Alias of `slurm_partition`, from the ClusterEnv paper."""
     slurm_partition: str | None = None
     """Partition to submit to. None: the cluster's default."""
     slurm_account: str | None = None
@@ -262,15 +263,15 @@ class SlurmConfig(EngineConfig):
     slurm_extra: Sequence[str] = ()
     """Further sbatch options, e.g. `--exclusive`, `--mem=16G`."""
     spread: bool = False
-    """Place every node on a different host, without reserving whole hosts: nodes that are requested at the same time
-    are one job of at least `min_nodes` nodes, which excludes the hosts of the run's other jobs."""
+    """Place every node on a different host without reserving whole hosts. Nodes that are requested together then form
+    one job of at least `min_nodes` nodes; this job excludes the hosts of the run's other jobs."""
     log_folder: str = "slurm-logs"
     """Folder for the output of the jobs, on a file system that this machine and the nodes share."""
     gpu_type: str | None = None
     """GPU type as the cluster names it: `a100` requests `--gres=gpu:a100:N`, with N = `gpus_per_node` (at least 1). The
     paper's forms `gpu:a100` (the same) and `gpu` (any type) are accepted."""
     debug: bool = False
-    """Run the same number of workers on the CPU of this machine instead, without SLURM."""
+    """Do not use SLURM: run the same number of workers on the CPU of this machine."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -329,14 +330,14 @@ class SlurmConfig(EngineConfig):
 @show_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RayConfig(EngineConfig):
-    """Run workers on a Ray cluster; each node is a Ray actor with the resources of its workers."""
+    """Run workers on a Ray cluster. Each node is one Ray actor that reserves the resources of its workers."""
 
     address: str | None = None
-    """Address of the cluster: `auto` finds a running one, `local` starts one on this machine. None: the cluster that
-    this program has joined, otherwise a running one, otherwise `local`."""
+    """Address of the cluster: `auto` finds a running cluster, `local` starts a cluster on this machine. None: the
+    cluster that this program has joined, otherwise as `auto`, otherwise as `local`."""
     resources_per_node: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Resources of an actor besides CPUs (`workers_per_node` times `cpus_per_worker`) and GPUs (`gpus_per_node`): Ray's
-    custom resources, or `memory` in bytes."""
+    """Further resources of each actor: Ray's custom resources, or `memory` in bytes. CPUs (`workers_per_node` times
+    `cpus_per_worker`) and GPUs (`gpus_per_node`) are added."""
     namespace: str | None = None
     """Ray namespace of the actors. None: an anonymous one."""
 
@@ -348,8 +349,9 @@ class RayConfig(EngineConfig):
                 raise ConfigError(f"RayConfig.{name} is {value!r}; expected text, e.g. 'auto', or None.")
         if self.address is not None and self.address.startswith("ray://"):
             raise ConfigError(
-                f"RayConfig.address is {self.address!r}, the address of a Ray Client server; give that of the cluster "
-                "(host:6379), and run on a machine that its nodes can reach."
+                f"RayConfig.address is {self.address!r}, the address of a Ray Client server; give the "
+                "address of the cluster (host:6379), and run on a machine that the nodes of the cluster can "
+                "reach."
             )
         resources = self.resources_per_node
         if not isinstance(resources, Mapping) or not all(

@@ -1,4 +1,4 @@
-"""When workers send which arrays of a chunk to the head."""
+"""Configuration of when, and in which order, workers send the arrays of a chunk."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _REST = "*"
 class TransferTrigger(_Config):
     """When, and in which order, workers without shared memory send the arrays of a chunk.
 
-    By default a chunk is sent when it is complete. A condition sends the rows so far while the chunk is still being
-    rolled. `a | b` sends when either condition holds, `a & b` when both do. `EnvConfig.transfer` takes it.
+    By default a worker sends a chunk when it is complete. With a condition (`size`, `episode_end`, `max_bytes`,
+    `seconds`), it sends finished rows earlier, while it still rolls the chunk. `a | b` sends when either trigger does,
+    `a & b` when both do. Pass the trigger as `EnvConfig.transfer`.
     """
 
     keys: Sequence[Sequence[str]] = ()
-    """Stages: groups of array names, sent one group after the other, each in a message. `obs` includes `obs.camera`
-    unless another stage names it, but not `last_obs` or `final_obs`. `*` stands for all arrays that no stage names;
-    without it, the last stage includes them."""
+    """Stages: groups of array names. The groups are sent in order, one message per group. `obs` includes `obs.camera`
+    unless another stage names `obs.camera`; it does not include `last_obs` or `final_obs`. `*` stands for all arrays
+    that no stage names; without `*`, they belong to the last stage."""
     size: int | None = None
     """Send when this many rows are waiting. None: no such condition."""
     episode_end: bool = False
@@ -36,8 +37,8 @@ class TransferTrigger(_Config):
     seconds: float | None = None
     """Send when the oldest row has waited this many seconds. None: no such condition."""
     max_senders: int | None = None
-    """Largest number of workers that send their last stage at the same time, so that on a slow connection the first
-    chunks are complete early. None: no limit."""
+    """Maximum number of workers that send their last stage at the same time. On a slow connection, a limit completes
+    the first chunks earlier. None: no limit."""
     also: Sequence[TransferTrigger] = ()
     """Further triggers that must hold before rows are sent; set by `first & second`."""
 
@@ -90,11 +91,12 @@ class TransferTrigger(_Config):
     __rand__ = __ror__ = __and__
 
     def _joined(self, other: object) -> tuple[TransferTrigger, dict[str, Any]]:
-        """Return the other trigger, and the joined `keys` and `max_senders`; only one of the triggers may set each."""
+        """Return the other trigger, and `keys` and `max_senders` of the joint trigger; at most one trigger may set
+        each."""
         if not isinstance(other, TransferTrigger):
             raise ConfigError(self.NO_TRIGGER)
         if self.also or other.also:
-            raise ConfigError("transfer triggers that were joined by & cannot be joined further; join by | first.")
+            raise ConfigError("a TransferTrigger made with & cannot be joined again; join by | first, then by &.")
         shared: dict[str, Any] = {}
         for name in ("keys", "max_senders"):
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -107,7 +109,8 @@ class TransferTrigger(_Config):
 
     @classmethod
     def dual(cls, size: int | None = None, max_senders: int | None = None) -> Self:
-        """Return a trigger with two stages: first all that advantages depend on, then observations and actions (ARTOS).
+        """Return a trigger with two stages: first the arrays that advantages need, then observations and actions
+        (ARTOS).
 
         Args:
             size: As in `TransferTrigger`.
@@ -135,7 +138,7 @@ class TransferTrigger(_Config):
             rows: Number of rows waiting.
             nbytes: Number of bytes waiting.
             seconds: Seconds since the oldest of these rows was rolled.
-            ended: Whether an episode has ended in them.
+            ended: Whether an episode ended in the waiting rows.
 
         Returns:
             True if the conditions hold.
@@ -155,7 +158,7 @@ class TransferTrigger(_Config):
             names: Names of all arrays of a chunk.
 
         Returns:
-            The names of each stage; there is at least one stage, and a stage may be empty.
+            The array names of each stage: at least one stage, and a stage may be empty.
         """
         found: list[list[str]] = [[] for _ in self.keys or ((),)]
         homes = {name: i for i, stage in enumerate(self.keys) for name in stage}

@@ -1,1 +1,1 @@
-"""The checks of `farstep doctor`: this machine, the engine, and every node, through a small run on it."""
+"""The checks of `farstep doctor`: of this machine, of the engine, and, through a small run, of every node."""

@@ -1,4 +1,4 @@
-"""Checks that the programs of an engine are installed and answer, before nodes are requested."""
+"""Checks that the programs of an engine are installed and that the engine answers, before nodes are requested."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SSH_FIXES = {
     "No such file": "set the path of Python on that host: --python PATH.",
     "not found": "set the path of Python on that host: --python PATH.",
 }
-"""Fixes by a part of the error that ssh printed."""
+"""Fixes for errors of ssh, by a part of the error message."""
 
 
 def engine(config: LaunchConfig, report: Report) -> Iterator[Finding]:
@@ -67,7 +67,8 @@ def _slurm(config: SlurmConfig) -> Iterator[Finding]:
     if missing := [program for program in needed if shutil.which(program) is None]:
         yield problem(
             f"{', '.join(missing)} not found on this machine",
-            "run farstep where jobs are submitted (a login node), or install SLURM's client (Debian: slurm-client).",
+            "run farstep on a machine that can submit jobs (a login node), or install SLURM's client "
+            "(Debian: slurm-client).",
         )
         return
     if inside:
@@ -86,16 +87,18 @@ def _slurm(config: SlurmConfig) -> Iterator[Finding]:
     nodes = ", ".join(f"{count} {state} in {name}" for name, _, count, state in lines)
     yield ok(f"SLURM answers; its nodes: {nodes}")
     wanted = config.partition or config.slurm_partition
-    for name in wanted.split(",") if wanted else ():  # SLURM uses the first partition that has free nodes
+    for name in (
+        wanted.split(",") if wanted else ()
+    ):  # a list is allowed: SLURM uses the first partition with free nodes
         if name not in partitions:
             yield problem(unknown_name("partition", name, partitions), "choose one of them.")
         elif partitions[name] != "up":
-            yield problem(f"the partition {name} is {partitions[name]}", "choose another one, or wait.")
+            yield problem(f"the partition {name} is {partitions[name]}", "choose another partition, or wait.")
     yield _log_folder(Path(config.log_folder).absolute())
 
 
 def _log_folder(folder: Path) -> Finding:
-    """Check that the folder can be written to or created, without creating it."""
+    """Check that the folder can be written to, or could be created. Do not create it."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         return problem(

@@ -1,4 +1,4 @@
-"""Findings: the results of the doctor's checks, as they are printed."""
+"""Findings: the printed results of the doctor's checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Finding:
     level: Level
     text: str
     fix: str = ""
-    """What to do about it; empty if nothing is wrong."""
+    """What to do about a problem; empty if there is none."""
 
     def __str__(self) -> str:
         lines = [f"  {self.level:<8} {self.text}"]

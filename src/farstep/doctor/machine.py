@@ -1,4 +1,4 @@
-"""Checks of this machine, which will run the head."""
+"""Checks of this machine, on which the head will run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def machine() -> Iterator[Finding]:
 
 
 def addresses(config: LaunchConfig) -> Iterator[Finding]:
-    """Check that the head can listen on its addresses, with two ports each that the system chooses."""
+    """Check that the head can listen on its addresses, with two ports each. The system chooses the ports."""
     engine = isinstance(config, EngineConfig)
     chosen = config.head_address if isinstance(config, EngineConfig) else None
     found: Sequence[str] = chosen or (own_addresses() if engine else ["127.0.0.1"])
@@ -82,7 +82,7 @@ def _memory() -> Finding:
     available = available_memory()
     text = f"{available / 2**30:,.1f} GiB of memory are available"
     if available < _LITTLE_MEMORY:
-        return warning(text, "end other programs, or give the container or job more memory: it stores rollouts.")
+        return warning(text, "end other programs, or give the container or job more memory for rollouts.")
     return ok(text)
 
 

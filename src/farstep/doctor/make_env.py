@@ -12,7 +12,7 @@ from farstep.rollout.sources import Source
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Exit with one sentence for an error of farstep; errors of the environment itself keep their traceback."""
+    """Exit with one sentence for an error of farstep. Errors of the environment itself keep their traceback."""
     source = Source.of(EnvConfig.of(json.loads(arguments[0])))
     try:
         env = source.build_vector(1, 0) if source.is_vector else source.build()

@@ -1,4 +1,4 @@
-"""Checks every node: starts one worker on each, through the engine as a run would, and collects their reports."""
+"""Checks every node: starts one worker on each node through the engine, as a run would, and collects reports."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from farstep.wire.codec import unpack
 from farstep.wire.versions import versions
 
 _CALL_S = 60.0
-"""Seconds that a node has to answer a call."""
+"""Time limit in seconds for a node to answer a call."""
 _MAKE_S = 120.0
-"""Seconds that building and resetting the environment may take."""
+"""Time limit in seconds for building and resetting the environment."""
 _PINGS = 20
 _SMALLEST, _LARGEST = 256 * 2**10, 64 * 2**20
 _ENOUGH_S = 0.3
-"""Duration of a transfer that is long enough to measure the throughput."""
+"""Minimum duration, in seconds, of a transfer that measures the throughput."""
 _REPEAT_S = 2.0
-"""A shorter transfer is repeated, and the fastest counts."""
+"""A transfer that takes fewer seconds is repeated, and the fastest counts."""
 _SLOW_MB = 10.0
-"""Throughput in MB/s below which the doctor warns."""
+"""The doctor warns if the throughput is below this, in MB/s."""
 _LATE_MS = 100.0
-"""Round trip in milliseconds above which the doctor warns."""
+"""The doctor warns if a round trip takes longer than this, in milliseconds."""
 _CLOCK_S = 1.0
-"""Difference of clocks in seconds above which the doctor warns."""
+"""The doctor warns if clocks differ by more than this, in seconds."""
 _REPORT_S = 3.0
 """Seconds between progress messages while waiting for nodes."""
 _FIXES = {
@@ -65,15 +65,15 @@ _FIXES = {
     "the Kubernetes API server at": "run 'kubectl get pods'; if it fails, choose another context with --kube-context.",
     UNANSWERED: "open the head's ports to the nodes, or set --head-address to an address that they can reach.",
 }
-"""Fixes by a part of the engine's error message."""
+"""Fixes for errors of engines, by a part of the error message."""
 _OTHERWISE = "fix the cause that this text names, then run the doctor again."
 
 
 def nodes(config: LaunchConfig, env: Mapping[str, object] | None, wait_s: float, report: Report) -> Iterator[Finding]:
-    """Check each node with a node daemon and one worker, which are stopped afterwards.
+    """Check each node with a node daemon and one worker, then stop both.
 
     Args:
-        config: The launcher, as for a run.
+        config: The launch configuration, as for a run.
         env: Fields of an `EnvConfig` to build and reset on each node; None: no environment is built.
         wait_s: Seconds to wait for nodes.
         report: Called with progress messages.
@@ -112,7 +112,7 @@ def _fix_of(error: str) -> str:
 
 
 def _small(config: LaunchConfig, cpus: int, wait_s: float) -> LaunchConfig:
-    """Return the configuration with one worker per node and the same cores; a missing node must not end the run."""
+    """Return the configuration with one worker per node and the same cores. A missing node does not end the run."""
     timeouts = dataclasses.replace(config.timeouts, step_s=_MAKE_S + _CALL_S)
     shared: dict[str, Any] = {
         "workers_per_node": 1,
@@ -123,7 +123,7 @@ def _small(config: LaunchConfig, cpus: int, wait_s: float) -> LaunchConfig:
     if isinstance(config, LocalConfig):
         return dataclasses.replace(config, **shared, transport="tcp")
     assert isinstance(config, EngineConfig)
-    # With SLURM, `min_nodes` are one job on different machines; keep it, so that the request equals that of a run.
+    # Keep `min_nodes`, because SLURM puts this many nodes into one job: the doctor must make the same request as a run.
     fewest = config.min_nodes if isinstance(config, SlurmConfig) else 1
     return dataclasses.replace(config, **shared, min_nodes=fewest, max_nodes=None, queue_s=wait_s + _CALL_S)
 
@@ -190,7 +190,7 @@ def _connection(run: ProbeRun, record: WorkerRecord, place: str) -> Iterator[Fin
 
 
 class ProbeRun:
-    """A run with one `Probe` per node, whose methods are called one at a time (see `Client` of the server)."""
+    """A run with one `Probe` per node. It calls the methods of one probe at a time, and is the server's `Client`."""
 
     def __init__(self, config: LaunchConfig) -> None:
         source = Source.of(EnvConfig(type="factory", env_name=Probe))
@@ -217,7 +217,8 @@ class ProbeRun:
         return launcher if isinstance(launcher, ClusterLauncher) else None
 
     def wait_for_nodes(self, wait_s: float, report: Report) -> Iterator[Finding]:
-        """Wait until all nodes are ready or no more can be expected; yield findings about the missing ones."""
+        """Wait until all nodes are ready, or until no more nodes can be expected. Yield findings about missing
+        nodes."""
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline:
             if self._server.wait_until(self._complete, min(deadline, time.monotonic() + _REPORT_S)):
@@ -250,7 +251,8 @@ class ProbeRun:
         if isinstance(self._config, SSHConfig) and ENDED in waiting and UNANSWERED not in logs:
             return "fix the problems of these hosts that are listed above."
         return (
-            "raise --wait-s if they need longer; open the head's ports or set --head-address if they cannot reach it."
+            "if they need more time, raise --wait-s; if they cannot reach the head, open its ports or set "
+            "--head-address."
         )
 
     def refused(self) -> Iterator[Finding]:
@@ -296,7 +298,8 @@ class ProbeRun:
         return answer[0]
 
     def clock_of(self, record: WorkerRecord) -> tuple[float, float]:
-        """Measure by how many seconds the node's clock is ahead of the head's, and the uncertainty in seconds."""
+        """Measure how many seconds the node's clock is ahead of the head's clock. Also return the uncertainty in
+        seconds."""
         best = (0.0, float("inf"))
         for _ in range(5):
             before = time.time()
@@ -321,7 +324,7 @@ class ProbeRun:
             if seconds > _ENOUGH_S or count >= _LARGEST:
                 break
             count *= 4
-        if seconds < _REPEAT_S:  # the fastest of three: other load only makes a transfer slower
+        if seconds < _REPEAT_S:  # take the fastest of three, because other load only slows a transfer down
             seconds = min(seconds, *(self._seconds(record, name, argument) for _ in range(2)))
         return count / 1e6 / max(seconds - overhead, 1e-6)
 

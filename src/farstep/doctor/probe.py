@@ -1,4 +1,4 @@
-"""An environment whose methods report about the node; the doctor calls them like those of any environment."""
+"""An environment whose methods report about the node. The doctor calls them like methods of any environment."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class Probe(gymnasium.Env[Any, Any]):
         return bytes(count)
 
     def make(self, env: str, timeout_s: float) -> str:
-        """Build and reset an environment in another process, so that crashes and hangs are reported, too.
+        """Build and reset an environment in another process, so that crashes and hangs are also reported.
 
         Args:
             env: Fields of an `EnvConfig`, as JSON.
             timeout_s: Seconds after which the process is killed.
 
         Returns:
-            The last lines of its output, with the reason; empty if it succeeded.
+            The last lines of the process's output, with the reason; empty if it succeeded.
         """
         command = [sys.executable, "-P", "-m", "farstep.doctor.make_env", env]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(import_path())}
@@ -80,7 +80,7 @@ class Probe(gymnasium.Env[Any, Any]):
 
 
 def _gpus() -> int:
-    """Return the node's number of GPUs: those visible to the node daemon (a worker sees one), or all NVIDIA devices."""
+    """Return the number of GPUs that the node daemon sees (a worker sees only one), or of all NVIDIA devices."""
     given = None
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")

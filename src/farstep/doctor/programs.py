@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 
 class Program:
-    """A running program; its output goes to a file, since a child that keeps a pipe open would block the reader."""
+    """A running program. Its output goes to a file, because a child that keeps a pipe open would block the reader."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         self._output = tempfile.TemporaryFile(prefix="farstep-doctor-")  # noqa: SIM115 - closed by `end`
@@ -33,7 +33,7 @@ class Program:
         """Wait until the deadline, then kill the program and all its children.
 
         Returns:
-            Its exit status, None if it was killed, and its output.
+            The exit status (None if the program was killed), and the output.
         """
         status = None
         with contextlib.suppress(subprocess.TimeoutExpired):

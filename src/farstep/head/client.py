@@ -1,4 +1,4 @@
-"""The callbacks that a `Server` requires of its client."""
+"""The callbacks that a `Server` needs from its client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Client(Protocol):
     """The owner of a server: builds ticket messages and handles messages from workers."""
 
     def make_ticket(self, issued: IssuedTicket) -> tuple[m.Ticket, Sequence[Any]]:
-        """The message for an issued ticket, and further frames."""
+        """Return the message for an issued ticket, and its further frames."""
         ...
 
     def on_message(self, record: WorkerRecord, message: m.FromWorker, received: Received) -> None:
@@ -24,11 +24,12 @@ class Client(Protocol):
         ...
 
     def on_error(self, record: WorkerRecord, failure: m.Failure, error: WorkerError) -> None:
-        """Handle an exception that a request of the client (agent, call, step) raised on a worker that still runs."""
+        """Handle an exception that a request of the client (agent, call, step) caused on a worker. The worker still
+        runs."""
         ...
 
     def on_lost(self, record: WorkerRecord) -> None:
-        """Handle the loss of a worker; messages that it was sent remain unanswered."""
+        """Handle the loss of a worker. It will not answer the messages that were sent to it."""
         ...
 
     def version(self) -> int:

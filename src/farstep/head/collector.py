@@ -1,4 +1,4 @@
-"""Requests and batches: opens a session of tickets for each call, and assembles the chunks that arrive."""
+"""Collects batches: opens a session of tickets for each call, and assembles the chunks that arrive."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from farstep.rollout.program import Program
 from farstep.rollout.sources import Source
 from farstep.schema import Schema, Structure, space_schema
 from farstep.sync import AAPS, Always
+from farstep.sync.rules import threshold_of
 from farstep.wire import messages as m
 from farstep.wire.compression import available
 
@@ -63,6 +64,8 @@ class Collector:
         self.server = Server(config, program, env_config.envs_per_node, seed, config.restart_budget, self, events)
         self._num_workers = len(self.server.records)
         self.counters = Counters(self._num_workers)
+        self.kl_threshold = threshold_of(rule)
+        """The divergence above which workers pull weights; None: they do not pull by divergence."""
         self._warnings = UserWarnings(rule, env_config.weights, events.emit)
         self._continuity = Continuity(self.server.records)
         self.publisher = Publisher(self.server, env_config, rule, self.counters, self._warnings, self._end)
@@ -71,7 +74,7 @@ class Collector:
         )
         self.gate = self.publisher.gate
         self.workflow_counters: Callable[[], dict[str, Any]] = dict
-        """Returns the counters of the last workflow, which `snapshot` includes."""
+        """Returns the counters of the last workflow, for `snapshot`."""
         self._rollouts: Rollouts | None = None
         self._broadcast = Broadcast(self.server, without_lost=True)
 
@@ -105,7 +108,7 @@ class Collector:
 
     @property
     def inference(self) -> str:
-        """How workers call the agent: on the fast path, or why not."""
+        """How workers call the agent: `fast`, or the reason why not."""
         return self._warnings.inference
 
     def version(self) -> int:
@@ -135,12 +138,12 @@ class Collector:
             self._end(request)
 
     def parts(self, steps: int) -> Generator[Part, None, Batch]:
-        """Collect a batch as `one_batch` does; yield each worker's parts as they arrive and return the batch."""
+        """Collect one batch: yield each worker's parts as they arrive, and return the batch."""
         arrived: deque[Part] = deque()
         request = self._open(Request(steps, on_part=lambda early: arrived.append(early.part)), None, 1)
 
         def next_part() -> Part | bool | None:
-            """The next part; True after the last one; None while waiting."""
+            """Return the next part, True after the last part, or None while waiting."""
             if arrived:
                 return arrived.popleft()
             return True if self.server.tickets.round_is_complete() else None
@@ -165,13 +168,13 @@ class Collector:
             self._end(request)
 
     def open_feed(self, steps: int, feed: FeedPlan, on_part: OnPart | None) -> Request:
-        """Open a request whose chunks `take_chunk` takes one by one."""
+        """Open a request for a workflow, which gets the chunks one by one from `take_chunk`."""
         actors = self._num_workers if feed.actors is None else feed.actors
         request = Request(steps, actors * feed.chunks, on_part=on_part, feed=feed)
         return self._open(request, feed.max_staleness, None)
 
     def take_chunk(self, request: Request, wanted: Callable[[int], bool]) -> tuple[AcceptedChunk, Batch] | None:
-        """Take the first unread chunk of a `wanted` worker, with views of its rows; None if there is none."""
+        """Return the first unread chunk of a `wanted` worker, with views of its rows; None if there is none."""
         if request is not self._intake.request:
             raise _superseded()
         assert self._rollouts is not None
@@ -191,7 +194,7 @@ class Collector:
     # ---- saving and resuming ----
 
     def save(self) -> list[Any]:
-        """The state of each worker, for `resume` in another process; None for one that is being restarted."""
+        """The state of each worker, for `resume` in another process; None for a worker that is being restarted."""
         self._end()
         return self._broadcast.call("save", ())
 
@@ -202,14 +205,14 @@ class Collector:
     def resume(
         self, agent: Agent, version: int, root: int, workers: Sequence[Any], actions: Sequence[Mapping[str, Array]]
     ) -> None:
-        """Continue from where `save` was called, and reset slots whose episodes cannot be replayed.
+        """Restore the state that `save` returned. Reset slots whose episodes cannot be replayed.
 
         Args:
             agent: The agent to act with.
             version: Version of its parameters.
             root: Seed of the slots that are reset.
             workers: What `save` returned.
-            actions: Per slot, the actions of its current episode.
+            actions: For each slot, the actions of its current episode.
         """
         self.publisher.first_version = version
         self.publisher.adopt(agent)
@@ -223,13 +226,13 @@ class Collector:
             self.one_batch(0, reset=ResetRequest([root] * len(failed), None if failed.all() else failed, None))
 
     def last_chunks(self) -> Array:
-        """Per slot, the key of the chunk that was delivered last; -1 if the next chunk does not continue it."""
+        """For each slot, the key of the last delivered chunk; -1 if the next chunk does not continue it."""
         return self._continuity.last.copy()
 
     # ---- sessions of tickets ----
 
     def _open(self, request: Request, max_staleness: int | None, batches: int | None) -> Request:
-        """Cancel the current request and open a session of tickets for another one."""
+        """Cancel the current request, and open a session of tickets for the new request."""
         tickets = self.server.tickets
         with self.server.locked():
             self.server.raise_failure()
@@ -244,12 +247,12 @@ class Collector:
             return request
 
     def row_schema(self) -> tuple[Schema, dict[str, Structure]]:
-        """The arrays of a row with the current agent, and how they nest."""
+        """The arrays of a row with the current agent, and how they are nested."""
         assert self._rollouts is not None
         return self.publisher.row_schema(), self._rollouts.structures
 
     def _set_layout(self, steps: int, lanes: int) -> None:
-        """Allocate blocks for a session if the current ones are too small, and announce them to workers."""
+        """Allocate blocks for a session if the current blocks are too small, and announce them to workers."""
         rollouts = self._rollouts
         assert rollouts is not None
         if message := rollouts.fit(lanes, steps, self.publisher.row_schema(), self.publisher.agent_schemas[1]):
@@ -257,7 +260,8 @@ class Collector:
             self.server.announce(message, fds=[rollouts.memory.fd])
 
     def _note_reset(self, reset: ResetRequest) -> None:
-        """Record the seeds that a restarted worker must use, and that slots that are reset continue no earlier rows."""
+        """Record the seeds for restarted workers, and that the next rows of reset slots do not continue earlier
+        rows."""
         chosen = np.ones(len(self._continuity.last), bool) if reset.mask is None else reset.mask
         self._continuity.interrupt(chosen)
         for record in self.server.records:
@@ -267,7 +271,7 @@ class Collector:
                     record.roots[i], record.resume[i] = root, 0
 
     def _end(self, request: Request | None = None) -> None:
-        """Cancel the current request; if `request` is given, only if that is the current one."""
+        """Cancel the current request. If `request` is given and is not the current one, do nothing."""
         with self.server.locked():
             if self.server.tickets.is_open and (request is None or request is self._intake.request):
                 self.server.cancel()
@@ -277,7 +281,7 @@ class Collector:
         try:
             return self._assembled(request)
         except BaseException:
-            self._continuity.interrupt()  # Ctrl-C may have discarded a batch that counts as delivered
+            self._continuity.interrupt()  # Ctrl-C may have discarded a batch that counted as delivered
             raise
 
     def _assembled(self, request: Request) -> Batch:
@@ -292,7 +296,7 @@ class Collector:
                 )
             return batch
 
-        with server.locked():  # a ticket issued before the batch is copied could overwrite its lanes
+        with server.locked():  # no ticket may be issued before the batch is copied: it could overwrite the lanes
             accepted = self._wait(request, next_chunks)
             return self._batch(request, accepted, rollouts)
 
@@ -306,7 +310,7 @@ class Collector:
             return batch
 
     def _wait(self, request: Request, poll: Callable[[], T | None]) -> T:
-        """Wait until `poll` returns something, and return it; tickets are issued meanwhile."""
+        """Wait until `poll` returns something, and return it. Issue tickets meanwhile."""
         server = self.server
 
         def poll_and_grant() -> T | None:
@@ -325,9 +329,13 @@ class Collector:
 
     def make_ticket(self, issued: IssuedTicket) -> tuple[m.Ticket, list[Any]]:
         request, record = self._intake.request, self.server.records[issued.worker]
+        if not self.server.shares_memory:
+            self.counters.workers.issued(issued.worker, time.monotonic())
         reset = None if request.reset is None else request.reset.part(record)
         if reset is not None and record.incarnation != request.incarnations[record.worker]:
-            reset.seeds = None  # a restarted worker began with them, and may have skipped an episode that crashes it
+            reset.seeds = (
+                None  # a restarted worker started with these seeds, and may have skipped an episode that crashes it
+            )
         return m.Ticket(issued.seq, issued.lane, request.steps, issued.min_version, reset, request.infos), []
 
     def on_message(self, record: WorkerRecord, message: m.FromWorker, received: Received) -> None:
@@ -348,6 +356,7 @@ class Collector:
     def on_lost(self, record: WorkerRecord) -> None:
         self._broadcast.lost(record)
         self._intake.forget(record)
+        self.counters.forget(record.worker)
 
     def on_error(self, record: WorkerRecord, failure: m.Failure, error: WorkerError) -> None:
         self._broadcast.failed(record, failure, error)

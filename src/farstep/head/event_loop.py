@@ -1,10 +1,10 @@
-"""An event loop that the waiting thread runs itself; a background thread runs it while no thread waits.
+"""An event loop that a waiting thread runs itself. A background thread runs it while no thread waits.
 
-This is the leader/followers pattern: a call that waits for an answer becomes the leader and reads the descriptors in
-its own thread, so that an answer costs one wake-up. All descriptors are in an inner epoll set, which is itself a member
-of an outer one; the background thread sleeps on the outer one. A thread therefore becomes the leader with one system
-call (mask the inner set in the outer one), and stops leading with another. State changes only under one lock, with
-Ctrl-C deferred. While a thread sleeps, the lock is free and Ctrl-C is delivered.
+This is the leader/followers pattern. A call that waits for an answer becomes the leader: it reads the descriptors in
+its own thread, so that an answer costs only one wake-up. All descriptors are members of an inner epoll set, and the
+inner set is a member of an outer epoll set. The background thread sleeps on the outer set. To become the leader, a
+thread masks the inner set in the outer set, which takes one system call; another call unmasks it. State changes only
+under one lock, with Ctrl-C deferred. While a thread sleeps, the lock is free and Ctrl-C is delivered.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class EventLoop:
         self._outer.register(self._wake, select.EPOLLIN)
         self._outer.register(self._inner.fileno(), select.EPOLLIN)
         self._leaders = 0
-        """Threads that lead, including those that sleep; the background thread reads only while there are none."""
+        """Number of leading threads, including sleeping ones. The background thread reads only while it is 0."""
         self._readers: dict[int, Callable[[], None]] = {}
         self._thread: threading.Thread | None = None
         self.running = True
@@ -57,7 +57,7 @@ class EventLoop:
 
     @contextlib.contextmanager
     def lead(self) -> Iterator[None]:
-        """As `locked`, and make the caller the leader: it reads instead of the background thread."""
+        """Hold the lock, defer Ctrl-C, and make the caller the leader, which reads instead of the background thread."""
         with self.locked():
             if not self.running:
                 yield
@@ -72,15 +72,16 @@ class EventLoop:
                     self._outer.modify(self._inner.fileno(), select.EPOLLIN)
 
     def interruptible(self) -> contextlib.AbstractContextManager[None]:
-        """Deliver Ctrl-C although the lock is held: for user code that runs in this thread."""
+        """Deliver Ctrl-C although the lock is held, for user code that runs in this thread."""
         return self._interrupts.allowed()
 
     def poll(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` for readable descriptors and call their readers. The lock is released meanwhile."""
-        # The background thread never waits here, and so never releases the lock: close() can join it while holding it.
+        # The background thread never waits here, so it never releases the lock. close() can therefore join it under the
+        # lock.
         asleep = self._lock.released() if timeout_s else contextlib.nullcontext()
         events = []
-        with asleep, self._interrupts.allowed(), contextlib.suppress(ValueError, OSError):  # closed meanwhile
+        with asleep, self._interrupts.allowed(), contextlib.suppress(ValueError, OSError):  # closed by another thread
             events = self._inner.poll(timeout_s)
         for fd, _ in events if self.running else ():
             reader = self._readers.get(fd)
@@ -93,7 +94,8 @@ class EventLoop:
             event.wait()
 
     def start_thread(self, pump: Callable[[], None], tick_s: float) -> None:
-        """Start the background thread: it calls `pump` on input and every `tick_s`, while no other thread leads."""
+        """Start the background thread. While no other thread leads, it calls `pump` on input and every `tick_s`
+        seconds."""
         thread = threading.Thread(target=self._serve, args=(pump, tick_s), name="farstep-head", daemon=True)
         thread.start()
         self._thread = thread
@@ -101,7 +103,8 @@ class EventLoop:
     def _serve(self, pump: Callable[[], None], tick_s: float) -> None:
         while self.running:
             self._outer.poll(tick_s)
-            # The timeout is short: a leading thread does the same work, and close() joins this thread.
+            # Use a short timeout, because close() joins this thread. Whichever thread holds the lock does the same
+            # work.
             if self._lock.acquire(_LOCK_TIMEOUT_S):
                 try:
                     if self.running and not self._leaders:
@@ -110,7 +113,7 @@ class EventLoop:
                     self._lock.release()
 
     def close(self) -> None:
-        """End the background thread, wake sleeping ones, and free the descriptors; the caller may hold the lock."""
+        """End the background thread, wake sleeping threads, and free the descriptors. The caller may hold the lock."""
         self.running = False
         os.eventfd_write(self._wake, 1)
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -122,10 +125,10 @@ class EventLoop:
 
 
 class _ReleasableLock:
-    """A reentrant lock that its holder can release completely while it sleeps.
+    """A reentrant lock that a thread can release completely while it sleeps.
 
-    A signal handler may raise between any two lines here (a SIGTERM that becomes a SystemExit). The owner is therefore
-    kept only in C, where no handler runs, and `release` does nothing if the thread does not hold the lock.
+    A signal handler may raise between any two lines here, e.g. SystemExit on SIGTERM. Therefore only C code, in which
+    no handler runs, stores the owner, and `release` does nothing if the thread does not hold the lock.
     """
 
     def __init__(self) -> None:

@@ -8,11 +8,11 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
-from farstep.errors import described, typed_shortage
-from farstep.event import EVENT_KINDS, Event, EventKind, traceback_of
+from farstep.errors import FarstepError, WorkerError, described, typed_shortage
+from farstep.event import EVENT_KINDS, Event, EventKind, check_kind, traceback_of
 
 log = logging.getLogger("farstep")
 MAX_EVENTS = 1_000
@@ -42,6 +42,8 @@ class EventLog:
         self._counts: Counter[EventKind] = Counter()
         self._subscriptions: list[Subscription] = []
         self._last = 0.0
+        self._failed = False
+        """Whether the error that ends the run was emitted."""
 
     def emit(
         self,
@@ -82,11 +84,42 @@ class EventLog:
             if logged:
                 log.log(logging.INFO if kind in _INFO else logging.WARNING, "%s", event.text, stacklevel=2)
 
-    def events(self, kinds: Collection[EventKind] | None = None, since: float = 0.0) -> list[Event]:
-        """Return the stored events of these kinds (None: all) that are later than `since`, oldest first."""
+    def emit_failure(self, error: Exception) -> None:
+        """Emit the error that ends the run; only the first, and not logged, since it is raised."""
+        with self._lock:
+            if self._failed:
+                return
+            self._failed = True
+        told = str(error) if isinstance(error, FarstepError) else described(error)
+        first, _, rest = told.partition("\n")
+        worker, node, traceback = None, "", traceback_of(error)
+        if isinstance(error, WorkerError):
+            worker, node, traceback = error.where.worker, error.where.host, error.evidence
+        elif isinstance(error, FarstepError):  # that of a launcher quotes the logs of nodes after its first line
+            traceback = rest.strip() or (traceback_of(error.__cause__) if error.__cause__ else "")
+        self.emit("warned", f"the run failed: {first}", worker=worker, node=node, traceback=traceback, logged=False)
+
+    @contextlib.contextmanager
+    def emitting_failure(self) -> Iterator[None]:
+        """Context manager: emit an error that is raised inside, since it ends the run."""
+        try:
+            yield
+        except Exception as error:
+            self.emit_failure(error)
+            raise
+
+    def events(self, kinds: EventKind | Collection[EventKind] | None = None, since: float = 0.0) -> list[Event]:
+        """Return the stored events of these kinds (None: all) that are later than `since`, oldest first.
+
+        Raises:
+            ConfigError: A kind is unknown.
+        """
+        chosen = EVENT_KINDS if kinds is None else (kinds,) if isinstance(kinds, str) else tuple(kinds)
+        for kind in chosen:
+            check_kind(kind)
         with self._lock:
             stored = list(self._events)
-        return [event for event in stored if event.time > since and (kinds is None or event.kind in kinds)]
+        return [event for event in stored if event.time > since and event.kind in chosen]
 
     def counts(self) -> dict[EventKind, int]:
         """Return how many events of each kind were emitted, including those that are no longer stored."""

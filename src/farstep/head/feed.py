@@ -1,4 +1,4 @@
-"""A feed delivers chunks to a workflow one by one as they arrive, and wakes it for other events."""
+"""A feed: delivers chunks to a workflow one by one as they arrive, and wakes the workflow for other events."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from farstep.batch import Batch
 from farstep.head.chunks.incoming_chunks import EarlyPart
 from farstep.head.collector import Collector
 from farstep.head.members.worker_records import WorkerRecord
-from farstep.head.tickets.records import AcceptedChunk, FeedPlan
+from farstep.head.tickets.records import AcceptedChunk, DropCause, FeedPlan
 
 
 @dataclass(frozen=True)
 class Members:
-    """The workers of a run at one time."""
+    """The workers of a run at one point in time."""
 
     present: frozenset[int]
     departed: frozenset[int]
-    """Workers that have left since the last call of `Feed.members`; some may be back."""
+    """Workers that have left since the last call of `Feed.members`; some may have returned."""
     quorum: int
-    """Workers that must be present to continue."""
+    """Number of workers that must be present to continue."""
 
 
 class Feed:
-    """Workers get tickets while a feed is open. `take` waits for a chunk, a deadline, or `wake`.
+    """Chunks for a workflow. Workers get tickets while a feed is open; `take` waits for a chunk, a deadline, or `wake`.
 
     Args:
         collector: Issues the tickets and receives the chunks.
@@ -45,12 +45,12 @@ class Feed:
         """`Presence.changes` at the last call of `members`."""
         self._early: deque[EarlyPart] = deque()
         self._waking = threading.Lock()
-        """Held while writing to the descriptor, so that no other thread closes it and its number is not reused."""
+        """Held while writing to the descriptor, so that no other thread closes the descriptor in between."""
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
             self._server.watch(self._wake_fd, self._on_wake)
             self._request = collector.open_feed(steps, plan, self._on_part if early else None)
-            collector.publisher.on_published = self.wake  # from whichever thread publishes
+            collector.publisher.on_published = self.wake  # called by the publishing thread
         except BaseException:
             self._stop_watching()
             raise
@@ -62,7 +62,7 @@ class Feed:
 
     def _on_part(self, early: EarlyPart) -> None:
         if not early.part.complete:
-            # Copy now: if its worker dies, another chunk overwrites the lane.
+            # Copy now: if the worker dies, another chunk overwrites the lane.
             self._early.append(replace(early, part=replace(early.part, so_far=early.part.so_far.copy())))
             self._woken = True
 
@@ -77,15 +77,16 @@ class Feed:
     ) -> None:
         """Wait for the next chunk of a `wanted` worker and store it.
 
-        Returns without one after `wake`, a change of the workers present, a part, or the deadline.
+        Returns without a chunk after `wake`, a part, the deadline, or a change of the present workers.
 
         Args:
             wanted: Whether a worker's chunk can be stored now.
             deadline: In `time.monotonic()` seconds.
-            check: Called while there is no chunk; raises if none can arrive.
+            check: Called while there is no chunk; raises if no chunk can arrive.
             store: Stores a chunk.
             store_early: Stores a part.
-            room: Entered while a chunk is taken and stored, so that no other thread uses the free space.
+            room: Context manager, entered while a chunk is taken and stored, so that no other thread uses the free
+                space.
         """
         times = self._collector.counters.learner
 
@@ -103,7 +104,7 @@ class Feed:
             check()
             return None
 
-        with self._server.locked():  # Ctrl-C before it is stored would lose a chunk that counts as delivered
+        with self._server.locked():  # defer Ctrl-C: the chunk counts as delivered before it is stored
             with times.measure("wait"):
                 self._server.wait_until(poll, deadline)
             self._woken = False
@@ -111,7 +112,7 @@ class Feed:
                 store_early(self._early.popleft())
 
     def is_live(self, ticket: int) -> bool:
-        """Whether a ticket is open, or its chunk was not taken yet."""
+        """Whether a ticket is open, or its chunk has not been taken yet."""
         return self._server.tickets.is_live(ticket)
 
     def voided(self) -> list[tuple[int, int]]:
@@ -131,17 +132,17 @@ class Feed:
 
     @property
     def waiting(self) -> list[int]:
-        """The workers whose chunks were not taken yet, if no worker is rolling another one."""
+        """The workers whose chunks have not been taken yet; empty if a worker is rolling a chunk."""
         with self._server.locked():
             tickets = self._server.tickets
             return [] if tickets.in_flight or self._server.unsettled() else tickets.unread_workers()
 
     def pending(self, worker: int) -> int:
-        """Chunks of a worker that are being rolled or were not taken yet."""
+        """Number of chunks of a worker that are being rolled or have not been taken yet."""
         with self._server.locked():
             return self._server.tickets.pending(worker)
 
-    def consumed(self, worker: int, chunks: int, dropped: str | None = None) -> None:
+    def consumed(self, worker: int, chunks: int, dropped: DropCause | None = None) -> None:
         """Record that the learner is done with some chunks of a worker, or that they were dropped for a cause."""
         with self._server.locked():
             self._server.tickets.consumed(worker, chunks, dropped)
@@ -153,12 +154,12 @@ class Feed:
             self._server.grant()
 
     def withdraw(self, worker: int) -> None:
-        """Cancel a worker's invitations for which it has no ticket yet."""
+        """Cancel the invitations of a worker for which no ticket has been issued yet."""
         with self._server.locked():
             self._server.tickets.withdraw(worker)
 
     def members(self) -> Members | None:
-        """Which workers are present, and which have left; None if nothing changed since the last call."""
+        """Which workers are present and which have left; None if this has not changed since the last call."""
         presence = self._server.tickets.presence
         if presence.changes == self._seen_changes:
             return None

@@ -1,8 +1,8 @@
 """Defers signals while the head's state changes.
 
-Python can raise KeyboardInterrupt, or an exception of another signal's handler, between any two instructions. In the
-middle of handling a message, that would leave a chunk half accepted. The head therefore defers signals while it changes
-state, and delivers them while its thread sleeps, which is most of the time.
+Python can raise KeyboardInterrupt, or an exception from another signal's handler, between any two instructions. If this
+happens while a message is handled, a chunk could be half accepted. The head therefore defers signals while it changes
+state. It delivers signals while its thread sleeps, which is most of the time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-# `signal` wraps `_signal` and converts its results to enums, which costs more time than the rest of `deferred`.
+# `signal` wraps `_signal` and converts results to enums. This conversion takes more time than the rest of `deferred`.
 _get_handler: Callable[[int], Any] = _signal.getsignal
 _set_handler: Callable[[int, Any], Any] = _signal.signal
 _DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
@@ -23,7 +23,7 @@ _DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
 
 class Interrupts:
-    """Defers signals in the main thread; does nothing in others, where Python runs no handlers."""
+    """Defers signals in the main thread. Does nothing in other threads, because Python runs no handlers there."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -31,11 +31,11 @@ class Interrupts:
         self._before: dict[int, Callable[[int, FrameType | None], Any]] = {}
         """The user's handlers, by signal."""
         self._waiting: list[int] = []
-        """Signals that arrived while they were deferred."""
+        """Signals that arrived while signals were deferred."""
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Defer signals until the end of the block, or until `allowed` within it."""
+        """Context manager: defer signals until the end, or until `allowed` inside it."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -55,7 +55,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
-        """Deliver signals as usual; the block must be safe to interrupt."""
+        """Context manager: deliver signals as usual. The code inside must be safe to interrupt."""
         if threading.current_thread() is not threading.main_thread() or not self._depth:
             yield
             return
@@ -75,5 +75,5 @@ class Interrupts:
     def _deliver(self) -> None:
         while self._waiting:
             number = self._waiting.pop(0)
-            if (handler := self._before.get(number)) is not None:  # else the user removed the handler meanwhile
+            if (handler := self._before.get(number)) is not None:  # otherwise the user has removed the handler
                 handler(number, None)

@@ -1,8 +1,8 @@
 """Splits the learner's time into waiting for batches, preparing them, updating and publishing.
 
-farstep sees only its own calls. `update` is therefore what remains: the time of the collecting thread between them,
-and the time in which consumer threads of a workflow handle messages. The parts of both do not overlap: their sum is the
-time since the first batch was requested, plus the publishing of other threads.
+farstep measures only its own calls. `update` is the rest: the time of the collecting thread between these calls, or the
+time in which consumer threads of a workflow handle messages. The parts do not overlap. Their sum is the time since the
+first batch was requested, plus the time that other threads spend in `publish`.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class LearnerTimes:
         self._thread: int | None = None
         """The thread that collects."""
         self._inside: list[Part] = []
-        """The calls that this thread is in, the innermost last."""
+        """The nested calls that the collecting thread is in, innermost last."""
         self._last = self._handled_at_last = 0.0
-        """When the time of this thread was last added, and `_handled_until` then."""
+        """When `_lap` last added the time of the collecting thread, and the value of `_handled_until` at that time."""
         self._handling: set[int] = set()
         """Consumer threads that are handling a message."""
         self._handling_since = self._handled = 0.0
 
     def measure(self, part: Part) -> _Measured:
-        """Context manager: the time inside belongs to a part, except that of contexts inside it."""
+        """Context manager: the time inside counts toward `part`, except the time of nested contexts."""
         return _Measured(self, part)
 
     def enter(self, part: Part) -> float:
-        """Begin a part; returns the time."""
+        """Begin a part; return the current time."""
         thread = threading.get_ident()
         with self._lock:
             now = self._clock()
@@ -65,10 +65,10 @@ class LearnerTimes:
                 return
             self._seconds[part] += now - start
             if thread in self._handling:
-                self._seconds["update"] -= now - start  # which `_handled` includes
+                self._seconds["update"] -= now - start  # because `_handled` includes this time
 
     def _lap(self, now: float) -> None:
-        """Add the time of the collecting thread since the last lap to the part that it is in."""
+        """Add the time since the last lap to the current part of the collecting thread."""
         part = self._inside[-1] if self._inside else "update"
         handled = self._handled_until(now)
         others = handled - self._handled_at_last if part in ("wait", "update") else 0.0
@@ -77,7 +77,7 @@ class LearnerTimes:
 
     @contextmanager
     def handling(self) -> Iterator[None]:
-        """Count the time inside the context as updating: a consumer thread handles a message."""
+        """Context manager: a consumer thread handles a message, which counts as `update`."""
         thread = threading.get_ident()
         with self._lock:
             if not self._handling:
@@ -96,13 +96,13 @@ class LearnerTimes:
         return self._handled + (now - self._handling_since if self._handling else 0.0)
 
     def end(self) -> None:
-        """Leave out the time until the next batch is requested: a workflow has ended."""
+        """Ignore the time until the next batch is requested, because a workflow has ended."""
         with self._lock:
             self._thread = None
             self._inside.clear()
 
     def snapshot(self) -> dict[str, float]:
-        """The seconds of each part, until now inside a call, otherwise until the last call."""
+        """The seconds of each part: until now during a call, otherwise until the end of the last call."""
         with self._lock:
             now = self._clock()
             if self._inside:
@@ -112,7 +112,7 @@ class LearnerTimes:
 
 
 class _Measured:
-    """The context manager of `LearnerTimes.measure`; a class, since every step of `ClusterEnv.step` enters three."""
+    """The context manager of `LearnerTimes.measure`. It is a class for speed: every `ClusterEnv.step` enters three."""
 
     __slots__ = ("_part", "_start", "_times")
 

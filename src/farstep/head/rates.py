@@ -9,7 +9,7 @@ WINDOW_S = 10.0
 
 
 class Rate:
-    """Steps per second over the last 10 s, or between the last two events if these are further apart."""
+    """Steps per second over the last 10 s, or between the last two events if they are further apart."""
 
     def __init__(self) -> None:
         self._events: deque[tuple[float, int]] = deque()
@@ -21,7 +21,7 @@ class Rate:
             self._events.popleft()
 
     def per_second(self, now: float) -> float:
-        """The rate; 0 if nothing has been counted for longer than both the window and the usual interval."""
+        """The rate; 0 after a pause that is longer than both the window and the usual interval."""
         if len(self._events) < 2:
             return 0.0
         (first, first_steps), (last, _) = self._events[0], self._events[-1]

@@ -1,4 +1,4 @@
-"""What the current call on a `ClusterEnv` wants from its workers."""
+"""What the current call on a `ClusterEnv` requests from the workers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from farstep.head.members.worker_records import ResetRequest
 from farstep.head.tickets.records import FeedPlan
 
 OnPart = Callable[[EarlyPart], None]
-"""Called for each complete stage of each worker's chunk, in the thread that runs the event loop; must neither block nor
-raise."""
+"""Called for each complete stage of each worker's chunk, in the thread that runs the event loop. It must neither block
+nor raise."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""The I/O shell around tickets and the supervisor: sends and receives messages, and waits.
+"""The I/O layer around tickets and supervisor: sends, receives and waits for messages.
 
 A thread that waits for workers runs the event loop itself (see `event_loop.py`). While no thread waits, a background
-thread runs it, so that workers that die or join are handled at any time.
+thread runs the loop, so that dying and joining workers are handled at any time.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ from farstep.errors import (
     HandshakeError,
     LaunchError,
     WireError,
-    WorkerError,
     typed_shortage,
 )
-from farstep.event import traceback_of
 from farstep.head.client import Client
 from farstep.head.event_loop import EventLoop
 from farstep.head.events import EventLog
@@ -37,7 +35,7 @@ from farstep.head.members import membership
 from farstep.head.members.message_rules import check_message, is_late
 from farstep.head.members.supervisor import Supervisor
 from farstep.head.members.worker_records import WorkerRecord, expected, split
-from farstep.head.slow_call_warnings import FIRST_NOTE_S, NOTE_S, noted_while_slow
+from farstep.head.slow_call_warnings import WaitWarning, warn_while_slow
 from farstep.head.tickets.tickets import Tickets
 from farstep.launch import launcher_for
 from farstep.launch.daemon.process import import_path
@@ -51,7 +49,7 @@ from farstep.wire.versions import mismatches
 log = logging.getLogger("farstep")
 T = TypeVar("T")
 _PRELOADED = ("torch",)
-"""Heavy modules that workers import early if the head has imported them."""
+"""Large modules that workers import early if the head has imported them."""
 
 
 class Server:
@@ -61,9 +59,9 @@ class Server:
         config: How workers are launched, and their time limits.
         program: What workers run.
         envs_per_node: Environments per node.
-        root: Seed that the seeds of all slots derive from.
+        root: Root seed of all slots.
         restart_budget: Failures tolerated within ten minutes; one more fails the run.
-        client: Handles what workers answer.
+        client: Handles the workers' answers.
         events: Receives the events of the run.
     """
 
@@ -90,9 +88,9 @@ class Server:
         self.tickets = Tickets(workers, config.fewest_nodes * per_node)
         self.spaces: tuple[Any, Any] | None = None
         self._announcements: list[tuple[m.FromHead, Sequence[Any], Sequence[int]]] = []
-        """Messages, frames and descriptors that a worker gets before its first ticket: agent, parameters, layout."""
+        """What a worker gets before its first ticket (agent, parameters, layout): messages, frames and descriptors."""
         self.start_s = {"connect": 0.0, "construct": 0.0}
-        """Seconds of the slowest first start: from launch to `Hello`, and from `Hello` to `Ready`."""
+        """Durations of the slowest first start in seconds: from launch to `Hello`, and from `Hello` to `Ready`."""
         self._started_at = 0.0
         self._failure: FarstepError | None = None
         self._closed = False
@@ -105,7 +103,7 @@ class Server:
         with typed_shortage("the head could not be set up"), contextlib.ExitStack() as opened:
             self._event_loop = EventLoop()
             opened.callback(self._event_loop.close)
-            with noted_while_slow(self._slow_start, events.emit):
+            with warn_while_slow(self._slow_start, events.emit):
                 envs = max(record.num_envs for record in self.records)
                 launcher = launcher_for(config, workers, envs, events.emit)
             opened.callback(launcher.close)
@@ -118,7 +116,8 @@ class Server:
     # ---- start and end ----
 
     def start(self) -> tuple[Any, Any]:
-        """Start all workers, wait until they have built their environments, and return the spaces of one of these."""
+        """Start all workers, and wait until they have built their environments. Return the spaces of one
+        environment."""
         self.begin()
         self.wait(lambda: True if self._all_ready() else None, starting=True)
         assert self.spaces is not None
@@ -127,7 +126,7 @@ class Server:
     def begin(self) -> None:
         """Start all workers, without waiting for them."""
         self._started_at = time.monotonic()
-        with self.locked(), noted_while_slow(self._slow_start, self.events.emit):
+        with self.locked(), warn_while_slow(self._slow_start, self.events.emit):
             self.supervisor.start()
         if not self._driven:
             with typed_shortage("the head's thread could not be started"):
@@ -149,7 +148,7 @@ class Server:
         return [record for record in self.records if record.worker not in self.tickets.presence.absent]
 
     def unsettled(self) -> bool:
-        """Whether workers are missing or about to leave, so that the set of workers to wait for will change."""
+        """Whether the set of workers to wait for will change, because workers are missing or about to leave."""
         return not all(self._can_roll(record) for record in self.records)
 
     def _can_roll(self, record: WorkerRecord) -> bool:
@@ -162,13 +161,13 @@ class Server:
     def close(self) -> None:
         """Stop workers, kill those that do not stop in time, and free all resources.
 
-        Idempotent; a second call, from another thread, returns when the first has freed all resources.
+        Idempotent. A second call, from another thread, returns after the first call has freed all resources.
         """
         if os.getpid() != self._pid:
             return  # a fork of the head does not own the workers
         with self._event_loop.lead():
             if self._closed:
-                if self._closer != threading.get_ident():  # a handler in this thread would deadlock
+                if self._closer != threading.get_ident():  # a signal handler in this thread would deadlock
                     self._event_loop.wait_for(self._freed)
                 return
             self._closed, self._closer = True, threading.get_ident()
@@ -211,7 +210,7 @@ class Server:
 
         Args:
             poll: Called after each event.
-            starting: Emit what is waited for after `FIRST_NOTE_S` seconds instead of `NOTE_S`.
+            starting: Whether the wait is for workers to start; then the warning about a long wait comes earlier.
 
         Raises:
             FarstepError: The run has failed, or is closed.
@@ -221,24 +220,22 @@ class Server:
         return result
 
     def wait_until(self, poll: Callable[[], T | None], deadline: float, *, starting: bool = False) -> T | None:
-        """As `wait`, but return None after the deadline (in `time.monotonic()` seconds)."""
+        """Like `wait`, but return None after the deadline (in `time.monotonic()` seconds)."""
         with self._event_loop.lead():
-            began = time.monotonic()
-            next_note = began + (FIRST_NOTE_S if starting else NOTE_S)
+            warning = WaitWarning(self.events.emit, time.monotonic(), starting=starting)
             while True:
                 self.raise_failure()
                 result = poll()
                 if result is not None or (left := deadline - time.monotonic()) <= 0:
                     return result
-                self._pump(min(left, self._tick_s))
-                if (now := time.monotonic()) > next_note and (
+                if (now := time.monotonic()) > warning.due and (
                     starting or self.tickets.in_flight or self.supervisor.launcher.waiting()
                 ):
-                    next_note = now + NOTE_S
-                    self.events.emit("warned", f"waiting {now - began:.0f} s for {self.supervisor.whereabouts()}")
+                    warning.warn(f" for {self.supervisor.whereabouts()}", now)
+                self._pump(min(left, self._tick_s))
 
     def watch(self, fd: int, reader: Callable[[], None]) -> None:
-        """Call `reader` whenever the descriptor can be read, from the thread that runs the event loop."""
+        """Call `reader` whenever the descriptor can be read, in the thread that runs the event loop."""
         with self.locked():
             self._event_loop.register(fd, reader)
 
@@ -247,7 +244,7 @@ class Server:
             self._event_loop.unregister(fd)
 
     def raise_failure(self) -> None:
-        """If the run has failed, close it and raise the failure; afterwards, raise `ClosedError`."""
+        """If the run has failed, close it and raise the error. If it is already closed, raise `ClosedError`."""
         self._check_process()
         if self._failure is not None:
             failure = self._failure
@@ -264,36 +261,36 @@ class Server:
         return "failed" if self._failure is not None else "closed" if self._closed else "running"
 
     def fail(self, error: FarstepError) -> None:
-        """End the run with an error, which a waiting call or else the next call raises."""
+        """End the run with an error. The waiting call, or the next call, raises the error."""
         if self._failure is None:
             self._failure = error
-            self._emit_end(error)
+            self.events.emit_failure(error)
         self.supervisor.stop()
         if self.tickets.is_open:
             self.cancel()  # otherwise workers would retry their tickets forever
 
-    def _emit_end(self, error: FarstepError) -> None:
-        """Emit the error that ends the run; it is not logged, since it is raised."""
-        first, _, rest = str(error).partition("\n")
-        text = f"the run failed: {first}"
-        if isinstance(error, WorkerError):
-            worker, node = error.where.worker, error.where.host
-            self.events.emit("warned", text, worker=worker, node=node, traceback=error.evidence, logged=False)
-        else:  # an error of the launcher quotes the logs of nodes after its first line
-            traceback = rest.strip() or (traceback_of(error.__cause__) if error.__cause__ else "")
-            self.events.emit("warned", text, traceback=traceback, logged=False)
-
     def locked(self) -> contextlib.AbstractContextManager[None]:
-        """Hold the lock under which all state changes."""
+        """Hold the lock that protects all state."""
         self._check_process()
         return self._event_loop.locked()
 
+    def local_pids(self) -> dict[str, int]:
+        """The processes of the run on this machine, by name: the head, and workers that it has started itself."""
+        with self.locked():
+            workers = {f"worker {record.worker}": record.handle for record in self.records}
+        found = {
+            name: handle.pid
+            for name, handle in workers.items()
+            if handle is not None and handle.pid not in (0, os.getpid())
+        }
+        return {"the head": os.getpid(), **found}
+
     def _check_process(self) -> None:
-        """Raise in a fork of the head: reading there would take messages away from the head."""
+        """Raise in a fork of the head, because a fork would read messages that belong to the head."""
         if os.getpid() != self._pid:
             raise ClosedError(
-                f"this cluster belongs to process {self._pid} and was used in its fork {os.getpid()}; make a new one "
-                "there, or start processes with multiprocessing's spawn."
+                f"this cluster belongs to process {self._pid} but was used in its fork {os.getpid()}; make a new "
+                "cluster in the fork, or start processes with multiprocessing's spawn method."
             )
 
     def _pump_alone(self) -> None:
@@ -308,14 +305,14 @@ class Server:
                 internal = FarstepError(f"internal error in the head: {error!r}")
                 internal.__cause__ = error
                 self.fail(internal)
-                log.exception("internal error in the head")  # with its traceback, which an event would not log
+                log.exception("internal error in the head")  # logs the traceback, which an event would not
 
     def _pump(self, timeout_s: float) -> None:
         """Read messages, waiting up to `timeout_s`, and check processes every `_tick_s`; the caller holds the lock."""
         received = self.supervisor.read_shared()
         self._event_loop.poll(0.0 if received else timeout_s)
         if not self._event_loop.running:
-            return  # closed by another thread meanwhile
+            return  # closed by another thread
         self.supervisor.read_shared()
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + self._tick_s
@@ -338,7 +335,7 @@ class Server:
 
     def receive(self, worker: int, received: Received) -> None:
         if self._failure is not None and not self._closed:
-            return  # the run has failed: ignore what still arrives
+            return  # the run has failed: ignore later messages
         record = self.records[worker]
         try:
             self._handle(record, m.decode_from_worker(received.frames), received)
@@ -360,7 +357,7 @@ class Server:
                 copy_words(message.words, record.words)
             case m.Failure():
                 self._failed(record, message)
-            case _ if record.ready:  # else it was declared lost, and its error must stay
+            case _ if record.ready:  # otherwise it was declared lost, and its error must stay
                 record.owes_reply = record.owes_reply and not isinstance(message, (m.AgentReady, m.Reply))
                 record.error = None
                 record.num_messages += 1
@@ -369,7 +366,8 @@ class Server:
     # ---- messages ----
 
     def drain(self) -> None:
-        """Read what has arrived: sending on a ZeroMQ socket can clear the signal that wakes the event loop."""
+        """Read all messages that have arrived. Sending on a ZeroMQ socket can clear the signal that wakes the event
+        loop."""
         if not self.shares_memory:
             self.supervisor.read_shared()
 
@@ -390,9 +388,9 @@ class Server:
         return sum(memoryview(frame).nbytes for frame in encoded)
 
     def announce(self, message: m.FromHead, frames: Sequence[Any] = (), fds: Sequence[int] = ()) -> None:
-        """Send a message to all ready workers now, and to others when they become ready.
+        """Send a message to all ready workers now, and to other workers when they become ready.
 
-        It replaces an earlier announcement of the same type.
+        The message replaces an earlier announcement of the same type.
         """
         self.retract(type(message))
         self._announcements.append((message, frames, fds))
@@ -401,7 +399,7 @@ class Server:
                 self.send(record, message, frames, fds)
 
     def retract(self, *kinds: type) -> None:
-        """Do not send announcements of these types to workers that become ready later."""
+        """Stop sending announcements of these types to workers that become ready."""
         self._announcements = [entry for entry in self._announcements if not isinstance(entry[0], kinds)]
 
     def _welcome(self, record: WorkerRecord, hello: m.Hello) -> None:
@@ -423,7 +421,7 @@ class Server:
         self.send(record, welcome, [self._program])
 
     def _set_phase(self, record: WorkerRecord, phase: Phase) -> None:
-        """Record the phase of a worker without shared memory, until its next heartbeat reports it."""
+        """Set the phase of a worker without shared memory until its next heartbeat arrives."""
         if not self.shares_memory:
             record.words[PHASE] = phase
 
@@ -438,7 +436,7 @@ class Server:
             )
             return
         if self.spaces is None or (record.worker == 0 and not record.incarnation):
-            self.spaces = spaces  # prefer those of slot 0, with its random generators
+            self.spaces = spaces  # prefer the spaces of slot 0, which have its random generators
         record.ready = True
         self.tickets.join(record.worker)
         if not record.incarnation:
@@ -471,20 +469,20 @@ class Server:
         elif failure.ticket is None:
             self.supervisor.emit_failure("lost", error)
         elif not failure.again:
-            if self.tickets.give_back(record.worker, failure.ticket, "environment failed"):
+            if self.tickets.give_back(record.worker, failure.ticket, "environment_failed"):
                 self._client.on_error(record, failure, error)
         elif isinstance(error, (AgentError, ConfigError)):
             self.fail(error)  # neither is fixed by a retry
-        elif self.tickets.retry(record.worker, failure.ticket, "environment failed"):
+        elif self.tickets.retry(record.worker, failure.ticket, "environment_failed"):
             self.supervisor.act_on(membership.Failed(record.worker))
             if self._failure is None:
                 self.supervisor.emit_failure("warned", error, "; continuing with the next episodes")
-                record.error = None  # it must not be reported as the cause of a later death
+                record.error = None  # otherwise it could be reported as the cause of a later death
 
     # ---- tickets ----
 
     def grant(self) -> None:
-        """Issue and send every ticket that workers may get now."""
+        """Issue and send all tickets that workers may get now."""
         if self._failure is not None:
             return
         for issued in self.tickets.grant(self, self._client.version()):

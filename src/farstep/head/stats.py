@@ -1,4 +1,4 @@
-"""The counters behind `env.stats()`; the same names in every logger."""
+"""The counters of `env.stats()`; every logger uses the same names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from farstep.head.worker_times import WorkerTimes
 from farstep.wire.messages import Chunk
 
 _WINDOW = 100
-"""Episodes over which returns and lengths are averaged."""
+"""Number of latest episodes over which returns and lengths are averaged."""
 
 
 class Counters:
@@ -29,10 +29,10 @@ class Counters:
     def __init__(self, num_workers: int) -> None:
         self.steps = self.chunks = self.episodes = self.stagger_steps = 0
         self.weights_sent = self.probes_sent = self.rollouts_received = 0
-        self.syncs = [0] * num_workers
+        self.pulls = [0] * num_workers
         self.divergence: dict[int, float] = {}
         self.receive_s = 0.0
-        """Seconds in which the head copied arrays of workers without shared memory."""
+        """Seconds that the head spent on copying arrays of workers without shared memory."""
         self.learner, self.workers = LearnerTimes(), WorkerTimes(num_workers)
         self._rate = Rate()
         self._returns: deque[float] = deque(maxlen=_WINDOW)
@@ -48,13 +48,18 @@ class Counters:
             self.workers.arrived(worker, steps, time.monotonic())
 
     def reported(self, worker: int, chunk: Chunk) -> None:
-        """Count what a worker reports with a chunk, cancelled or not: pulls, waiting times and divergence."""
+        """Add a worker's report on pulls, waiting times and divergence. Even a cancelled chunk has a report."""
         if chunk.divergence is not None:
             self.divergence[worker] = chunk.divergence
-        self.syncs[worker] += chunk.syncs
+        self.pulls[worker] += chunk.syncs
         self.weights_sent += chunk.synced_bytes
         self.workers.add(worker, chunk.times)
         self.stagger_steps += chunk.stagger_steps
+
+    def forget(self, worker: int) -> None:
+        """Forget the divergence and the rate of a worker that has ended."""
+        self.divergence.pop(worker, None)
+        self.workers.forget(worker)
 
     def batch(self, batch: Batch, accepted: Sequence[AcceptedChunk], version: int) -> None:
         """Count a batch that is delivered to the learner."""
@@ -66,7 +71,7 @@ class Counters:
         self._returns.extend(batch.episodes["return"].tolist())
         self._lengths.extend(batch.episodes["length"].tolist())
         if rows:
-            versions = np.asarray(batch["version"])[0]  # one version per chunk: the first row has them all
+            versions = np.asarray(batch["version"])[0]  # a chunk has one version, so the first row suffices
             lags = version - versions
             for chunk in accepted:
                 self._lags[chunk.ticket.worker][_bucket(version - chunk.info.version)] += 1
@@ -100,7 +105,7 @@ class Counters:
                 "steps_per_second": self.workers.rates(now),
             },
             "nodes": server.supervisor.launcher.nodes(),
-            "weight_syncs": {"total": sum(self.syncs), "per_worker": list(self.syncs)},
+            "pulls": {"total": sum(self.pulls), "per_worker": list(self.pulls)},
             "bytes": {
                 "weights_sent": self.weights_sent,
                 "probes_sent": self.probes_sent,
@@ -120,7 +125,7 @@ class Counters:
                 "workers": self.workers.total(),
                 "per_worker": self.workers.per_worker(),
                 "learner": self.learner.snapshot(),
-                "head": {"receive": self.receive_s},
+                "head": {"receive": self.receive_s, "held": self.workers.held_s},
             },
             "episodes": {
                 "count": self.episodes,
@@ -131,7 +136,7 @@ class Counters:
 
 
 def _bucket(lag: int) -> int:
-    """Lags from 16 on are rounded down to a power of two, so that a histogram stays short."""
+    """Round lags of 16 and more down to a power of two, to keep the histogram short."""
     return lag if lag < 16 else 1 << lag.bit_length() - 1
 
 

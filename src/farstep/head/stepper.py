@@ -22,18 +22,18 @@ from farstep.wire import messages as m
 from farstep.wire.codec import unpack
 
 Info = tuple[int, Mapping[str, Any] | None, Mapping[str, Any]]
-"""Slot, final info of its episode (None unless that ended), and info of the step or reset."""
+"""Slot, final info of an episode that ended (otherwise None), and info of the step or reset."""
 
 
 class Stepper:
-    """Sends actions to all workers and receives one row; the client of a `Server`.
+    """Sends actions to all workers and receives one row. It is the client of a `Server`.
 
     A worker that dies is not restarted: the next call raises. After an exception in an environment, the workers keep
     running, and the caller can continue with `reset`.
     """
 
-    def __init__(self, config: LaunchConfig, program: Program, envs_per_node: int) -> None:
-        self.server = Server(config, program, envs_per_node, 0, 0, self, EventLog())
+    def __init__(self, config: LaunchConfig, program: Program, envs_per_node: int, events: EventLog) -> None:
+        self.server = Server(config, program, envs_per_node, 0, 0, self, events)
         self.times = WorkerTimes(len(self.server.records))
         self._steps = 0
         self._reset: ResetRequest | None = None
@@ -108,18 +108,18 @@ class Stepper:
         return self.server.tickets.take(0)
 
     def call(self, name: str, *arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Call a function on every worker; returns the values in order of slots.
+        """Call a function on every worker. Return the values in the order of slots.
 
         Args:
             name: The function.
-            arguments: One tuple of arguments for all workers, or one for each.
+            arguments: One tuple of arguments for all workers, or one tuple per worker.
         """
         return tuple(value for answer in self._broadcast.call(name, *arguments) for value in answer or ())
 
     # ---- callbacks of the server (see `client.Client`) ----
 
     def version(self) -> int:
-        return 0  # the caller acts: workers have no policy
+        return 0  # the caller acts, so workers have no policy
 
     def make_ticket(self, issued: IssuedTicket) -> tuple[m.Ticket, list[Any]]:
         record = self.server.records[issued.worker]
@@ -133,7 +133,7 @@ class Stepper:
         match message:
             case m.Chunk():
                 issued = self.server.tickets.outstanding(message.ticket)
-                if issued is not None and issued.worker == record.worker:  # else the ticket was cancelled meanwhile
+                if issued is not None and issued.worker == record.worker:  # otherwise the ticket has been cancelled
                     self._take(record, message, received)
             case m.Reply():
                 self._broadcast.replied(record, message, received)
@@ -155,13 +155,18 @@ class Stepper:
         self.server.tickets.accept(record.worker, chunk.ticket, 0, infos)
 
     def on_lost(self, record: WorkerRecord) -> None:
-        """Fail the run even if the node caused the loss: a replacement would start episodes without the caller."""
+        """Fail the run, even if the node caused the loss: the caller would not notice that a replacement starts new
+        episodes."""
         ended = record.handle.poll() if record.handle is not None else None
         if ended is not None and ended.blameless and self._rollouts is not None:
             self.server.fail(record.died(ended))
 
     def on_error(self, record: WorkerRecord, failure: m.Failure, error: WorkerError) -> None:
         if failure.ticket is not None:
+            text, where = str(error).splitlines()[0], error.where
+            self.server.events.emit(  # not logged, since the call raises it
+                "warned", text, worker=where.worker, node=where.host, traceback=error.evidence, logged=False
+            )
             self._error = self._error or error
         else:
             self._broadcast.failed(record, failure, error)

@@ -10,6 +10,8 @@ from farstep.sync.rules import threshold_of
 _STARVED_S = 5.0
 """Seconds without a batch after which a stream that drops stale chunks emits a warning."""
 
+STALE_REMEDY = "Raise max_staleness (--staleness-threshold), publish less often, or roll shorter chunks."
+
 
 class UserWarnings:
     """Remembers which warnings were emitted about the current agent and the current stream."""
@@ -79,5 +81,5 @@ class UserWarnings:
             self._emit(
                 "warned",
                 f"a stream has yielded no batch for {waited_s:.0f} s; chunks dropped as too old meanwhile: {dropped}. "
-                "Versions are published faster than chunks are rolled: raise max_staleness or publish less often",
+                f"Versions are published faster than chunks are rolled. {STALE_REMEDY}",
             )

@@ -27,12 +27,12 @@ from farstep.launch.ssh import SSHEngine
 
 
 def launcher_for(config: LaunchConfig, workers: int, envs: int, emit: Emit) -> Launcher:
-    """Create the launcher of a configuration; it starts nothing yet.
+    """Create the launcher for a configuration. This starts nothing yet.
 
     Args:
         config: Where workers run.
-        workers: Number of workers, at most.
-        envs: Environments per worker, at most.
+        workers: Maximum number of workers.
+        envs: Maximum number of environments per worker.
         emit: Receives events about nodes.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The addresses at which nodes may reach this machine."""
+"""Finds the addresses at which nodes may reach this machine."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import struct
 
 _SIOCGIFADDR = 0x8915
 _ANYWHERE = ("192.0.2.1", 9)
-"""An unused address (RFC 5737): nothing is sent, but the kernel chooses the interface it would send from."""
+"""An unused address (RFC 5737). Nothing is sent to it, but the kernel chooses the interface for it."""
 
 
 def own_addresses() -> list[str]:
-    """The IPv4 addresses of this machine's interfaces, that of the default route first; loopback if there is no other.
+    """The IPv4 addresses of this machine, the default route's address first; loopback if there is no other.
 
-    The host name is not resolved: on many machines it resolves to 127.0.1.1.
+    The host name is not resolved, because many machines resolve it to 127.0.1.1.
     """
     found = [
         address for address in map(_address_of, socket.if_nameindex()) if address and not address.startswith("127.")

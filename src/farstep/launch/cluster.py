@@ -1,7 +1,7 @@
-"""Starts workers on the nodes of a cluster, through the node daemons that an engine started there.
+"""Starts workers on the nodes of a cluster. An engine starts a node daemon on each node; the daemons start workers.
 
-A block is a range of workers that run on the same node. A node gets the first free block when it connects; a worker
-whose block has no node is queued. The block of a lost node is reassigned to the next node that connects.
+A block is a range of workers that run on the same node. When a node connects, it gets the first free block. Workers of
+a block without a node are queued. The block of a lost node goes to the next node that connects.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from farstep.wire.versions import mismatches
 
 _FILES_PER_WORKER, _OTHER_FILES = 8, 1024
 _MAX_REFUSED = 64
-"""Maximum number of refused hosts that are stored and emitted; a peer could invent any number of them."""
+"""Maximum number of refused hosts that are stored and emitted, because a peer could invent any number of hosts."""
 _SILENT_S = 3 * n.BEAT_S
-"""Seconds of silence after which a node is declared lost if its engine reports that it has ended."""
+"""If the engine reports that a node has ended, the node is declared lost after this many seconds of silence."""
 
 
 class ClusterLauncher(Launcher):
@@ -55,12 +55,12 @@ class ClusterLauncher(Launcher):
         self._ticked_at = self._enough_at = time.monotonic()
         self._next_beat, self._stopping = 0.0, False
         self.refused: dict[str, str] = {}
-        """Hosts that connected with other versions, and the differences."""
+        """Hosts that connected with different versions, and the differences."""
         _raise_file_limit(_FILES_PER_WORKER * workers, emit)
         self._invalid: Counter[int] = Counter()
-        """Number of invalid messages per group."""
+        """Number of invalid messages of each group."""
         self._refusal: LaunchError | None = None
-        """The error that ends the run after a node was refused, unless enough other nodes are connected."""
+        """The error about a refused node. It ends the run unless enough other nodes are connected."""
         try:
             self._hub = self._listen(engine.listen_on())
         except BaseException:
@@ -126,11 +126,11 @@ class ClusterLauncher(Launcher):
         now = time.monotonic()
         paused_s, self._ticked_at = max(0.0, now - self._ticked_at - 1.0), now
         for node in list(self._nodes.values()):
-            node.heard_at += paused_s  # silence does not count while the head did not read
+            node.heard_at += paused_s  # silence does not count while the head was not reading
             silent_s, status = now - node.heard_at, self._groups[node.group].status
             if silent_s > self._config.lease_s:
                 self._lose(node, f"was silent for {self._config.lease_s:g} s")
-            elif silent_s > _SILENT_S and status.has_ended(node.place):  # a node that still sends is not lost
+            elif silent_s > _SILENT_S and status.has_ended(node.place):  # a node that still sends messages is not lost
                 self._lose(node, f"is lost: {status.text}")
         if now >= self._next_beat:
             self._next_beat = now + n.BEAT_S
@@ -157,7 +157,7 @@ class ClusterLauncher(Launcher):
             handle.kill()
 
     def scale(self, nodes: int) -> None:
-        """Change the number of nodes: request more, or drain and release those with the last blocks."""
+        """Change the number of nodes: request more nodes, or drain and release the nodes with the last blocks."""
         before, self._wanted = self._wanted, nodes
         self._groups.reset_retries()
         for node in self._blocks[nodes:]:
@@ -196,7 +196,7 @@ class ClusterLauncher(Launcher):
         ]
 
     def expected(self) -> int:
-        """Number of nodes that are connected, or may connect without another request."""
+        """Number of nodes that are connected or may still connect without another request."""
         return self._groups.expected()
 
     def logs(self) -> str:
@@ -213,7 +213,8 @@ class ClusterLauncher(Launcher):
     # ---- nodes ----
 
     def _daemon_bootstrap(self, group: int) -> bytes:
-        """The bootstrap of a group's node daemons; they share a key and peer number -1 - group (workers: 0 and up)."""
+        """The bootstrap of a group's node daemons. They share a key and the peer number -1 - group; workers have 0, 1,
+        ..."""
         bootstrap = admit(self._hub, -1 - group, 0) | {
             "run": self._run,
             "addresses": self._hub.addresses,
@@ -233,7 +234,7 @@ class ClusterLauncher(Launcher):
             self._on_invalid(group, WireError("it names a node of another group."))
             return
         if node is None:
-            # Declared lost, or never admitted: its workers' keys are revoked; make it end them.
+            # The node was declared lost or never admitted, and its workers' keys are revoked: make it end its workers.
             send_to_node(self._hub, message.node, n.Leave("this node was declared lost", come_again=True))
             return
         node.heard_at = time.monotonic()
@@ -271,7 +272,7 @@ class ClusterLauncher(Launcher):
     def _admit(self, group: int, hello: n.NodeHello) -> None:
         if hello.run != self._run:
             raise WireError("it belongs to another run.")
-        if group >= len(self._groups):  # its engine started it although the request raised an error
+        if group >= len(self._groups):  # the engine started this node although the request raised an error
             send_to_node(self._hub, hello.node, n.Leave("this node was not requested"))
             return
         if different := mismatches(hello.versions):
@@ -304,7 +305,7 @@ class ClusterLauncher(Launcher):
         node.send(n.NodeBeat(node.name))
         self._emit("joined", f"{node} connected, with {hello.cpus} cores", node=node.host)
         if hello.setup_failed:
-            text = f"{node}: of its setup, {hello.setup_failed!r} failed; continuing anyway"
+            text = f"{node}: the setup command {hello.setup_failed!r} failed; continuing anyway"
             self._emit("warned", text, node=node.host)
         self._start_queued()
 
@@ -323,7 +324,7 @@ class ClusterLauncher(Launcher):
         self._release(node)
 
     def _lose(self, node: Node, why: str) -> None:
-        """Declare a node lost: end its workers, whose keys are revoked, and free its block."""
+        """Declare a node lost: revoke the keys of its workers, mark them as ended, and free its block."""
         self._emit("lost", f"{node} {why}", node=node.host)
         del self._nodes[node.name]
         self._blocks[node.block] = None
@@ -332,7 +333,7 @@ class ClusterLauncher(Launcher):
             worker.end(Ended(1, f"its {node} {why}", blameless=True))
 
     def _forget_worker(self, worker: RemoteWorker) -> None:
-        """Remove an ended worker, whose handle the head has closed."""
+        """Remove an ended worker after the head has closed its handle."""
         self._queued.pop(worker.worker, None)
         node = worker.node
         if node is not None and node.workers.get(worker.worker) is worker:
@@ -340,7 +341,7 @@ class ClusterLauncher(Launcher):
             self._release(node)
 
     def _release(self, node: Node) -> None:
-        """Release a draining node once its workers have ended."""
+        """Release a draining node when its workers have ended."""
         if node.leaving and not node.workers and node.name in self._nodes:
             node.send(n.Leave("its workers are done"))
             del self._nodes[node.name]

@@ -1,4 +1,4 @@
-"""The interface of an engine (SLURM, Ray, Kubernetes, ssh), which starts and ends node daemons."""
+"""The interface of engines (SLURM, Ray, Kubernetes, ssh). An engine starts and ends node daemons."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Protocol
 from farstep.errors import LaunchError
 
 RECLAIMED = 75
-"""Exit status of a node daemon whose engine reclaimed the node (`EX_TEMPFAIL`: it may be restarted)."""
+"""Exit status of a node daemon if the engine reclaimed the node (`EX_TEMPFAIL`: it may be restarted)."""
 
 SETUP_FAILED = "FARSTEP_SETUP_FAILED"
-"""Environment variable: the command of the setup that failed last."""
+"""Environment variable with the last setup command that failed."""
 RESTARTS = "FARSTEP_RESTARTS"
-"""Environment variable: maximum number of restarts of a killed node daemon within ten minutes."""
+"""Environment variable with the maximum number of restarts of a killed node daemon within ten minutes."""
 
 
 def setup_lines(setup: Sequence[str]) -> list[str]:
     """Lines of a shell script that run the user's setup.
 
-    As in any script, a failing line does not stop the following ones. In bash, the last command that failed is passed
-    to the node daemon in an environment variable.
+    As in any script, a failing line does not stop the following lines. In bash, an environment variable passes the last
+    command that failed to the node daemon.
     """
     if not setup:
         return []
@@ -31,28 +31,29 @@ def setup_lines(setup: Sequence[str]) -> list[str]:
 
 
 class EngineLost(LaunchError):
-    """The engine itself is lost: it cannot provide replacements."""
+    """The engine itself is lost, so it cannot provide replacements."""
 
 
 @dataclass(frozen=True)
 class RequestStatus:
-    """The state of a group: nodes that were requested together.
+    """The state of a group of nodes that were requested together.
 
-    A place is the engine's name of a node, e.g. `SLURM job 12, node n3`; engines report it up to the first comma.
+    A place is the name of a node in the engine, e.g. `SLURM job 12, node n3`. Engines report only the part before the
+    first comma.
     """
 
     text: str
     """The state in words, e.g. `SLURM job 12 is PENDING (Resources)`."""
     nodes: int
-    """Number of nodes that have a node daemon, or will get one without another request."""
+    """Number of nodes that have a node daemon, or will get a daemon without another request."""
     pending: int = 0
-    """Of these nodes, the number that has certainly not started yet, if the engine does not name them."""
+    """How many of these nodes have certainly not started yet; used if the engine does not name nodes."""
     ended: Sequence[str] | None = None
-    """Places whose node daemons have ended; None: the engine does not name them."""
+    """Places whose node daemons have ended; None if the engine does not name nodes."""
     restarting: Sequence[str] = ()
     """Places whose node daemons have not started yet, or will be restarted."""
     engine_lost: bool = False
-    """Whether the engine is lost (`EngineLost`): then only nodes that are connected to the head count."""
+    """Whether the engine is lost (`EngineLost`). Then only nodes that are connected to the head count."""
 
     def has_ended(self, place: str) -> bool:
         """Whether the node daemon at this place has ended, according to the engine."""
@@ -62,7 +63,7 @@ class RequestStatus:
 class Group(Protocol):
     """Nodes that were requested together: a job, a deployment, some ssh sessions.
 
-    Methods may block; each group has a thread that calls them, except `logs`.
+    Methods may block. Each group has its own thread, which calls all methods except `logs`.
     """
 
     def status(self) -> RequestStatus: ...
@@ -76,7 +77,7 @@ class Group(Protocol):
         ...
 
     def cancel(self) -> None:
-        """End all node daemons of the group, or initiate their end; does nothing if they have ended."""
+        """End all node daemons of the group, or initiate their end. Do nothing if they have ended."""
         ...
 
 
@@ -84,7 +85,7 @@ class Engine(Protocol):
     """Starts node daemons on nodes."""
 
     grace_s: float
-    """Seconds that a node has to send its chunks when the engine reclaims it."""
+    """Seconds for a node to send its chunks after the engine has reclaimed it."""
 
     def listen_on(self) -> Sequence[str]:
         """The addresses of this machine that nodes may reach, best first."""
@@ -95,10 +96,10 @@ class Engine(Protocol):
 
         Args:
             nodes: Number of nodes.
-            bootstrap: What each daemon reads from its standard input: addresses and keys, as JSON.
+            bootstrap: The standard input of each daemon: addresses and keys, as JSON.
 
         Raises:
-            LaunchError: The engine cannot be used; one sentence says what to install or start.
+            LaunchError: The engine cannot be used; the message says what to install or start.
         """
         ...
 

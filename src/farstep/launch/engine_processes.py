@@ -1,4 +1,4 @@
-"""Node daemons whose lifetime is bound to that of a local process: an ssh client or an `srun`."""
+"""Node daemons that end with a local process: an ssh client or an `srun`."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def file_tail(file: IO[bytes]) -> str:
 
 
 def after_setup(setup: Sequence[str], daemon: str) -> str:
-    """Shell lines that run the setup, then the daemon; only the daemon can read the keys from standard input."""
+    """Shell lines that run the setup, then the daemon. Only the daemon can read the keys from standard input."""
     if not setup:
         return f"exec {daemon}"
     return "\n".join(["exec 3<&0 </dev/null", *setup_lines(setup), f"exec {daemon} <&3 3<&-"])
 
 
 def end_processes(sessions: Iterable[EngineProcess], patience_s: float = _LEAVE_S) -> None:
-    """Wait `patience_s` seconds for processes whose daemons were sent `Leave`, then terminate, then kill them."""
+    """Wait `patience_s` seconds for processes whose daemons got `Leave`. Then terminate, and finally kill, the rest."""
     left = [session for session in sessions if not session.ended]
     for wait_s, number in ((patience_s, signal.SIGTERM), (_LEAVE_S, signal.SIGKILL)):
         deadline = time.monotonic() + wait_s

@@ -15,13 +15,13 @@ from farstep.launch.engine import Engine, EngineLost, Group, RequestStatus
 _CHECK_S = 2.0
 """Seconds between two status checks of a group."""
 _MAX_BACKOFF_S = 60.0
-"""Longest pause between two requests for replacements; it doubles with each retry."""
+"""Maximum pause in seconds between two requests for replacements; the pause doubles with each retry."""
 _END_S = 120.0
-"""Seconds that an unresponsive engine can delay the end of a run."""
+"""Maximum seconds by which an unresponsive engine can delay the end of a run."""
 
 
 class WatchedGroup:
-    """A group and the thread that calls its engine, whose calls may block."""
+    """A group, and the thread that calls its engine. These calls may block."""
 
     def __init__(self, nodes: int, request: Callable[[], Group], emit: Emit) -> None:
         self._nodes, self._request, self._emit = nodes, request, emit
@@ -29,23 +29,24 @@ class WatchedGroup:
         self._checked = (0.0, RequestStatus("requested", nodes))
         """Time of the last status request to the engine, and its answer."""
         self._lost_places: list[str] = []
-        """Places of nodes that were connected once and are not expected to return."""
+        """Places of nodes that disconnected and are not expected to return."""
         self._gone_at = 0.0
         self._rejected: set[str] = set()
-        """Names of node daemons that connected and were not needed."""
+        """Names of node daemons that connected but were not needed."""
         self._reclaimed = 0
-        """Number of nodes that the engine reclaimed: it restarts them, or reports that they have ended."""
+        """Number of nodes that the engine reclaimed. The engine restarts them, or reports that they have ended."""
         self._places: list[str] = []
         """Places of the connected nodes."""
         self._logs: str | None = None
-        """The logs of the group, once all its nodes have ended."""
+        """The logs of the group; None until all its nodes have ended."""
         self.last_line = ""
         """The last line of the logs at the time when a node ended."""
         self._cancelled = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="farstep-engine")
 
     def request(self) -> None:
-        """Request the nodes in the calling thread, so that errors reach the caller; otherwise, `watch` does so."""
+        """Request the nodes in the calling thread, so that errors reach the caller. Without this call, `watch` does
+        it."""
         self._group = self._request()
 
     def watch(self) -> None:
@@ -70,7 +71,7 @@ class WatchedGroup:
         return max(self.connected, status.nodes - self._overcounted(status))
 
     def _forget_returning(self, status: RequestStatus) -> None:
-        """Remove nodes from `_lost_places` that the engine restarts: SLURM requeues a job that lost its nodes."""
+        """Remove from `_lost_places` the nodes that the engine restarts; SLURM requeues a job that lost its nodes."""
         if status.ended is not None:
             self._lost_places = [
                 place for place in self._lost_places if place.partition(",")[0] not in status.restarting
@@ -95,13 +96,13 @@ class WatchedGroup:
         del self._lost_places[absent:]
 
     def rejected(self, daemon: str, place: str) -> None:
-        """Record that a node daemon was rejected; a repeated call, after a repeated hello, has no effect."""
+        """Record that a node daemon was rejected. If it repeats its hello, the repeated call has no effect."""
         if daemon not in self._rejected and len(self._rejected) < self._nodes:
             self._rejected.add(daemon)
             self._lose(place)
 
     def left(self, place: str, for_good: bool) -> None:
-        """Record that a node disconnected; `for_good` is False if its engine reclaimed it and may restart it."""
+        """Record that a node disconnected. `for_good` is False if the engine reclaimed the node and may restart it."""
         self._places.remove(place)
         if for_good:
             self._lose(place)
@@ -127,7 +128,9 @@ class WatchedGroup:
             if now.nodes < before.nodes:
                 logs = _logs_of(self._group)
                 self.last_line = next(reversed(logs.splitlines()), "")
-                self._logs = None if now.nodes else logs  # set first: other threads read it once they see the status
+                self._logs = (
+                    None if now.nodes else logs
+                )  # set before the status, because other threads read it after they see the status
             self._checked = (began, now)
         self._group.cancel()
 
@@ -136,7 +139,7 @@ class WatchedGroup:
         try:
             group.set_connected(tuple(self._places))
             return group.status()
-        except Exception as error:  # the nodes may still exist, although the engine does not answer
+        except Exception as error:  # the engine does not answer, but the nodes may still exist
             text = f"the engine does not answer: {error if isinstance(error, FarstepError) else repr(error)}"
             if text != before.text:
                 self._emit("warned", text, traceback=traceback_of(error))
@@ -144,7 +147,7 @@ class WatchedGroup:
 
     @property
     def final_logs(self) -> str:
-        """The logs of the group if all its nodes have ended, else ""; does not call the engine."""
+        """The logs of the group if all its nodes have ended, otherwise "". Does not call the engine."""
         return self._logs or ""
 
     def logs(self) -> str:
@@ -153,7 +156,7 @@ class WatchedGroup:
         return _logs_of(self._group) if self._group is not None else ""
 
     def cancel(self) -> None:
-        """Make the thread cancel the group; does not wait for it."""
+        """Make the thread cancel the group. Do not wait for it."""
         self._cancelled.set()
 
     @property
@@ -179,7 +182,7 @@ class Groups:
         self._engine, self._config, self._bootstrap, self._emit = engine, config, bootstrap, emit
         self._groups: list[WatchedGroup] = []
         self._request_lock = threading.Lock()
-        """Engines receive one request at a time."""
+        """Held during a request, because engines receive one request at a time."""
         self._complete = False
         """Whether the minimum number of nodes has ever been connected."""
         self.reset_retries()
@@ -196,7 +199,7 @@ class Groups:
         return self._groups[number]
 
     def request(self, nodes: int) -> None:
-        """Request a group of `nodes` nodes; raises `LaunchError` if the engine cannot be used."""
+        """Request a group of `nodes` nodes. Raise `LaunchError` if the engine cannot be used."""
         group = self._new(nodes)
         try:
             group.request()
@@ -223,8 +226,8 @@ class Groups:
             now: Time in seconds.
 
         Raises:
-            LaunchError: Fewer than the minimum number of nodes are left, and the restart budget is used up, the engine
-                is lost, or there have never been enough nodes.
+            LaunchError: Fewer than the minimum number of nodes are left, and no replacement is possible: the restart
+                budget is used up, the engine is lost, or there have never been enough nodes.
         """
         expected = self.expected()
         connected = sum(group.connected for group in self._groups)
@@ -261,7 +264,7 @@ class Groups:
         self._new(missing).watch()
 
     def _budget_used(self) -> str:
-        """A clause that names the restart budget if it is used up, else ""."""
+        """A clause that names the restart budget if it is used up, otherwise ""."""
         budget = self._config.restart_budget
         if not budget or len(self._retries) < budget:
             return ""
@@ -269,14 +272,14 @@ class Groups:
         return f"; restart_budget={budget} is used up: nodes were requested again {times} within {minutes:g} minutes"
 
     def cancel_unneeded(self, wanted: int) -> None:
-        """Cancel groups without a connected node that are not needed to reach `wanted` nodes."""
+        """Cancel groups that have no connected node and are not needed to reach `wanted` nodes."""
         for group in reversed(self._groups):
             spare = 0 if group.is_cancelled else group.expected()
             if spare and not group.connected and self.expected() - spare >= wanted:
                 group.cancel()
 
     def expected(self) -> int:
-        """Number of nodes of all groups that are connected, or may connect without another request."""
+        """Number of nodes of all groups that are connected or may still connect without another request."""
         return sum(group.expected() for group in self._groups if not group.is_cancelled)
 
     def status(self) -> str:

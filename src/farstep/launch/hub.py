@@ -1,4 +1,4 @@
-"""Helpers of launchers whose workers all connect to one ZeroMQ hub."""
+"""Helpers for launchers whose workers all connect to one ZeroMQ hub."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from farstep.wire.channels.zmq import Hub
 
 
 class HubLink:
-    """Sends to one worker through the hub; `drain` receives for all workers together."""
+    """Sends messages to one worker through the hub. `drain` receives the messages of all workers."""
 
     def __init__(self, hub: Hub, worker: int) -> None:
         self._hub, self._worker = hub, worker
@@ -45,7 +45,7 @@ def drain(hub: Hub, receive: Callable[[int, Received], None]) -> bool:
 
 
 def admit(hub: Hub, peer: int, incarnation: int) -> dict[str, Any]:
-    """Issue keys for a peer; returns the entries of its bootstrap that contain them."""
+    """Issue keys for a peer. Return the entries of its bootstrap with the keys."""
     pair = hub.admit(peer, incarnation)
     return {
         "server_key": hub.keys.public.decode(),
@@ -55,7 +55,7 @@ def admit(hub: Hub, peer: int, incarnation: int) -> dict[str, Any]:
 
 
 def admit_worker(hub: Hub, worker: int, incarnation: int, run: str, envs: int) -> dict[str, Any]:
-    """Issue keys for a worker; returns the entries of its bootstrap that do not depend on the launcher."""
+    """Issue keys for a worker. Return the entries of its bootstrap that do not depend on the launcher."""
     return {
         "worker": worker,
         "incarnation": incarnation,

@@ -54,7 +54,7 @@ class InProcessWorker:
         worker.hello()
 
     def _drive(self) -> bool:
-        """Let the worker handle one message or ticket; returns False if it has nothing to do."""
+        """Let the worker handle one message or ticket. Return False if it has nothing to do."""
         if self._ended is not None:
             return False
         try:
@@ -76,7 +76,7 @@ class InProcessWorker:
         self._ended = self._ended or Ended(-9)
 
     def dump_stacks(self) -> None:
-        """Does nothing: a debugger of the caller's process shows the stack."""
+        """Do nothing: a debugger in the caller's process shows the stack."""
 
     def read_output(self) -> bytes | None:
         return None

@@ -1,4 +1,4 @@
-"""Starts workers as processes of this machine, connected by socket pairs and shared memory."""
+"""Starts workers as processes on this machine, connected by socket pairs and shared memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from farstep.wire.channels.local import local_pair
 
 
 class LocalLauncher(Launcher):
-    """Starts one process per worker, which inherits its end of the link and the progress board."""
+    """Starts one process per worker. The process inherits its end of the link and the progress board."""
 
     shares_memory = True
     driven = False

@@ -1,4 +1,4 @@
-"""Starts workers on this machine that communicate like remote ones: encrypted ZeroMQ, no shared memory."""
+"""Starts workers on this machine that communicate like remote workers: by encrypted ZeroMQ, without shared memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class NetworkLauncher(Launcher):
     driven = False
 
     def __init__(self, envs: int, threads: int, transport: str, gpus: Sequence[int | None]) -> None:
-        # An abstract socket leaves no file behind; tcp listens on loopback only, on any free port.
+        # An abstract socket leaves no file behind. tcp listens only on loopback, on any free port.
         address = f"ipc://@farstep-{os.getpid()}-{os.urandom(8).hex()}" if transport == "ipc" else "tcp://127.0.0.1:*"
         self._transport, self._envs, self._gpus = transport, envs, gpus
         self._starter = ProcessStarter(threads)

@@ -1,4 +1,4 @@
-"""Connected nodes and the workers on them, as the head sees them."""
+"""The head's records of connected nodes and their workers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from farstep.wire.channels.zmq import NODE, Hub
 
 _TAIL_BYTES = 16 * 1024
 _UNREAD_BYTES = 1 << 20
-"""Maximum size of a worker's output that waits to be logged; the oldest bytes are dropped."""
+"""Maximum number of bytes of a worker's output that wait to be logged; older bytes are dropped."""
 _STRAYS = 64
-"""Maximum number of kill messages per heartbeat for unknown workers; a broken node daemon could list any number."""
+"""Maximum number of kill messages per heartbeat for unknown workers, because a broken daemon could list any number."""
 _UNREPORTED_S = 3.0
-"""Seconds after its start message during which a worker may be missing from heartbeats; after that, the message is
-resent, or the worker counts as ended."""
+"""Seconds after a start message during which heartbeats may lack the worker. After that, the message is resent, or the
+worker counts as ended."""
 
 
 def send_to_node(hub: Hub, name: str, message: n.ToNode) -> None:
-    """Send to the node daemon of that name, admitted or not."""
+    """Send a message to a node daemon, even if it was not admitted."""
     hub.send_to(name.encode() + NODE, [n.encode(message)])
 
 
@@ -42,9 +42,9 @@ class Node:
     block: int
     workers: dict[int, RemoteWorker] = field(default_factory=dict)
     leaving: bool = False
-    """Whether it is draining: it is released once its workers have sent their chunks and ended."""
+    """Whether the node is draining. It is released when its workers have sent their chunks and ended."""
     released: bool = False
-    """Whether the head released it; a node that its engine reclaimed may return."""
+    """Whether the head released the node. In contrast, a node that its engine reclaimed may return."""
 
     def send(self, message: n.ToNode) -> None:
         send_to_node(self.hub, self.name, message)
@@ -56,7 +56,7 @@ class Node:
         self.send(worker.start_message)
 
     def reconcile(self, running: set[tuple[int, int]], now: float) -> None:
-        """Reconcile the workers of this node with the list in a heartbeat, since other messages may be lost.
+        """Reconcile the workers of this node with the list in a heartbeat, because other messages may be lost.
 
         Args:
             running: Number and incarnation of every worker process on the node.
@@ -74,11 +74,11 @@ class Node:
                     worker.sent_at = now
                     self.send(worker.start_message)
         strays = running - {(worker.worker, worker.incarnation) for worker in self.workers.values()}
-        for stray in list(strays)[:_STRAYS]:  # the next heartbeats list the others again
+        for stray in list(strays)[:_STRAYS]:  # later heartbeats list the others again
             self.send(n.KillWorker(*stray))
 
     def worker(self, number: int, incarnation: int) -> RemoteWorker | None:
-        """The worker, or None if it is unknown or has another incarnation now."""
+        """The worker, or None if the number is unknown or the incarnation is not the current one."""
         worker = self.workers.get(number)
         return worker if worker is not None and worker.incarnation == incarnation else None
 
@@ -87,7 +87,7 @@ class Node:
 
 
 class RemoteWorker:
-    """A worker that runs on a node, or waits for one (see `core.WorkerHandle`)."""
+    """A worker that runs on a node, or waits for a node (see `core.WorkerHandle`)."""
 
     def __init__(
         self,
@@ -101,14 +101,14 @@ class RemoteWorker:
         self.start_message = n.StartWorker(worker, incarnation, bootstrap)
         self.node: Node | None = None
         self.sent_at, self.seen, self.leaving, self.killed = 0.0, False, False, False
-        # Readable when it has ended or printed something, like the descriptors of a local process.
+        # Readable when the worker has ended or printed, like the descriptors of a local process.
         self.exit_fd, self.output_fd = (os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2))
         self._new, self._tail = b"", b""
         self._ended: Ended | None = None
 
     @property
     def pid(self) -> int:
-        return 0  # unknown here; the worker sends it in its `Hello`
+        return 0  # not known yet; the worker sends it in its `Hello`
 
     def poll(self) -> Ended | None:
         return self._ended

@@ -1,7 +1,7 @@
-"""Starts node daemons as SLURM jobs; inside an allocation (`SLURM_JOB_ID` is set), as a step of that job.
+"""Starts node daemons as SLURM jobs or, inside an allocation (`SLURM_JOB_ID` is set), as a step of its job.
 
-Each daemon reads the head's address and its keys from its standard input, never from arguments or the environment.
-They are part of the batch script, which SLURM shows only to its owner and to administrators.
+Each daemon reads the head's address and its keys from its standard input, never from arguments or the environment. The
+batch script contains them; SLURM shows it only to its owner and to administrators.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from farstep.launch.engine_processes import EngineProcess, EngineProcesses, afte
 
 _COMMAND_S = 60.0
 _INTERRUPTED_S = 3.0
-"""Seconds that sbatch may still take after Ctrl-C: a job that it submits in that time is cancelled."""
+"""Seconds to wait for sbatch after Ctrl-C. A job that it submits in this time is cancelled."""
 _ENDED = {
     *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"),
     *("PREEMPTED", "REVOKED", "over"),
@@ -37,15 +37,15 @@ _NEVER = {
     *("PartitionNodeLimit", "PartitionTimeLimit", "PartitionConfig", "BadConstraints", "InvalidAccount", "InvalidQOS"),
     *(f"{scope}Max{limit}PerJobLimit" for scope in ("Assoc", "QOS") for limit in ("Cpu", "Node", "WallDuration")),
 }
-"""Reasons for which SLURM never starts a pending job."""
+"""SLURM's reasons for pending jobs that never start."""
 _HELD = "requeued held"
-"""End of SLURM's reason for a job that stays in the queue until an administrator releases it."""
+"""SLURM's reason ends with this if a job stays in the queue until an administrator releases it."""
 _STEP = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--label")
-"""Options of `srun`: node daemons end independently, and every line of output names its task."""
+"""Options of `srun`: node daemons end independently of each other, and every line of output names its task."""
 _TAIL_LINES = 15
 _END_OF_INPUT = "FARSTEP-END"
 _STAY_S = 600
-"""Seconds that the script of a preempted job waits to be killed; longer than SLURM's grace time."""
+"""Seconds that the script of a preempted job waits until SLURM kills it; longer than SLURM's grace time."""
 REDACTED = "(keys of the run, created when it starts)"
 
 
@@ -68,8 +68,8 @@ class SlurmEngine:
         program = "srun" if self._inside else "sbatch"
         if shutil.which(program) is None:
             raise LaunchError(
-                f"{program!r} is not on this machine; start farstep where jobs are submitted (Debian: slurm-client), "
-                "or use LocalConfig."
+                f"{program!r} is not on this machine; start farstep on a machine that can submit jobs (Debian package "
+                "slurm-client), or use LocalConfig."
             )
         if self._inside:
             step = EngineProcess(
@@ -99,7 +99,7 @@ class SlurmEngine:
         return jobs
 
     def _scripts(self, nodes: int, together: Sequence[int], bootstrap: str) -> Iterator[tuple[int, str]]:
-        """The batch scripts to submit, each with its number of nodes; see `job_sizes` for `together`."""
+        """The batch scripts to submit, each with its number of nodes. `job_sizes` explains `together`."""
         if self._config.spread:
             least = min(nodes, max(together, default=1))
             occupied = ",".join(filter(None, (before.hosts() for before in self._jobs)))
@@ -116,12 +116,12 @@ class SlurmEngine:
 def job_sizes(nodes: int, *together: int) -> list[int]:
     """Split a request for nodes into jobs.
 
-    SLURM starts a job only when all of its nodes are free. Nodes that are needed at the same time share a job; every
-    other node gets its own job, which may start later and end earlier.
+    SLURM starts a job only when enough nodes for the whole job are free. Nodes that are needed at the same time share a
+    job. Every other node gets its own job, which may start later and end earlier.
 
     Args:
         nodes: Number of nodes of all jobs.
-        together: Sizes of the jobs whose nodes are needed at the same time.
+        together: For each set of nodes that are needed at the same time, its number of nodes.
 
     Returns:
         The number of nodes of each job.
@@ -146,8 +146,8 @@ def batch_script(
         config: The options of the job.
         workers_per_node: Workers per node, for the number of cores.
         nodes: Number of nodes.
-        bootstrap: What node daemons read from their standard input, with the keys of the run.
-        least: Minimum number of nodes with which SLURM may start the job; None: all of them.
+        bootstrap: The standard input of node daemons, with the keys of the run.
+        least: Minimum number of nodes with which SLURM may start the job; None: all nodes.
         occupied: Hosts that the job must not use, in SLURM's list format.
     """
     options = {
@@ -171,7 +171,7 @@ def batch_script(
     # Since SLURM 22.05, steps do not inherit the number of cores from their job; workers might all share one core.
     cores = f"--cpus-per-task={options['cpus-per-task']}"
     daemon = " ".join(["srun", cores, *_STEP, *_daemon_command(config)])
-    # A preempted job that exits by itself counts as completed and is not requeued, so wait for SLURM to kill it.
+    # If a preempted job exits by itself, SLURM counts it as completed and does not requeue it. So wait for the kill.
     stay = f"[ $status -ne {RECLAIMED} ] || sleep {_STAY_S}"
     start = [f"{daemon} <<'{_END_OF_INPUT}'", bootstrap, _END_OF_INPUT, "status=$?", stay, "exit $status", ""]
     return "\n".join(["#!/bin/bash", *lines, "", *setup_lines(config.setup), *start])
@@ -184,14 +184,14 @@ def step_command(config: SlurmConfig, workers_per_node: int, nodes: int) -> list
         f"--cpus-per-task={workers_per_node * config.cpus_per_worker}",
         *([config.gpu_option] if config.gpu_option else []),
     ]
-    # In bash, like batch scripts: setup lines may use `source`.
+    # Use bash, as batch scripts do, because setup lines may use `source`.
     return ["srun", *options, "bash", "-c", after_setup(config.setup, " ".join(_daemon_command(config)))]
 
 
 def _daemon_command(config: SlurmConfig) -> list[str]:
     python = shlex.quote(config.python or sys.executable)
     place = "'SLURM job $SLURM_JOB_ID, node $SLURMD_NODENAME'"
-    # Not a command-line option: a daemon of another version would reject it before it reports its version.
+    # Not a command-line option, because a daemon of another version would reject it before reporting its version.
     restarts = f"{RESTARTS}={config.restart_budget}"
     return ["env", restarts, python, "-m", "farstep.launch.daemon.node_daemon", "--place", place]
 
@@ -206,16 +206,17 @@ class Jobs(Group):
         self._connected: set[str] = set()
         """Jobs that have a connected node daemon."""
         self._seen: set[str] = set()
-        """Jobs that have had one since their last start."""
+        """Jobs that have had a connected node daemon since their last start."""
         self._started: set[str] = set()
         """Jobs that SLURM has started at least once."""
         self._requested: dict[str, int] = {}
         """Maximum number of nodes that each job requests; `_sizes` has the number that SLURM granted."""
         self._granted: set[str] = set()
-        """Jobs whose granted number of nodes is known since their last start; a smaller one later means that a node
+        """Jobs whose granted number of nodes is known since their last start. If the number falls later, a node
         failed."""
         self._ended: dict[str, int] = {}
-        """Jobs that did not end by themselves, with their number of nodes; 0 once these were requested again."""
+        """Jobs that were cancelled, failed or timed out, with their number of nodes; 0 after the nodes were requested
+        again."""
 
     def submit(self, script: str, nodes: int) -> None:
         with _Command(["sbatch", "--parsable"]) as sbatch:
@@ -259,7 +260,7 @@ class Jobs(Group):
         parts, nodes, ended, restarting = [], 0, [], []
         for number in self._sizes:
             state, count, partition, hosts, reason = states.get(number, ("over", "0", "", "", ""))
-            size = self._size(number, state, held := int(count.partition("-")[0]))  # the minimum of a range
+            size = self._size(number, state, held := int(count.partition("-")[0]))  # a range: take its minimum
             parts.append(f"SLURM job {number} is {state}{_in_words(reason, partition)}")
             if hosts and state not in _WAITING:
                 self._started.add(number)
@@ -272,12 +273,12 @@ class Jobs(Group):
                 self._seen.discard(number)
             elif state == "RUNNING" and held < size and number in self._seen - self._connected:
                 # The first node failed, and with it `srun` and all daemons of the job, but SLURM keeps the other nodes
-                # for it. (If no node has failed, the daemons may only be disconnected temporarily.)
+                # allocated. (If no node failed, the daemons may be disconnected only temporarily.)
                 self._cancel(number, "has lost all of its node daemons")
         return RequestStatus("; ".join(parts), nodes, ended=ended, restarting=restarting)
 
     def _size(self, number: str, state: str, held: int) -> int:
-        """Number of nodes that a job has or requests; also records the size of a job that must be requested again."""
+        """Number of nodes that a job has or requests. This also records the sizes of jobs to request again."""
         if state in _WAITING:
             self._sizes[number] = self._requested[number]
             self._granted.discard(number)
@@ -289,7 +290,7 @@ class Jobs(Group):
         return self._sizes[number]
 
     def _cancel(self, number: str, why: str) -> None:
-        text = f"SLURM job {number} {why}: cancelled, so that its nodes can be requested again"
+        text = f"SLURM job {number} {why}: cancelling it, so that its nodes can be requested again"
         logs = ""
         with contextlib.suppress(OSError):
             logs = self._log(number)
@@ -315,7 +316,7 @@ class Jobs(Group):
         try:
             if self._sizes:
                 _run(["scancel", *self._sizes], missing="")
-        except LaunchError as error:  # the daemons end anyway, and the guardian keeps retrying
+        except LaunchError as error:  # the daemons end anyway, and the guardian continues to retry
             text = f"{error}; jobs {', '.join(self._sizes)} will be cancelled when SLURM answers again"
             self._emit("warned", text, traceback=traceback_of(error))
             return
@@ -324,7 +325,7 @@ class Jobs(Group):
 
 
 def _in_words(reason: str, partition: str) -> str:
-    """SLURM's reason for the state of a job, in parentheses."""
+    """Return SLURM's reason for the state of a job, in parentheses."""
     if reason in ("", "None"):
         return ""
     in_another = "," in partition and reason.startswith("Partition")  # SLURM tries the partitions one by one
@@ -338,7 +339,7 @@ def _run(command: Sequence[str], missing: str | None = None) -> str:
 
 
 class _Command(contextlib.AbstractContextManager["_Command"]):
-    """A running SLURM program; it is killed at the end of the block."""
+    """Context manager: a running SLURM program, killed at the end."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._name = command[0]
@@ -348,7 +349,7 @@ class _Command(contextlib.AbstractContextManager["_Command"]):
         )
 
     def output(self, text: str | None = None, missing: str | None = None, timeout_s: float = _COMMAND_S) -> str:
-        """Write `text` to the program and return its stdout; may be called again after an interruption.
+        """Write `text` to the program and return its stdout. May be called again after an interruption.
 
         Raises:
             LaunchError: The program failed (the message quotes its stderr), or did not end within `timeout_s`.

@@ -1,4 +1,4 @@
-"""Starts node daemons through ssh; each reads the head's address and its keys from its standard input."""
+"""Starts node daemons through ssh. Each daemon reads the head's address and its keys from its standard input."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from farstep.launch.engine_processes import EngineProcess, EngineProcesses, afte
 
 
 class SSHEngine:
-    """Starts one ssh session per host; a host whose session has ended is available to later requests."""
+    """Starts one ssh session per host. When a session has ended, later requests can use its host."""
 
     grace_s = 20.0
 

@@ -1,4 +1,4 @@
-"""Learners that train an agent in a `ClusterEnv`, their networks, and the training loop.
+"""Learners (they train an agent in a `ClusterEnv`), their networks, and the training loop.
 
 `farstep train` uses these classes; from Python:
 
@@ -17,7 +17,7 @@ import importlib
 
 from farstep.errors import install_extra
 
-TYPE_CHECKING = False  # type checkers treat this name as True; importing it from typing would cost start-up time
+TYPE_CHECKING = False  # type checkers treat this name as True; importing typing would slow down the start
 if TYPE_CHECKING:
     from farstep.learners import losses as losses
     from farstep.learners import returns as returns

@@ -1,8 +1,9 @@
 """Asynchronous PPO with the decoupled loss (Hilton et al. 2022): workers roll while the learner updates.
 
-A row is at most `staleness_threshold` versions old when the learner uses it. The loss has three policies: the behaviour
-policy, which acted; the proximal policy, the learner's at the start of the update, around which the ratio is clipped;
-and the policy that is optimised. With a threshold of 0 this is synchronous PPO. The loss of a minibatch is
+A row is at most `staleness_threshold` versions old when the learner uses it. The loss uses three policies. The behavior
+policy is the one that acted. The proximal policy is the learner's policy at the start of the update; the ratio is
+clipped around it. The third is the policy that is optimized. With a threshold of 0, this is synchronous PPO. The loss
+of a minibatch is
 
     L = policy_loss + value_coef * value_loss - entropy_bonus * entropy
 
@@ -35,84 +36,85 @@ from farstep.learners.rollout import Minibatch
 @show_fields
 @dataclass(frozen=True, kw_only=True)
 class AsyncPPOConfig:
-    """Options of asynchronous PPO; names are RLinf's.
+    """Options of asynchronous PPO, with the names that RLinf uses.
 
     Raises:
         ConfigError: An option is out of range, or options contradict each other.
     """
 
     staleness_threshold: int = 1
-    """Largest age of a row, in versions, when the learner uses it; 0 is synchronous PPO."""
+    """Maximum age of a row, in versions, when the learner uses it; 0: synchronous PPO."""
     num_chunks: int | None = None
-    """An update uses the first num_chunks * rollout_epochs chunks to arrive; None: rollout_epochs chunks of every
-    worker."""
+    """If set, an update uses the first num_chunks * rollout_epochs chunks to arrive. None: it uses rollout_epochs
+    chunks of every worker."""
     recompute_logprobs: bool = True
-    """Compute proximal log-probabilities with one forward pass over the batch; False: interpolate them by the age of a
-    row."""
+    """True: compute proximal log-probabilities with one forward pass over the batch. False: interpolate them by the age
+    of each row."""
     behave_weight_threshold: float | None = 1.5
-    """Upper bound of a row's weight, the ratio of the proximal policy to the policy that acted (published: 2.0); None:
-    no bound."""
+    """Upper bound of a row's weight (published: 2.0); None: no bound. The weight is the probability of the action under
+    the proximal policy, divided by that under the policy that acted."""
     behave_weight_lower: float | None = None
     """Lower bound of a row's weight; None: no bound."""
     behave_weight_mode: Literal["mask", "truncate"] = "truncate"
-    """What happens to rows whose weight exceeds a bound: they are excluded (mask, the published rule), or their weight
-    is set to the bound (truncate)."""
+    """What happens to rows whose weight is outside the bounds. mask (the published rule): they are excluded. truncate:
+    their weight is set to the bound."""
     denominator: Literal["valid", "kept"] = "valid"
-    """Rows that the mean of the policy loss is taken over: all valid rows, or only those that were not excluded (kept,
-    the published rule)."""
+    """Which rows count in the mean of the policy loss. valid: all valid rows. kept (the published rule): only rows that
+    were not excluded."""
     clip_ratio_low: float = 0.2
-    """Lower clip range of the probability ratio: it is clipped below 1 - clip_ratio_low."""
+    """Lower clip range: the probability ratio is clipped below 1 - clip_ratio_low."""
     clip_ratio_high: float = 0.2
-    """Upper clip range of the probability ratio: it is clipped above 1 + clip_ratio_high."""
+    """Upper clip range: the probability ratio is clipped above 1 + clip_ratio_high."""
     clip_ratio_c: float | None = 3.0
-    """Dual clip: bound of a row's loss as a multiple of |advantage|, for negative advantages; None: no dual clip."""
+    """Dual clip: for a negative advantage, a row's loss is at most clip_ratio_c * |advantage|; None: no dual clip."""
     value_clip: float | None = None
-    """Clip range of the value loss around the recorded value, in units of (normalised) returns (published: 0.2); None:
-    no clipping."""
+    """Maximum change of a value from its recorded value in the value loss, in units of (normalized) returns (published:
+    0.2); None: no clipping."""
     huber_delta: float | None = None
-    """Value errors larger than this enter the loss linearly (Huber loss); None: squared error."""
+    """Huber loss: value errors above this enter the loss linearly; None: squared error."""
     value_coef: float = 0.5
     """Weight of the value loss in the loss (published: 1)."""
     entropy_bonus: float = 0.01
     """Weight of the entropy bonus in the loss."""
     normalize_advantages: Literal["minibatch", "batch", "no"] = "minibatch"
-    """Rows over which advantages are normalised to mean 0 and standard deviation 1: each minibatch, the whole batch, or
-    no normalisation."""
+    """Normalize advantages to mean 0 and standard deviation 1, over each minibatch or over the whole batch; no: do not
+    normalize."""
     gamma: float = 0.99
     """Discount factor."""
     gae_lambda: float = 0.95
-    """Lambda of generalised advantage estimation (GAE)."""
+    """Lambda of generalized advantage estimation (GAE)."""
     num_steps: int | None = None
-    """Steps of each environment per rollout; None: 4,096 divided by the number of environments, at least 16, and at
-    most 128 for a recurrent agent."""
+    """Steps of each environment per rollout. None: 4,096 divided by the number of environments, at least 16; for a
+    recurrent agent, at most 128."""
     rollout_epochs: int = 1
-    """Rollouts per update, collected in sequence with the same weights; advantages are computed per rollout. Raise it
-    to enlarge the updates of a recurrent agent, whose sequences have num_steps steps; otherwise raise num_steps."""
+    """Rollouts per update, collected one after the other with the same weights. Advantages are computed per rollout.
+    Raise it to enlarge the updates of a recurrent agent, because its sequences have num_steps steps. For other agents,
+    raise num_steps instead."""
     update_epochs: int = 8
     """Passes over the rows of an update."""
     global_batch_size: int | None = None
-    """Rows per optimizer step, for a recurrent agent at least num_steps; None: 128, or an eighth of an update's rows
-    for a recurrent agent. Raise it for noisy rewards and large networks, lower it if updates change the policy too
+    """Rows per optimizer step; for a recurrent agent, at least num_steps. None: 128; for a recurrent agent, an eighth
+    of an update's rows. Raise it for noisy rewards and large networks; lower it if updates change the policy too
     little."""
     micro_batch_size: int | None = None
-    """Rows per forward and backward pass, to save memory; for a recurrent agent at least num_steps. None: all rows of
-    an optimizer step."""
+    """Rows per forward and backward pass; a smaller number saves memory. For a recurrent agent, at least num_steps.
+    None: all rows of an optimizer step."""
     learning_rate: float = 5e-4
     """Learning rate of Adam."""
     anneal_lr: bool = False
     """Decrease learning_rate and value_lr linearly to 0 over total_steps."""
     value_lr: float | None = None
     """Learning rate of the critic's own layers; None: learning_rate. Layers shared with the actor (image encoder,
-    recurrent core) always use learning_rate. Raise it if explained_variance stays low, or to fine-tune a trained policy
-    with a small learning_rate."""
+    recurrent core) always use learning_rate. Raise value_lr if explained_variance stays low, or to fine-tune a trained
+    policy with a small learning_rate."""
     critic_warmup_updates: int = 0
-    """Number of updates at the start of the run that train only the critic's own layers and leave the policy unchanged.
-    Use it when a trained policy starts with a new critic, whose first advantages are noise."""
+    """The first updates of a run, this many, train only the critic's own layers and do not change the policy. Use this
+    if a trained policy starts with a new critic, because the advantages of a new critic are noise."""
     max_grad_norm: float = 0.5
-    """Largest norm of the gradient; larger gradients are scaled down to it."""
+    """Maximum norm of the gradient; a larger gradient is scaled down to this norm."""
     target_kl: float | None = None
-    """Stop the update after the epoch in which the mean KL divergence from the policy at the start of the update
-    exceeds this, in nats; None: run all epochs."""
+    """Stop an update early: after the epoch in which the policy's mean KL divergence from the start of the update
+    exceeds this, in nats. None: run all epochs."""
     net: NetConfig = DEFAULT_NET
     """the agent's network"""
 
@@ -135,25 +137,25 @@ class AsyncPPOConfig:
             steps = self.num_steps or 1
             if size is not None and size < steps and self.net.is_recurrent:
                 raise ConfigError(
-                    f"{name} is {size} with recurrent={self.net.recurrent!r}, whose sequences of num_steps="
-                    f"{steps} rows are not split; set {name} to at least {steps}, or lower num_steps."
+                    f"{name} is {size} with recurrent={self.net.recurrent!r}; sequences of num_steps={steps} rows are "
+                    f"not split, so set {name} to at least {steps}, or lower num_steps."
                 )
         if self.micro_batch_size and self.global_batch_size and self.micro_batch_size > self.global_batch_size:
             raise ConfigError(
-                f"micro_batch_size is {self.micro_batch_size}, more than global_batch_size={self.global_batch_size}; "
-                "an optimizer step of global_batch_size rows is computed in passes of micro_batch_size rows. Lower "
+                f"micro_batch_size is {self.micro_batch_size}, more than global_batch_size={self.global_batch_size}. "
+                "An optimizer step of global_batch_size rows consists of passes of micro_batch_size rows. Lower "
                 "micro_batch_size."
             )
         if self.micro_batch_size and self.denominator == "kept":
             raise ConfigError(
-                f"denominator is 'kept' with micro_batch_size={self.micro_batch_size}; 'kept' needs the number of kept "
-                "rows of the whole optimizer step, which one micro-batch does not have. Use denominator='valid', or "
-                "leave micro_batch_size out."
+                f"denominator is 'kept' with micro_batch_size={self.micro_batch_size}. 'kept' needs the number of kept "
+                "rows of the whole optimizer step, but a micro-batch knows only its own. Use denominator='valid', or "
+                "leave out micro_batch_size."
             )
 
 
 class AsyncPPO(OnPolicy):
-    """Learner that updates an agent with PPO while workers continue to roll.
+    """Asynchronous PPO: updates an agent while workers continue to roll.
 
     Args:
         agent: The agent to train; it is moved to `device`.
@@ -169,7 +171,8 @@ class AsyncPPO(OnPolicy):
 
     @property
     def synchronous(self) -> bool:
-        """Whether workers wait during updates: with a threshold of 0 and chunks of all workers."""
+        """Whether workers wait during updates. True if the threshold is 0 and every update uses chunks of all
+        workers."""
         return self.config.staleness_threshold == 0 and self.config.num_chunks is None
 
     def _loss(self, minibatch: Minibatch) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -194,7 +197,6 @@ class AsyncPPO(OnPolicy):
             behave_weight_lower=config.behave_weight_lower,
             denominator=config.denominator,
             versions=minibatch["version"],
-            current_version=self._version + 1,
         )
         value_loss, critic = losses.value_loss(
             evaluation.value,
@@ -242,13 +244,13 @@ class AsyncPPO(OnPolicy):
             return self.learn(batch, rollout, columns, self._loss, schedule)
 
     def batches(self, env: ClusterEnv) -> Iterator[Batch]:
-        """Collect rollouts from all workers, or with `num_chunks` from the first workers to finish.
+        """Collect rollouts from all workers; with `num_chunks`, from the first workers that finish.
 
         Args:
             env: The environments to collect from.
 
         Returns:
-            An endless iterator of batches, with no row older than `staleness_threshold` versions.
+            An endless iterator of batches. No row is older than `staleness_threshold` versions.
         """
         config = self.config
         steps = rollout_steps(config.num_steps, env.num_envs, config.net.is_recurrent)

@@ -1,11 +1,10 @@
-"""Losses in torch: clipped and decoupled PPO, and the value loss, each with its metrics.
+"""Losses in torch: clipped PPO, decoupled PPO and the value loss, each with its metrics.
 
-All arguments of a loss have the same shape, which may be that of a minibatch `[B]` or of a rollout `[T, N]`. Rows where
-`valid` is False are excluded (see `returns.usable`; None: all rows are valid). They are set to 0 before anything is
-computed, so that NaN in them reaches neither the loss nor a gradient. Means are over valid rows; the mean of no rows is
-0.
+All arguments of a loss have the same shape: `[B]` for a minibatch, or `[T, N]` for a rollout. Rows where `valid` is
+False are excluded (see `returns.usable`; None: all rows are valid). Excluded rows are set to 0 first, so that NaN in
+them affects neither the loss nor a gradient. Means are over valid rows; without valid rows they are 0.
 
-Metrics are detached 0-d tensors. The caller can convert many of them to numbers at once, which waits for the device
+Metrics are detached 0-d tensors. The caller can convert many metrics to numbers at once, which waits for the device
 only once.
 """
 
@@ -26,7 +25,7 @@ Denominator = Literal["valid", "kept"]
 Metrics = dict[str, Tensor]
 
 _SAME = 1e-12
-"""Numbers whose variance is below this fraction of their mean square differ only by rounding."""
+"""If the variance of numbers is below this fraction of their mean square, they differ only by rounding."""
 
 
 def clipped_ppo(
@@ -43,12 +42,12 @@ def clipped_ppo(
 
         L = mean(max(-A r, -A clip(r, 1 - low, 1 + high)))        r = exp(logprob - old_logprob)
 
-    With `clip_ratio_c` = c the loss of a row is at most c |A| (dual clip, Ye et al. 2020); without it, the loss of a
+    With `clip_ratio_c` = c, the loss of a row is at most c |A| (dual clip, Ye et al. 2020). Without it, the loss of a
     row with a negative advantage grows without bound as r grows.
 
     Args:
-        logprob: Log-probabilities of the actions under the policy that is optimised.
-        old_logprob: Log-probabilities under the policy that the ratio is clipped around.
+        logprob: Log-probabilities of the actions under the policy that is optimized.
+        old_logprob: Log-probabilities under the old policy; the ratio to it is clipped around 1.
         advantages: Advantages A.
         valid: False on rows to exclude; None: all rows are valid.
         clip_ratio_low: Lower clip range of the ratio, from 0 to 1.
@@ -56,7 +55,7 @@ def clipped_ppo(
         clip_ratio_c: Bound of the dual clip, above 1; None: no dual clip.
 
     Returns:
-        The loss, which has a gradient with respect to `logprob` only, and metrics by name.
+        The loss, with a gradient only with respect to `logprob`, and metrics by name.
 
     Raises:
         ConfigError: Shapes differ, or an option is out of range.
@@ -84,36 +83,35 @@ def decoupled_ppo(
     behave_weight_lower: float | None = None,
     denominator: Denominator = "valid",
     versions: Tensor | None = None,
-    current_version: int | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Compute the decoupled PPO loss for rows of an older policy (Hilton et al. 2022).
 
         L = mean(w max(-A r, -A clip(r, 1 - low, 1 + high)))
-        r = exp(logprob - proximal_logprob)               ratio of the optimised to the proximal policy
+        r = exp(logprob - proximal_logprob)               ratio of the optimized to the proximal policy
         w = exp(proximal_logprob - behave_logprob)        weight of a row, without a gradient
 
-    Where proximal and behaviour log-probabilities are equal, w is 1; then, with bounds around 1, the result equals
+    If proximal and behavior log-probabilities are equal and the bounds include 1, then w is 1, and the result equals
     that of `clipped_ppo` bit for bit.
 
     Args:
-        logprob: Log-probabilities of the actions under the policy that is optimised.
-        behave_logprob: Log-probabilities under the behaviour policy, which acted.
-        proximal_logprob: Log-probabilities under the proximal policy, which the ratio is clipped around.
+        logprob: Log-probabilities of the actions under the policy that is optimized.
+        behave_logprob: Log-probabilities under the behavior policy, i.e. the policy that acted.
+        proximal_logprob: Log-probabilities under the proximal policy; the ratio r to it is clipped around 1.
         advantages: Advantages A.
         valid: False on rows to exclude; None: all rows are valid.
         clip_ratio_low: Lower clip range of the ratio, from 0 to 1.
         clip_ratio_high: Upper clip range of the ratio, at least 0.
         clip_ratio_c: Bound of the dual clip, above 1 (see `clipped_ppo`); None: no dual clip.
         behave_weight_threshold: Upper bound of w; None: no bound.
-        behave_weight_mode: `"mask"` excludes rows whose w exceeds a bound; `"truncate"` sets w to the bound.
+        behave_weight_mode: What happens to rows whose w is outside the bounds: `"mask"` excludes them, `"truncate"`
+            sets w to the bound.
         behave_weight_lower: Lower bound of w; None: no bound.
         denominator: `"valid"` divides by the number of valid rows; `"kept"` divides by the number of rows that were not
-            excluded, so that the remaining rows gain weight as more are excluded.
-        versions: Version of the policy that acted in each row; only reported, as `average_version`.
-        current_version: Version that the update produces; only reported.
+            excluded, so the remaining rows gain weight as more rows are excluded.
+        versions: Version that acted in each row; used only for the metric `average_version`.
 
     Returns:
-        The loss, which has a gradient with respect to `logprob` only, and metrics by name.
+        The loss, with a gradient only with respect to `logprob`, and metrics by name.
 
     Raises:
         ConfigError: Shapes differ, or an option is out of range or unknown.
@@ -156,8 +154,6 @@ def decoupled_ppo(
     if versions is not None:
         _check_shapes(logprob, versions=versions)
         metrics["average_version"] = counted.means({"": versions.double()})[""].to(loss.dtype)
-    if current_version is not None:
-        metrics["current_version"] = torch.full_like(loss.detach(), float(current_version))
     return loss, metrics
 
 
@@ -167,13 +163,14 @@ def interpolate_proximal(logprob: Tensor, behave_logprob: Tensor, versions: Tens
         proximal = behave + d / (d + 1) (logprob - behave)        d = current_version - 1 - version
 
     Args:
-        logprob: Log-probabilities of the actions under the policy that is optimised.
-        behave_logprob: Log-probabilities under the behaviour policy.
+        logprob: Log-probabilities of the actions under the policy that is optimized.
+        behave_logprob: Log-probabilities under the behavior policy.
         versions: Version of the policy that acted in each row; below 0 if unknown.
         current_version: The learner's version plus one.
 
     Returns:
-        Interpolated log-probabilities; `behave_logprob` for rows of the learner's version and for unknown versions.
+        Interpolated log-probabilities. They equal `behave_logprob` for rows of the learner's version and of unknown
+        versions.
 
     Raises:
         ConfigError: Shapes differ.
@@ -207,12 +204,12 @@ def value_loss(
         returns: Value targets R.
         valid: False on rows to exclude; None: all rows are valid.
         value_clip: Clip range of V around V_old, above 0; None: no clipping.
-        huber_delta: Error above which the loss is linear, above 0; None: squared error.
+        huber_delta: The loss is linear for errors above this number, which must be above 0; None: squared error.
 
     Returns:
-        The loss, which has a gradient with respect to `values` only, and metrics: `value_loss`; `value_clip_ratio`, the
-        fraction of rows whose loss was changed by clipping; `explained_variance`, 1 - Var(R - V) / Var(R), or 0 if
-        returns do not vary.
+        The loss, with a gradient only with respect to `values`, and metrics: `value_loss`; `value_clip_ratio`, the
+        fraction of rows whose loss clipping changed; `explained_variance`, 1 - Var(R - V) / Var(R), or 0 if returns do
+        not vary.
 
     Raises:
         ConfigError: Shapes differ, or `value_clip` or `huber_delta` is not above 0.
@@ -263,19 +260,19 @@ def masked_mean(rows: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def normalize(advantages: Tensor, valid: Tensor | None, *, correction: int = 1, eps: float = 1e-8) -> Tensor:
-    """Normalise advantages to mean 0 and standard deviation 1 over valid rows.
+    """Normalize advantages to mean 0 and standard deviation 1 over valid rows.
 
         (A - mean(A)) / (std(A) + eps)
 
     Args:
         advantages: Advantages A.
         valid: False on rows to exclude; None: all rows are valid.
-        correction: Number subtracted from the number of rows in the variance: 1 for the unbiased estimate, as torch and
-            CleanRL do; 0 for the variance of the rows.
+        correction: The variance divides by the number of rows minus this: 1 for the unbiased estimate (as in torch and
+            CleanRL), 0 for the plain variance.
         eps: Added to the standard deviation.
 
     Returns:
-        Normalised advantages, without a gradient; 0 on excluded rows.
+        Normalized advantages, without a gradient; 0 on excluded rows.
 
     Raises:
         ConfigError: Shapes differ.
@@ -296,11 +293,11 @@ def _surrogate(
     clip_ratio_high: float,
     clip_ratio_c: float | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the clipped loss of each row (0 where the advantage is 0), and rows whose means are metrics."""
+    """Return the clipped loss of each row (0 where the advantage is 0), and tensors whose means are metrics."""
     if not (0 <= clip_ratio_low <= 1 and clip_ratio_high >= 0):
         raise ConfigError(
             f"clip_ratio_low and clip_ratio_high are {clip_ratio_low} and {clip_ratio_high}; the ratio is clipped to "
-            "[1 - low, 1 + high]. Use a low from 0 to 1 and a high of at least 0, such as 0.2 for both."
+            "[1 - low, 1 + high]. low must be from 0 to 1, and high at least 0, such as 0.2 for both."
         )
     if clip_ratio_c is not None and not clip_ratio_c > 1:
         raise ConfigError(
@@ -334,18 +331,19 @@ class _Counted:
 
     valid: Tensor | None
     number: Tensor | int
-    """At least 1, so that it can be a divisor."""
+    """Number of valid rows, at least 1, so that it can be a divisor."""
 
     @torch.no_grad()
     def means(self, rows: dict[str, Tensor]) -> Metrics:
-        """Return the means of several rows of finite numbers; separate operations would take longer than the loss."""
+        """Return the means of several tensors of finite numbers, in one operation: separate ones would cost more than
+        the loss."""
         stacked = torch.stack([array.flatten() for array in rows.values()])
         totals = stacked.sum(dim=1) if self.valid is None else stacked @ self.valid.flatten().to(stacked.dtype)
         return dict(zip(rows, (totals / self.number).unbind(), strict=True))
 
 
 def _rows(valid: Tensor | None, **rows: Tensor) -> tuple[list[Tensor], _Counted]:
-    """Return the rows in float32 or float64, 0 where not valid; all but the first are detached."""
+    """Return the tensors in float32 or float64, 0 where not valid. All except the first are detached."""
     first = next(iter(rows.values()))
     _check_shapes(first, **rows)
     arrays = [first, *(array.detach() for array in list(rows.values())[1:])]
@@ -370,7 +368,7 @@ def _bounded(log_ratio: Tensor) -> Tensor:
 
 
 def _k3(log_ratio: Tensor) -> Tensor:
-    """Return Schulman's estimate of KL(old || new), never negative (`farstep.agents.distributions.kl_estimate`)."""
+    """Return Schulman's non-negative estimate of KL(old || new) (see `farstep.agents.distributions.kl_estimate`)."""
     return log_ratio.expm1() - log_ratio
 
 
@@ -380,9 +378,10 @@ def _ratio(above: Tensor, below: Tensor) -> Tensor:
 
 
 def _upper_quantile(rows: Tensor, counted: _Counted, share: float) -> Tensor:
-    """Return the quantile that a fraction `share` of the valid rows exceeds, as NumPy does; 0 without valid rows.
+    """Return the quantile (NumPy's definition) that a fraction `share` of the valid rows exceeds; 0 without valid rows.
 
-    `topk` takes the rows needed if all were valid: reading the number of valid rows would wait for the device.
+    `topk` takes enough rows for the case that all are valid, because reading the number of valid rows would wait for
+    the device.
     """
     if not rows.numel():
         return rows.sum()
@@ -398,8 +397,8 @@ def _check_shapes(like: Tensor, **arrays: Tensor) -> None:
         if array.shape != like.shape:
             raise ConfigError(
                 f"{name} has shape {list(array.shape)}; expected {list(like.shape)}, the shape of the first argument. "
-                "Nothing is broadcast: sum log-probabilities over the parts of an action, and flatten or expand the "
-                "other arguments."
+                "Losses do not broadcast: sum log-probabilities over the parts of an action, and flatten or expand "
+                "the other arguments."
             )
 
 

@@ -44,11 +44,11 @@ class _Saved(msgspec.Struct, forbid_unknown_fields=True):
     optimizer: dict[str, Any]
     statistics: dict[str, Any]
     updates: Count = 0
-    """Updates so far; missing in checkpoints that were written before critic warm-up existed."""
+    """Number of updates so far; missing in checkpoints of versions without critic warm-up."""
 
 
 class OnPolicy:
-    """Optimizes an agent with a given loss, and saves and restores the optimizer; contains no algorithm.
+    """Optimizes an agent with a given loss, and saves and restores the optimizer. Contains no algorithm.
 
     A subclass defines `batches` and `update`. The loop, without logging and checkpoints:
 
@@ -131,7 +131,7 @@ class OnPolicy:
         Args:
             batch: The rows to learn from.
             version: Version of the agent's weights.
-            progress: Fraction of the run that is done, from 0 to 1; with `anneal_lr` it sets the learning rates.
+            progress: Fraction of the run that is done, from 0 to 1. With `anneal_lr`, it determines the learning rates.
 
         Returns:
             The rollout to pass to `learn`.
@@ -150,12 +150,12 @@ class OnPolicy:
     ) -> dict[str, float]:
         """Optimize the agent on a rollout, then update the observation statistics.
 
-        During critic warm-up the policy does not change: neither the actor's layers nor the observation statistics
-        are updated.
+        During critic warm-up the policy does not change: this method then updates neither the actor's layers nor the
+        observation statistics.
 
         Args:
             batch: The batch that the rollout was prepared from.
-            rollout: What `prepare` returned.
+            rollout: The result of `prepare`.
             columns: Further `[T, N]` tensors that the loss needs.
             loss: Loss of a minibatch.
             schedule: Epochs, minibatch sizes and early stopping.
@@ -183,10 +183,10 @@ class OnPolicy:
         """Restore a saved state.
 
         Args:
-            state: What `state` returned.
+            state: The result of `state`.
 
         Raises:
-            Refused: The state does not fit this learner; nothing has changed.
+            Refused: The state does not fit this learner. The learner is unchanged.
         """
         saved = converted("learner", state, _Saved)
         optimizer, statistics = self._optimizer.check(saved.optimizer), self._statistics.check(saved.statistics)

@@ -1,4 +1,4 @@
-"""Minibatch optimization with Adam: epochs, gradient accumulation, clipping, and the optimizer's saved state."""
+"""Minibatch optimization with Adam: epochs, gradient accumulation, clipping and checkpoints."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from farstep.learners.networks.nets import ActorCritic
 from farstep.learners.rollout import Minibatch, Rollout, minibatches
 
 MAX_STEPS = 2**24
-"""Largest step count: Adam counts in float32, which is exact up to here."""
+"""Maximum step count. Adam counts steps in float32, which is exact up to this number."""
 _KL = "actor/proximal_k3"
 Loss = Callable[[Minibatch], tuple[Tensor, Mapping[str, Tensor]]]
-"""Returns the loss of a minibatch, a mean over its valid rows, and metrics as tensors."""
+"""Returns the loss of a minibatch (a mean over its valid rows), and metrics as tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +34,14 @@ class Schedule:
     epochs: int
     """Passes over the rows."""
     batch_size: int
-    """Rows per optimizer step; the last step of an epoch may have fewer."""
+    """Rows per optimizer step; the last step of an epoch may have fewer rows."""
     micro_batch_size: int | None = None
     """Rows per forward and backward pass, to save memory; None: all rows of an optimizer step."""
     normalize: bool = False
-    """Normalise advantages to mean 0 and standard deviation 1 over the rows of each optimizer step."""
+    """Normalize advantages to mean 0 and standard deviation 1 over the rows of each optimizer step."""
     target_kl: float | None = None
-    """Stop after the epoch whose mean KL divergence from the policy at the start of the update exceeds this, in nats;
-    None: run all epochs."""
+    """Stop after the epoch in which the mean KL divergence from the policy at the start of the update exceeds this, in
+    nats. None: run all epochs."""
 
 
 class SavedOptimizer(msgspec.Struct, forbid_unknown_fields=True):
@@ -71,7 +71,7 @@ class AdamGroup:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Make one Adam step; the functional form takes half the time of `torch.optim.Adam.step`."""
+        """Take one Adam step. The functional form takes half the time of `torch.optim.Adam.step`."""
         parameters, gradients, exp_avgs, exp_avg_sqs = self._tensors
         adam(
             parameters,
@@ -92,16 +92,16 @@ class AdamGroup:
 
 
 class Optimizer:
-    """Adam with gradient clipping; steps with a non-finite gradient are skipped and counted.
+    """Adam with gradient clipping. Steps with a non-finite gradient are skipped and counted.
 
     Parameters, gradients and Adam's moments are flat vectors, so the cost of a step does not grow with the number of
-    layers. The critic's own parameters (`agent.critic`) are a group with a separate learning rate and step count;
-    layers that actor and critic share belong to the policy's group.
+    layers. The critic's own parameters (`agent.critic`) form a group with its own learning rate and step count. Layers
+    that actor and critic share belong to the policy's group.
 
     Args:
         agent: The agent to optimize; its parameters become views of one vector.
         learning_rate: Learning rate of the policy's group.
-        max_grad_norm: Norm to which larger gradients are scaled down.
+        max_grad_norm: Maximum norm of the gradient; a larger gradient is scaled down to this norm.
         seed: Seed for the order of rows in minibatches.
         value_lr: Learning rate of the critic's group; None: `learning_rate`.
     """
@@ -141,7 +141,7 @@ class Optimizer:
             columns: Further `[T, N]` tensors to add to each minibatch.
             loss: Loss of a minibatch.
             schedule: Epochs, minibatch sizes and early stopping.
-            critic_only: Change only the critic's own parameters (critic warm-up).
+            critic_only: Whether to change only the critic's own parameters (critic warm-up).
 
         Returns:
             The mean of each metric over all minibatches, the number of epochs, and the learning rates.
@@ -162,7 +162,7 @@ class Optimizer:
         return means.result() | {"actor/epochs": epochs} | rates
 
     def _accumulate(self, minibatch: Minibatch, loss: Loss, micro_size: int | None) -> Mapping[str, Tensor | float]:
-        """Accumulate the gradient of the mean over the minibatch's valid rows; micro-batches do not change it."""
+        """Accumulate the gradient of the minibatch's loss, in micro-batches. The result is the same as without them."""
         if micro_size is None or len(minibatch) <= micro_size:
             value, metrics = loss(minibatch)
             torch.autograd.backward(value)
@@ -189,16 +189,16 @@ class Optimizer:
     def state(self) -> dict[str, object]:
         """Return the state for a checkpoint: step counts, moments in the order of the parameters, random generator.
 
-        It contains no hyper-parameters; a resumed run uses those of its options.
+        The state has no hyper-parameters; a resumed run takes them from its options.
         """
         steps = {"step": self._policy.steps[0], "critic_step": self._critic.steps[0]}
         return {"adam": {**steps, **self._moments}, "generator": self.generator.get_state()}
 
     def check(self, state: object) -> SavedOptimizer:
-        """Check that a saved state fits this optimizer: Adam's fused step would read past the end of shorter arrays.
+        """Check that a saved state fits this optimizer. Adam's fused step would read past the end of shorter arrays.
 
         Args:
-            state: What `state` returned.
+            state: The result of `state`.
 
         Returns:
             The state, to pass to `load`.
@@ -225,7 +225,7 @@ class Optimizer:
         return saved
 
     def load(self, saved: SavedOptimizer) -> None:
-        """Restore a checked state; it contains neither learning rates nor parameters."""
+        """Restore a checked state. It has neither learning rates nor parameters."""
         for name, vector in self._moments.items():
             vector.copy_(saved.adam[name])
         for group, name in ((self._policy, "step"), (self._critic, "critic_step")):
@@ -248,7 +248,7 @@ def flatten_parameters(parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
 
 
 def _parameter_slices(agent: ActorCritic) -> tuple[list[slice], slice]:
-    """Return slices of the flat vector: the policy's parameters, shared layers included, and the critic's own."""
+    """Return slices of the flat vector: the policy's parameters (including shared layers), and the critic's own."""
     own = {id(parameter) for parameter in agent.critic.parameters()}
     policy, critic, start = [], slice(0), 0
     for is_own, run in groupby(agent.parameters(), lambda parameter: id(parameter) in own):
@@ -264,7 +264,8 @@ def _parameter_slices(agent: ActorCritic) -> tuple[list[slice], slice]:
 
 @contextlib.contextmanager
 def onednn_for_images(agent: NetworkAgent) -> Iterator[None]:
-    """Disable oneDNN unless the agent has convolutions: on ARM it costs up to 0.3 ms per small matrix."""
+    """Context manager: disable oneDNN if the agent has no convolutions. On ARM, it costs up to 0.3 ms per small
+    matrix."""
     onednn = torch.backends.mkldnn
     before = onednn.enabled
     onednn.enabled = before and agent.sees_images  # type: ignore[assignment]
@@ -280,7 +281,7 @@ def prefixed(actor: Mapping[str, Tensor], critic: Mapping[str, Tensor]) -> dict[
 
 
 class Means:
-    """Weighted means of metrics, kept as tensors until `result`: each `.item()` would wait for the GPU."""
+    """Weighted means of metrics. They stay tensors until `result`, because each `.item()` would wait for the GPU."""
 
     def __init__(self) -> None:
         self._added: list[tuple[Mapping[str, Tensor | float], float]] = []

@@ -1,4 +1,4 @@
-"""Synchronous proximal policy optimisation (Schulman et al. 2017): collect a rollout, update, publish, repeat.
+"""Synchronous proximal policy optimization (Schulman et al. 2017): collect a rollout, update, publish, repeat.
 
 The loss of a minibatch is
 
@@ -32,9 +32,9 @@ from farstep.learners.rollout import Minibatch
 @show_fields
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig:
-    """Options of synchronous PPO.
+    """Options of synchronous PPO, with the names that CleanRL uses.
 
-    Names are CleanRL's. The defaults were tuned with 16 to 128 environments.
+    The defaults were tuned with 16 to 128 environments.
 
     Raises:
         ConfigError: An option is out of range, or `critic_warmup_updates` would have no effect.
@@ -46,49 +46,51 @@ class PPOConfig:
     """Decrease learning_rate and value_lr linearly to 0 over total_steps."""
     value_lr: float | None = None
     """Learning rate of the critic's own layers; None: learning_rate. Layers shared with the actor (image encoder,
-    recurrent core) always use learning_rate. Raise it if explained_variance stays low, or to fine-tune a trained policy
-    with a small learning_rate."""
+    recurrent core) always use learning_rate. Raise value_lr if explained_variance stays low, or to fine-tune a trained
+    policy with a small learning_rate."""
     critic_warmup_updates: int = 0
-    """Number of updates at the start of the run that train only the critic's own layers and leave the policy unchanged.
-    Use it when a trained policy starts with a new critic, whose first advantages are noise."""
+    """The first updates of a run, this many, train only the critic's own layers and do not change the policy. Use this
+    if a trained policy starts with a new critic, because the advantages of a new critic are noise."""
     num_steps: int | None = None
-    """Steps of each environment per rollout; None: 4,096 divided by the number of environments, at least 16, and at
-    most 128 for a recurrent agent."""
+    """Steps of each environment per rollout. None: 4,096 divided by the number of environments, at least 16; for a
+    recurrent agent, at most 128."""
     rollout_epochs: int = 1
-    """Rollouts per update, collected in sequence with the same weights; advantages are computed per rollout. Raise it
-    to enlarge the updates of a recurrent agent, whose sequences have num_steps steps; otherwise raise num_steps."""
+    """Rollouts per update, collected one after the other with the same weights. Advantages are computed per rollout.
+    Raise it to enlarge the updates of a recurrent agent, because its sequences have num_steps steps. For other agents,
+    raise num_steps instead."""
     gamma: float = 0.99
     """Discount factor."""
     gae_lambda: float = 0.95
-    """Lambda of generalised advantage estimation (GAE)."""
+    """Lambda of generalized advantage estimation (GAE)."""
     minibatch_size: int | None = None
-    """Rows per optimizer step; None: 128, or an eighth of an update's rows for a recurrent agent, whose sequences are
-    not split. Raise it for noisy rewards and large networks, lower it if updates change the policy too little."""
+    """Rows per optimizer step. None: 128; for a recurrent agent, whose sequences are not split, an eighth of an
+    update's rows. Raise it for noisy rewards and large networks; lower it if updates change the policy too little."""
     update_epochs: int = 8
     """Passes over the rows of an update."""
     normalize_advantages: Literal["minibatch", "batch", "no"] = "minibatch"
-    """Rows over which advantages are normalised to mean 0 and standard deviation 1: each minibatch, the whole batch, or
-    no normalisation."""
+    """Normalize advantages to mean 0 and standard deviation 1, over each minibatch or over the whole batch; no: do not
+    normalize."""
     clip_coef: float = 0.2
     """Clip range of the probability ratio: [1 - clip_coef, 1 + clip_coef]."""
     decoupled: bool = True
-    """Decoupled loss for rows that were collected with older weights (AAPS): clip around the learner's policy at the
-    start of the update, and weight each row by the ratio of that policy to the policy that acted. Rows of the current
-    version are not affected. False: clip around the policy that acted; the learner then stalls once its policy differs
-    from that one by the clip range."""
+    """True: decoupled loss for rows that were collected with older weights (AAPS). It clips around the learner's policy
+    at the start of the update, and weights each row by the ratio of this policy to the policy that acted. Rows of the
+    current version are not affected. False: clip around the policy that acted. The learner then stalls when its policy
+    differs from the policy that acted by more than the clip range."""
     behave_weight_threshold: float | None = 2.0
-    """Upper bound of a row's weight with --decoupled; None: no bound."""
+    """With --decoupled: upper bound of a row's weight; None: no bound."""
     value_clip: float | None = None
-    """Clip range of the value loss around the recorded value, in units of (normalised) returns; None: no clipping."""
+    """Maximum change of a value from its recorded value in the value loss, in units of (normalized) returns; None: no
+    clipping."""
     ent_coef: float = 0.01
     """Weight of the entropy bonus in the loss."""
     vf_coef: float = 0.5
     """Weight of the value loss in the loss."""
     max_grad_norm: float = 0.5
-    """Largest norm of the gradient; larger gradients are scaled down to it."""
+    """Maximum norm of the gradient; a larger gradient is scaled down to this norm."""
     target_kl: float | None = None
-    """Stop the update after the epoch in which the mean KL divergence from the policy at the start of the update
-    exceeds this, in nats; None: run all epochs."""
+    """Stop an update early: after the epoch in which the policy's mean KL divergence from the start of the update
+    exceeds this, in nats. None: run all epochs."""
     net: NetConfig = DEFAULT_NET
     """the agent's network"""
 
@@ -103,7 +105,7 @@ class PPOConfig:
 
 
 class PPO(OnPolicy):
-    """Learner that updates an agent with PPO, on rollouts of all environments.
+    """Synchronous PPO: updates an agent on rollouts of all environments.
 
     Args:
         agent: The agent to train; it is moved to `device`.

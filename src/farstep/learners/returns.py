@@ -5,14 +5,14 @@ The value that follows row t depends on how the row ends:
     row t ──► V of row t+1            the episode continues
           ──► 0                       terminated (also if truncated at the same time)
           ──► V of its final_obs      truncated: `final_values[t]`, ignored on all other rows
-          ──► unknown                 the worker died and the next rows are lost, or the next row is a filler row, in
-                                      which a vector environment only reset itself
+          ──► unknown                 the worker died and the next rows are lost, or the next row is a filler row (a
+                                      reset of a vector environment)
 
 `gae`, `lambda_returns` and `n_step` take the flags of a batch. `vtrace`, `retrace_delta` and `retrace_q` take
-discounts, as in their papers; `fold_ends` converts flags to rewards and discounts. The argument `valid` of all of them
-is the result of `usable`: False on rows that are not transitions, and on rows whose successor is unknown. Sums stop at
-an invalid row: the row before it bootstraps from its value, its own advantage is 0, and its reward, flags and ratio
-are ignored, even if they are NaN.
+discounts, as in their papers; `fold_ends` converts flags to rewards and discounts. The argument `valid` is the
+result of `usable`: False on rows that are not transitions, and on rows whose successor is unknown. Sums stop at an
+invalid row. The row before it bootstraps from the value of the invalid row. The advantage of the invalid row is 0, and
+its reward, flags and ratio are ignored, even if they are NaN.
 
 Sums are computed in float64; results have the dtype of `values`.
 """
@@ -25,17 +25,17 @@ from farstep.core import Array
 from farstep.errors import ConfigError
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clipped to plus or minus this. exp(20) = 5e8 is above any useful clip range, and the sum of its
-squares over a batch does not overflow float32."""
+"""Log-ratios are clipped to plus or minus this number. exp(20) = 5e8 is above any useful clip range, and sums of its
+square over a batch do not overflow float32."""
 
 
 def usable(valid: Array, episode_start: Array, terminated: Array, truncated: Array) -> Array:
-    """Find the rows that are transitions with a known successor; pass them as `valid` to returns and losses.
+    """Find the rows that are transitions with a known successor. Pass the result as `valid` to returns and losses.
 
-    Two kinds of rows are excluded: filler rows, and rows whose episode neither terminated nor was truncated although
-    the next row starts an episode (the worker died) or is a filler row. Using the next row as their successor would
-    join two episodes. The successor of the last row is the observation after the rollout (`last_values` of `gae`), so
-    the last row is excluded only if it is a filler row.
+    Two kinds of rows are excluded. The first are filler rows. The second are rows that neither terminate nor truncate
+    an episode, although the next row starts an episode (the worker died) or is a filler row. For these, using the next
+    row as successor would join two episodes. The successor of the last row is the observation after the rollout
+    (`last_values` of `gae`), so the last row is excluded only if it is a filler row.
 
     Args:
         valid: `batch["valid"]`, `[T, N]`; False on filler rows.
@@ -68,7 +68,7 @@ def fold_ends(
         rewards: Rewards `[T, N]`.
         terminated: `batch["terminated"]`, `[T, N]`.
         truncated: `batch["truncated"]`, `[T, N]`.
-        final_values: Values of final observations, `[T, N]`; used on truncated rows only.
+        final_values: Values of final observations, `[T, N]`; used only on truncated rows.
         gamma: Discount factor, from 0 to 1.
 
     Returns:
@@ -102,7 +102,7 @@ def gae(
     *,
     valid: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Compute advantages and returns by generalised advantage estimation (Schulman et al. 2016, eq. 16).
+    """Compute advantages and returns by generalized advantage estimation (Schulman et al. 2016, eq. 16).
 
         A_t = delta_t + gamma lambda A_{t+1}        delta_t = r_t + gamma V_{t+1} - V_t        R_t = A_t + V_t
 
@@ -112,13 +112,13 @@ def gae(
         last_values: Values of the observations after the last row, `[N]`.
         terminated: `batch["terminated"]`, `[T, N]`.
         truncated: `batch["truncated"]`, `[T, N]`.
-        final_values: Values of final observations, `[T, N]`; used on truncated rows only.
+        final_values: Values of final observations, `[T, N]`; used only on truncated rows.
         gamma: Discount factor, from 0 to 1.
         gae_lambda: Lambda of GAE, from 0 to 1.
-        valid: What `usable` returned; None: all rows are valid.
+        valid: The result of `usable`; None: all rows are valid.
 
     Returns:
-        Advantages A and returns R, each `[T, N]`; on invalid rows the advantage is 0.
+        Advantages A and returns R, each `[T, N]`. On invalid rows, the advantage is 0.
 
     Raises:
         ConfigError: Shapes differ, or a number is out of range.
@@ -143,7 +143,7 @@ def lambda_returns(
     *,
     valid: Array | None = None,
 ) -> Array:
-    """Compute TD(lambda) returns: the mean of all n-step returns, weighted by (1 - lambda) lambda^(n-1).
+    """Compute TD(lambda) returns: the mean of all n-step returns, with weights (1 - lambda) lambda^(n-1).
 
     Args:
         rewards: Rewards, `[T, N]`.
@@ -151,10 +151,10 @@ def lambda_returns(
         last_values: Values of the observations after the last row, `[N]`.
         terminated: `batch["terminated"]`, `[T, N]`.
         truncated: `batch["truncated"]`, `[T, N]`.
-        final_values: Values of final observations, `[T, N]`; used on truncated rows only.
+        final_values: Values of final observations, `[T, N]`; used only on truncated rows.
         gamma: Discount factor, from 0 to 1.
         gae_lambda: Lambda, from 0 to 1.
-        valid: What `usable` returned; None: all rows are valid.
+        valid: The result of `usable`; None: all rows are valid.
 
     Returns:
         Returns `[T, N]`; `values` on invalid rows.
@@ -181,7 +181,7 @@ def n_step(
 
         R_t = r_t + gamma r_{t+1} + ... + gamma^(n-1) r_{t+n-1} + gamma^n V_{t+n}
 
-    The sum has fewer terms where the episode or the rollout ends, or an invalid row follows, within n rows.
+    The sum has fewer terms if the episode or the rollout ends within n rows, or if an invalid row follows.
 
     Args:
         rewards: Rewards r, `[T, N]`.
@@ -189,10 +189,10 @@ def n_step(
         last_values: Values of the observations after the last row, `[N]`.
         terminated: `batch["terminated"]`, `[T, N]`.
         truncated: `batch["truncated"]`, `[T, N]`.
-        final_values: Values of final observations, `[T, N]`; used on truncated rows only.
+        final_values: Values of final observations, `[T, N]`; used only on truncated rows.
         gamma: Discount factor, from 0 to 1.
         n: Number of rewards, at least 1.
-        valid: What `usable` returned; None: all rows are valid.
+        valid: The result of `usable`; None: all rows are valid.
 
     Returns:
         Returns R, `[T, N]`; `values` on invalid rows.
@@ -201,12 +201,12 @@ def n_step(
         ConfigError: Shapes differ, or a number is out of range.
     """
     if n < 1:
-        raise ConfigError(f"n is {n}; an n-step return needs at least one reward. Give n >= 1.")
+        raise ConfigError(f"n is {n}; an n-step return needs at least one reward. Use n >= 1.")
     rewards, discounts, valid = _steps(rewards, values, terminated, truncated, final_values, gamma, valid)
     _check_shapes(np.shape(values)[1:], last_values=last_values)
     returns = np.concatenate([values, np.asarray(last_values)[None]], dtype=np.float64)
     continues = discounts != 0
-    for _ in range(min(n, len(rewards))):  # a row's k-step return is its reward and the next row's (k-1)-step return
+    for _ in range(min(n, len(rewards))):  # k-step return of a row: its reward plus the next row's (k-1)-step return
         longer = rewards + discounts * np.where(continues, returns[1:], 0.0)
         returns[:-1] = longer if valid is None else np.where(valid, longer, values)
     return returns[:-1].astype(_float_type(values))
@@ -232,9 +232,9 @@ def vtrace(
         delta_t = r_t + gamma_t V_{t+1} - V_t
         rho_t = min(rho_bar, ratio_t), c_t = min(c_bar, ratio_t), ratio_t = pi(a_t|s_t) / mu(a_t|s_t)
 
-    Here pi is the learner's policy and mu the one that acted. With lam < 1 the advantage bootstraps from
-    lam v + (1 - lam) V, as in DeepMind's library rlax; the paper uses v. The critic converges to the value of the
-    policy that is proportional to min(rho_bar mu, pi); with `rho_bar=math.inf` that is pi.
+    Here pi is the learner's policy, and mu the policy that acted. With lam < 1, the advantage bootstraps from lam v +
+    (1 - lam) V, as in DeepMind's library rlax; the paper uses v. The critic converges to the value of the policy that
+    is proportional to min(rho_bar mu, pi). With `rho_bar=math.inf`, this policy is pi.
 
     Args:
         log_rhos: log pi - log mu of the actions taken, `[T, N]`.
@@ -246,10 +246,10 @@ def vtrace(
         c_bar: Clip of the ratio in the trace, above 0.
         pg_rho_bar: Clip of the ratio that weights the advantage, above 0.
         lam: Decay of the trace, from 0 to 1.
-        valid: What `usable` returned; None: all rows are valid.
+        valid: The result of `usable`; None: all rows are valid.
 
     Returns:
-        Value targets v and advantages A, each `[T, N]`; `values` and 0 on invalid rows.
+        Value targets v and advantages A, each `[T, N]`. On invalid rows, they are `values` and 0.
 
     Raises:
         ConfigError: Shapes differ, or a number is out of range.
@@ -280,8 +280,9 @@ def retrace_delta(
         Delta_t = delta_t + gamma_t c_{t+1} Delta_{t+1}        c_t = lam min(1, ratio_t)
         delta_t = r_t + gamma_t V_{t+1} - V_t                  ratio_t = pi(a_t|s_t) / mu(a_t|s_t)
 
-    The action of row t is not weighted by its ratio, so V_t + Delta_t estimates Q(s_t, a_t). A critic trained on it
-    would be biased towards the policy that acted. Train the critic on V + min(1, ratio) Delta, the target of V-trace.
+    The action of row t is not weighted by its ratio, so V_t + Delta_t estimates Q(s_t, a_t). A critic trained on this
+    estimate would be biased toward the policy that acted. Train the critic on V + min(1, ratio) Delta, the target of
+    V-trace.
 
     Args:
         log_rhos: log pi - log mu of the actions taken, `[T, N]`.
@@ -290,7 +291,7 @@ def retrace_delta(
         bootstrap_value: Values of the observations after the last row, `[N]`.
         discounts: gamma, or 0 where an episode ends, `[T, N]` (see `fold_ends`).
         lam: Decay of the trace, from 0 to 1.
-        valid: What `usable` returned; None: all rows are valid.
+        valid: The result of `usable`; None: all rows are valid.
 
     Returns:
         Advantages Delta, `[T, N]`; 0 on invalid rows.
@@ -327,7 +328,7 @@ def retrace_q(
         bootstrap_value: V of the observations after the last row, `[N]`.
         discounts: gamma, or 0 where an episode ends, `[T, N]` (see `fold_ends`).
         lam: Decay of the trace, from 0 to 1.
-        valid: What `usable` returned; None: all rows are valid.
+        valid: The result of `usable`; None: all rows are valid.
 
     Returns:
         Targets `[T, N]`; `q_values` on invalid rows.
@@ -365,7 +366,7 @@ def _steps(
     gamma: float,
     valid: Array | None,
 ) -> tuple[Array, Array, Array | None]:
-    """Return rewards, discounts and `valid` of on-policy rows; rewards and discounts are 0 on invalid rows."""
+    """Return rewards, discounts and `valid` of on-policy rows. On invalid rows, rewards and discounts are 0."""
     _check_shapes(np.shape(values), rewards=rewards)
     if valid is not None:
         valid = _flags(valid)
@@ -379,7 +380,7 @@ def _steps(
 def _off_policy(
     log_rhos: Array, rewards: Array, values: Array, discounts: Array, valid: Array | None
 ) -> tuple[Array, Array, Array, Array | None]:
-    """Return ratios, rewards, discounts and `valid`; on invalid rows ratios are 1, rewards and discounts 0."""
+    """Return ratios, rewards, discounts and `valid`. On invalid rows, ratios are 1, rewards and discounts 0."""
     shape = np.shape(values)
     _check_shapes(shape, log_rhos=log_rhos, rewards=rewards, discounts=discounts)
     if valid is not None:
@@ -397,7 +398,7 @@ def _td_errors(
     _check_shapes(np.shape(rewards), values=values, q_values=own)
     _check_shapes(np.shape(rewards)[1:], last_values=last_values)
     following = np.concatenate([values[1:], np.asarray(last_values)[None]], dtype=np.float64)
-    following[discounts == 0] = 0.0  # it may be NaN, and 0 * NaN is NaN
+    following[discounts == 0] = 0.0  # the value may be NaN, and 0 * NaN is NaN
     return rewards + discounts * following - (own if valid is None else np.where(valid, own, 0.0))
 
 
@@ -421,7 +422,7 @@ def _check_shapes(shape: tuple[int, ...], **arrays: Array) -> None:
         if np.shape(array) != shape:
             raise ConfigError(
                 f"{name} has shape {list(np.shape(array))}; expected {list(shape)}: one entry per row and environment, "
-                f"time first ([T, N]; [N] for values after the last row). Nothing is broadcast."
+                f"time first ([T, N]; [N] for values after the last row). Arrays are not broadcast."
             )
 
 

@@ -19,7 +19,7 @@ from farstep.schema import map_leaves
 
 @dataclass(frozen=True)
 class Rollout:
-    """A batch as the learner uses it, time-major `[T, N, ...]`; tensors are on the learner's device."""
+    """A batch as time-major tensors `[T, N, ...]` on the learner's device."""
 
     obs: Nested
     sample: Nested
@@ -29,20 +29,20 @@ class Rollout:
     version: Tensor
     """Version of the weights that acted."""
     valid: Tensor
-    """Rows that are transitions with a known successor (`returns.usable`)."""
+    """True on rows that are transitions with a known successor (`returns.usable`)."""
     episode_start: Tensor
     initial_state: State | None
     reward: Array
     terminated: Array
     truncated: Array
     value: Array
-    """Values of the rows: recomputed where older weights acted, otherwise as recorded."""
+    """Values of the rows: recomputed if older weights acted, otherwise as recorded."""
     last_value: Array
     """Values of the observations after the last row, `[N]`."""
     final_value: Array
-    """Values of final observations, in the rows where episodes ended; 0 elsewhere."""
+    """Values of final observations in the rows in which episodes ended; 0 in other rows."""
     proximal: Tensor
-    """Log-probabilities under the learner's weights at the start of the update: recomputed where older weights acted,
+    """Log-probabilities under the learner's weights at the start of the update: recomputed if older weights acted,
     otherwise as recorded."""
 
     @property
@@ -57,7 +57,7 @@ class Rollout:
         return {"logprob": self.logprob, "proximal": self.proximal, "value": value, **self.mask()}
 
     def mask(self) -> dict[str, Tensor]:
-        """Return the column `valid`, or nothing if all rows are valid."""
+        """Return the column `valid`; empty if all rows are valid."""
         return {} if bool(self.valid.all()) else {"valid": self.valid}
 
     def advantages(self, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
@@ -82,8 +82,8 @@ class Rollout:
 def prepare(agent: ActorCritic, batch: Batch, version: int, device: torch.device) -> Rollout:
     """Convert a batch to tensors, and compute the values of last and final observations.
 
-    If older weights acted in some rows (asynchronous collection, AAPS), one forward pass over the batch recomputes
-    their values and proximal log-probabilities.
+    If older weights acted in some rows (asynchronous collection, AAPS), one forward pass over the batch recomputes the
+    values and proximal log-probabilities of these rows.
 
     Args:
         agent: The agent that learns.
@@ -139,7 +139,7 @@ def prepare(agent: ActorCritic, batch: Batch, version: int, device: torch.device
 
 @dataclass(frozen=True)
 class Minibatch:
-    """Some rows of a rollout, flat `[n, ...]`; whole sequences `[T, n, ...]` for a recurrent agent."""
+    """Some rows of a rollout, flat `[n, ...]`. For a recurrent agent, whole sequences `[T, n, ...]`."""
 
     obs: Nested
     sample: Nested
@@ -177,7 +177,7 @@ class Minibatch:
         )
 
     def normalized(self) -> Minibatch:
-        """Return a copy whose advantages are normalised to mean 0 and standard deviation 1."""
+        """Return a copy whose advantages are normalized to mean 0 and standard deviation 1."""
         advantages = normalize(self._columns["advantages"], self._columns.get("valid"))
         return replace(self, _columns={**self._columns, "advantages": advantages})
 
@@ -187,7 +187,7 @@ class Minibatch:
 
     @property
     def valid(self) -> Tensor | None:
-        """The rows to use; None: all of them."""
+        """True on the rows to use; None: use all rows."""
         return self["valid"] if "valid" in self._columns else None
 
     @property
@@ -221,7 +221,7 @@ def minibatches(
     Args:
         rollout: The rows.
         columns: Further `[T, N]` tensors that the loss needs.
-        size: Rows per minibatch; the last may be smaller. Sequences of a recurrent agent are not split.
+        size: Rows per minibatch; the last minibatch may be smaller. Sequences of a recurrent agent are not split.
         generator: Random generator for the order.
 
     Yields:

@@ -1,6 +1,7 @@
-"""Metrics of a run, its live display, plots, videos and the folder that stores them.
+"""Metrics of a run, its live display, plots and videos, and the folder that stores all of these.
 
-This package does not depend on learners: an update is a step and flat metrics, such as {"env/return_mean": 21.5}.
+This package does not depend on learners. For it, an update is a step and flat metrics, such as {"env/return_mean":
+21.5}.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Shows metrics in the terminal: a live display, or plain lines where the terminal cannot show one.
+"""Shows metrics in the terminal: a live display, or plain lines if the terminal cannot show a display.
 
-A separate thread draws the live display. The training thread only appends to lock-free queues, so Ctrl-C is safe at
-any moment, and a blocked terminal does not block training. Printed and logged lines go through such a queue, too, and
+A separate thread draws the live display. The training thread only appends to lock-free queues, so Ctrl-C is safe at any
+moment, and a blocked terminal does not block training. Printed and logged lines also go through such a queue, and
 appear above the display.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import io
 import logging
 import os
@@ -24,15 +25,17 @@ from rich.live import Live
 from rich.text import Text
 
 from farstep.errors import ClosedError
-from farstep.observe.panel import ShownEvent, panel
+from farstep.event import Event
+from farstep.observe.diagnosis import Diagnosis
+from farstep.observe.panel import panel
 from farstep.observe.run_status import RunStatus, line
 
 _LINE_EVERY_S = 5.0
 _REFRESH_S = 0.25
 _CLOSE_S = 5.0
-"""Seconds that `close` waits for the drawing thread."""
+"""Maximum seconds that `close` waits for the drawing thread."""
 _MAX_LINES = 10_000
-"""Maximum number of printed lines that wait to be shown; older ones are dropped."""
+"""Maximum number of printed lines that wait to be shown; older lines are dropped."""
 
 
 def console_logger(
@@ -46,25 +49,36 @@ def console_logger(
         console: Where to write; None: standard output.
 
     Returns:
-        A `LiveDisplay` if the terminal can show it, else `PlainLines`.
+        A `LiveDisplay` if the terminal can show it, otherwise `PlainLines`.
     """
-    console = Console() if console is None else console
+    console = OutputConsole() if console is None else console
     drawable = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
     return LiveDisplay(total_steps, title, console) if drawable else PlainLines(total_steps, console)
 
 
+class OutputConsole(Console):
+    """A console that raises if the reader of its output has ended; rich's own console would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Discard all further output, and raise, so that training continues without this logger."""
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, self.file.fileno())
+        os.close(devnull)
+        raise BrokenPipeError(errno.EPIPE, "the program that read the output has ended")
+
+
 class PlainLines:
-    """Prints at most one line every five seconds, and one at the end."""
+    """Prints at most one line every five seconds, and a last line at the end."""
 
     def __init__(
         self, total_steps: int, console: Console | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._status = RunStatus(total_steps)
-        self._console = Console() if console is None else console
+        self._console = OutputConsole() if console is None else console
         self._clock = clock
         self._next_s = float("-inf")
         self._shown = 0
-        self._diagnosis: str | None = None
+        self._diagnosis: Diagnosis | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = self._clock()
@@ -73,8 +87,8 @@ class PlainLines:
             self._show()
             self._next_s = now + _LINE_EVERY_S
 
-    def show(self, diagnosis: str | None = None, events: Sequence[ShownEvent] = ()) -> None:
-        """Add a diagnosis to the lines from now on; events have log lines of their own."""
+    def show(self, diagnosis: Diagnosis | None = None, events: Sequence[Event] = ()) -> None:
+        """Add a diagnosis to the lines from now on if it is a problem; events have log lines of their own."""
         self._diagnosis = diagnosis
 
     def close(self) -> None:
@@ -84,7 +98,8 @@ class PlainLines:
     def _show(self) -> None:
         self._shown = self._status.updates
         encoding = self._console.encoding
-        text = line(self._status, self._clock(), self._diagnosis).encode(encoding, "replace").decode(encoding)
+        problem = self._diagnosis.text if self._diagnosis is not None and self._diagnosis.is_problem else None
+        text = line(self._status, self._clock(), problem).encode(encoding, "replace").decode(encoding)
         self._console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
@@ -94,11 +109,11 @@ class LiveDisplay:
     def __init__(self, total_steps: int, title: str = "farstep", console: Console | None = None) -> None:
         self._status = RunStatus(total_steps)
         self._title = title
-        self._console = Console() if console is None else console
+        self._console = OutputConsole() if console is None else console
         self._console.file = self._console.file  # keeps the current stream: sys.stdout is redirected below
         self._started_s = time.monotonic()
         self._updates: deque[tuple[int, Mapping[str, float], float]] = deque()
-        self._remarks: tuple[str | None, tuple[ShownEvent, ...]] = (None, ())
+        self._remarks: tuple[Diagnosis | None, tuple[Event, ...]] = (None, ())
         """Diagnosis and events; replaced as a whole, because another thread draws them."""
         self._lines: deque[str] = deque(maxlen=_MAX_LINES)
         self._closing = threading.Event()
@@ -114,17 +129,17 @@ class LiveDisplay:
             raise ClosedError(f"the live display has failed: {self._failure}") from self._failure
         self._updates.append((step, dict(metrics), time.monotonic()))
 
-    def show(self, diagnosis: str | None = None, events: Sequence[ShownEvent] = ()) -> None:
+    def show(self, diagnosis: Diagnosis | None = None, events: Sequence[Event] = ()) -> None:
         """Replace the diagnosis and the events that the panel shows.
 
         Args:
-            diagnosis: A sentence that says what the run is waiting for; None: nothing to say.
+            diagnosis: What the run is waiting for; None: not known.
             events: What happened, oldest first; the latest three are shown.
         """
         self._remarks = (diagnosis, tuple(events))
 
     def close(self) -> None:
-        """Draw a last time and restore streams and log handlers; the cursor ends below the panel."""
+        """Draw a last time, and restore streams and log handlers. The cursor ends below the panel."""
         atexit.unregister(self.close)
         self._redirection.close()
         self._closing.set()
@@ -136,7 +151,7 @@ class LiveDisplay:
 
     def _draw(self) -> None:
         try:
-            # Without rich's own thread and redirection: both take locks that Ctrl-C could leave held.
+            # Do not use rich's own thread and redirection, because both take locks that Ctrl-C could leave held.
             live = Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
             with live:
                 while not self._closing.wait(_REFRESH_S):
@@ -148,7 +163,8 @@ class LiveDisplay:
 
     def _refresh(self, live: Live) -> None:
         now = time.monotonic()
-        # Process only the entries queued now: a program that prints without pause must not prevent drawing.
+        # Process only the entries that are queued now, so that a program that prints without pause cannot prevent
+        # drawing.
         for _ in range(len(self._updates)):
             self._status.update(*self._updates.popleft())
         if lines := [self._lines.popleft() for _ in range(len(self._lines))]:
@@ -160,12 +176,12 @@ class LiveDisplay:
 
 
 class _LineStream(io.TextIOBase):
-    """A stream that passes complete lines to `put`; its other properties are those of the terminal's stream."""
+    """A stream that passes complete lines to `put`. In all else it behaves like the terminal's stream."""
 
     def __init__(self, put: Callable[[str], None], stream: TextIO) -> None:
         self._put, self._stream = put, stream
         self._local = threading.local()
-        """Per thread, the line that is not complete yet."""
+        """For each thread, the line that is not complete yet."""
         self._pid = os.getpid()
 
     def write(self, text: str) -> int:
@@ -200,7 +216,7 @@ class _LineStream(io.TextIOBase):
 
 @contextlib.contextmanager
 def _redirected(put: Callable[[str], None]) -> Iterator[None]:
-    """Redirect stdout, stderr and the logging handlers that write to them."""
+    """Context manager: redirect stdout, stderr and the logging handlers that write to them."""
     before: dict[str, TextIO] = {"stdout": sys.stdout, "stderr": sys.stderr}
     redirected = {name: _LineStream(put, stream) for name, stream in before.items()}
     moved: list[tuple[logging.StreamHandler[Any], TextIO]] = []

@@ -20,9 +20,9 @@ Curve = tuple[Numbers, Numbers]
 """x in ascending order, and y."""
 
 _IGNORED = frozenset({"seed", "name", "run_name", "root", "folder", "resume", "run_id", "wandb_run_id"})
-"""Options in which runs of the same group may differ."""
+"""Options that may differ between runs of the same group."""
 _SELF_EXPLANATORY = ("algorithm", "learner", "env_name", "env_id", "env")
-"""Options whose values are shown without their names in labels, most important first."""
+"""Options whose values appear in labels without their names, most important first."""
 _LABEL_OPTIONS = 3
 
 
@@ -32,12 +32,12 @@ class Run:
 
     name: str
     config: dict[str, object]
-    """Flat: nested options are joined by dots."""
+    """A flat mapping; names of nested options are joined by dots."""
     rows: list[dict[str, Any]]
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Run:
-        """Read the run in a folder; raise `RunError` if it has no metrics."""
+        """Read the run in a folder. Raise `RunError` if it has no metrics."""
         folder = RunFolder.open(path)
         config = _flat(folder.read_config())
         try:
@@ -51,7 +51,7 @@ class Run:
         return cls(folder.path.resolve().name, config, rows)
 
     def curve(self, y: str, x: str = "step") -> Curve:
-        """Return one metric as a function of another, at updates that have both."""
+        """Return one metric as a function of another, at the updates that have both."""
         points = [(row[x], row[y]) for row in self.rows if row.get(x) is not None and row.get(y) is not None]
         xs, ys = np.array(points, np.float64).reshape(-1, 2).T
         return (_without_restarts(xs) if x == "seconds" else xs), ys
@@ -64,23 +64,23 @@ class Run:
         best = np.maximum.accumulate(steps)
         latest = np.maximum.accumulate(seconds)
         later = np.concatenate([[True], (steps[1:] > best[:-1]) & (seconds[1:] > latest[:-1])])
-        steps, seconds = steps[later], seconds[later]  # without rows that only report an evaluation
+        steps, seconds = steps[later], seconds[later]  # skip rows that only report an evaluation
         at = np.arange(1, len(steps))
         before = np.maximum(at - updates, 0)
         return steps[at], (steps[at] - steps[before]) / (seconds[at] - seconds[before])
 
     def increase(self, prefix: str) -> Curve:
-        """Return by how much counters with this prefix, summed, have grown with each update."""
+        """Return the increase with each update, summed over all counters with this prefix."""
         latest: dict[str, float] = {}
         totals = [0.0]
         for row in self.rows:
             latest |= {name: value for name, value in row.items() if name.startswith(prefix) and value is not None}
             totals.append(sum(latest.values()))
-        grown = np.maximum(np.diff(np.array(totals)), 0.0)  # a resumed run counts from zero
+        grown = np.maximum(np.diff(np.array(totals)), 0.0)  # a resumed run counts from zero again
         return np.array([row["step"] for row in self.rows], np.float64), grown
 
     def option(self, names: Sequence[str]) -> str:
-        """Return the value of the first of these options that the run has, at any depth; "" if it has none."""
+        """Return the value of the first of these options that the run has, at any depth; "" if it has none of them."""
         for name in names:
             for key, value in self.config.items():
                 if key.rpartition(".")[2] == name and isinstance(value, (str, int)):
@@ -101,18 +101,18 @@ class Group:
         return [curve for curve in found if len(curve[0])]
 
     def increases(self, prefix: str) -> list[Curve]:
-        """Return by how much counters with this prefix have grown with each update, for each run."""
+        """Return for each run the increase with each update, summed over all counters with this prefix."""
         return [run.increase(prefix) for run in self.runs]
 
 
 def _without_restarts(seconds: Numbers) -> Numbers:
-    """Return a clock that goes on where that of a resumed run restarts at zero."""
+    """Return continuous times, although the clock of a resumed run restarts at zero."""
     lost: Numbers = np.maximum(-np.diff(seconds, prepend=seconds[:1]), 0)
     return seconds + np.cumsum(lost)
 
 
 def read_groups(paths: Sequence[str | os.PathLike[str]]) -> list[Group]:
-    """Read runs and group those that differ only in their seed, in the order of `paths`."""
+    """Read runs in the order of `paths`, and group runs that differ only in their seed."""
     if not paths:
         raise ConfigError("there is no run to plot; expected the folders of one or several runs.")
     alike: dict[str, list[Run]] = {}
@@ -124,7 +124,7 @@ def read_groups(paths: Sequence[str | os.PathLike[str]]) -> list[Group]:
 
 
 def smoothed(curve: Curve, updates: int) -> Curve:
-    """Return the moving average over `updates` points, over fewer at both ends."""
+    """Return the moving average over `updates` points; at both ends, over fewer points."""
     xs, ys = curve
     half = min(updates, len(ys)) // 2
     if not half:
@@ -136,12 +136,12 @@ def smoothed(curve: Curve, updates: int) -> Curve:
 
 
 def common_range(curves: Sequence[Curve]) -> tuple[float, float]:
-    """Return the range of x in which all curves have values; empty if its start is greater than its end."""
+    """Return the range of x in which all curves have values. If start exceeds end, the range is empty."""
     return max(float(xs[0]) for xs, _ in curves), min(float(xs[-1]) for xs, _ in curves)
 
 
 def stacked(curves: Sequence[Curve]) -> tuple[Numbers, Numbers]:
-    """Interpolate the curves at common x in their common range; return x and the values [n, points]."""
+    """Interpolate the curves at common x within their common range. Return x and the values [n, points]."""
     start, end = common_range(curves)
     grid = max((xs for xs, _ in curves), key=len)
     grid = (
@@ -162,7 +162,7 @@ def _compared(run: Run) -> dict[str, object]:
 
 
 def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """Return a label per group: the options that differ, if they are few, else the name of its first run."""
+    """Return a label per group: the options that differ if there are few, otherwise the name of the first run."""
     names = [runs[0].name for runs in groups]
     if len(groups) == 1 and len(groups[0]) > 1:
         return [f"mean of {_number(groups[0])}"]
@@ -171,7 +171,7 @@ def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
         shared = [name for name in configs[0] if all(name in config for config in configs)]
         differing = [name for name in shared if len({repr(config[name]) for config in configs}) > 1]
         differing.sort(key=lambda name: (_rank(name), name))
-        # Different algorithms also differ in their own options; then the name of the algorithm is enough.
+        # Different algorithms also have different options; then the name of the algorithm suffices.
         chosen = next(
             (differing[:n] for n in range(1, _LABEL_OPTIONS + 1) if _tell_apart(configs, differing[:n])), None
         )

@@ -1,4 +1,4 @@
-"""Shows how many episodes of an evaluation have ended, and when the rest will have."""
+"""Shows how many episodes of an evaluation have ended, and an estimate of the remaining time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _LINE_EVERY_S = 5.0
 
 
 class EpisodeProgress:
-    """Rewrites one line on a terminal; elsewhere prints a line at most every five seconds.
+    """On a terminal, rewrites one line. Otherwise, prints at most one line every five seconds.
 
     Args:
         episodes: Number of episodes of the evaluation.
         stream: Where to write; None: standard error, so that standard output has only the result.
-        clock: Seconds of a monotonic clock.
+        clock: A monotonic clock; returns seconds.
     """
 
     def __init__(

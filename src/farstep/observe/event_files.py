@@ -1,4 +1,4 @@
-"""Write and read `events.jsonl`, the events of a run: one JSON object per line, oldest first.
+"""Writes and reads `events.jsonl`, the events of a run: one JSON object per line, oldest first.
 
 events = EventFile(run.events_file)
 subscription = event_log_of(env).subscribe(events.write)
@@ -17,15 +17,15 @@ from farstep.event import Event
 from farstep.observe.files import as_run_error, read_valid_lines, replace_file
 
 MAX_BYTES = 5_000_000
-"""Size at which the older half of the file is dropped."""
+"""When the file reaches this size in bytes, its older half is dropped."""
 
 
 class EventFile:
-    """Appends events to a file of at most `max_bytes`; when it is full, the older half is dropped atomically.
+    """Appends events to a file of at most `max_bytes`. When the file is full, its older half is dropped atomically.
 
     Args:
-        path: The file; if it exists, events are appended, as in a resumed run.
-        max_bytes: Largest size of the file; default 5 MB.
+        path: The file. If it exists, as in a resumed run, events are appended.
+        max_bytes: Maximum size of the file; default 5 MB.
 
     Raises:
         RunError: The file cannot be written.
@@ -41,7 +41,7 @@ class EventFile:
         return open(self.path, "a+b", buffering=0, opener=no_follow)
 
     def _end_last_line(self) -> None:
-        """End a line that a crash cut off, so that it does not damage the next one."""
+        """End a line that a crash cut off, so that it does not damage the next line."""
         if size := self._stream.seek(0, os.SEEK_END):
             self._stream.seek(size - 1)
             if self._stream.read(1) != b"\n":
@@ -67,19 +67,19 @@ class EventFile:
 
     def _drop_older_half(self, size: int) -> None:
         self._stream.seek(max(size - self._max_bytes // 2, 0))
-        self._stream.readline()  # the rest of a line whose start is dropped
+        self._stream.readline()  # skip the rest of a line whose start is dropped
         kept = self._stream.read()
         replace_file(self.path, kept)
         self._stream.close()
         self._stream = self._open()
 
     def close(self) -> None:
-        """Close the file; `write` must not be called afterwards."""
+        """Close the file. `write` must not be called after this."""
         self._stream.close()
 
 
 def read_events(path: str | os.PathLike[str]) -> list[Event]:
-    """Read the events of a run; incomplete or damaged lines are skipped with a warning.
+    """Read the events of a run. Incomplete or damaged lines are skipped with a warning.
 
     Args:
         path: The file `events.jsonl` of a run.
@@ -94,7 +94,7 @@ def read_events(path: str | os.PathLike[str]) -> list[Event]:
 
 
 def _event(line: bytes) -> Event | None:
-    """Decode a line; None if it is incomplete or was not written by farstep."""
+    """Decode a line. Return None if it is incomplete, or if farstep did not write it."""
     if not line.endswith(b"\n"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Imports optional packages; the error for a missing one contains the pip command."""
+"""Imports optional packages. The error for a missing package contains the pip command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def require(module: str, package: str, purpose: str, needed: str) -> Any:
     Args:
         module: Dotted name of the module.
         package: The package to install.
-        purpose: What needs it, for the error message.
+        purpose: What needs the module, for the error message.
         needed: A name that the module must define.
 
     Returns:
@@ -30,7 +30,7 @@ def require(module: str, package: str, purpose: str, needed: str) -> Any:
     else:
         if hasattr(found, needed):
             return found
-        # A folder called `wandb`, which Weights & Biases creates, can be imported but is empty.
+        # Weights & Biases creates a folder called `wandb`, which can be imported as an empty module.
         reason = f"the module imported as {module} has no {needed}: {getattr(found, '__path__', found)}"
     extra = f", or with farstep's extra: {command}" if (command := install_extra(module)) else ""
     raise ConfigError(f"{purpose} needs the package {package} ({reason}). Install it: pip install {package}{extra}")

@@ -1,4 +1,4 @@
-"""Atomic writes, and reading the lines of a run's metrics and events."""
+"""Writes files atomically, and reads the lines of a run's metrics and events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LARGEST = 1e300
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file atomically: after a crash, it has its old or its new content, never a part."""
+    """Write a file atomically: after a crash, it has either its old or its new content."""
     with replacing(path) as partial, partial.open("xb") as stream:
         stream.write(content)
         stream.flush()
@@ -28,7 +28,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that is renamed to `path` at the end, or removed if an exception is raised."""
+    """Context manager: yield a temporary path. Rename it to `path` at the end, or remove it after an exception."""
     partial = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
     partial.unlink(missing_ok=True)
     try:
@@ -40,7 +40,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def read_row(line: bytes) -> dict[str, Any] | None:
-    """Decode one line of metrics; None if it is incomplete or was not written by farstep."""
+    """Decode one line of metrics. Return None if it is incomplete, or if farstep did not write it."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -56,12 +56,12 @@ def _is_metric(value: object) -> bool:
 
 
 def read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Return the valid lines of a run's metrics, as bytes and decoded; a warning names the lines that are skipped."""
+    """Return the valid lines of a run's metrics, as bytes and decoded. A warning names the skipped lines."""
     return read_valid_lines(path, read_row)
 
 
 def read_valid_lines(path: Path, decode: Callable[[bytes], T | None]) -> list[tuple[bytes, T]]:
-    """Return the lines that `decode` accepts, as bytes and decoded; a warning names the others."""
+    """Return the lines that `decode` accepts, as bytes and decoded. A warning names the other lines."""
     with path.open("rb") as stream:
         lines = [(line, decode(line)) for line in stream]
     invalid = [number for number, (_, row) in enumerate(lines, 1) if row is None]
@@ -73,13 +73,13 @@ def read_valid_lines(path: Path, decode: Callable[[bytes], T | None]) -> list[tu
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the metrics of a run; incomplete or damaged lines are skipped."""
+    """Return the metrics of a run. Skip incomplete or damaged lines."""
     return [row for _, row in read_lines(path)]
 
 
 @contextlib.contextmanager
 def as_run_error(path: Path) -> Iterator[None]:
-    """Turn an `OSError` of a write to `path` into `RunError`."""
+    """Context manager: convert an `OSError` of a write to `path` into `RunError`."""
     try:
         yield
     except RunError:

@@ -1,10 +1,10 @@
-"""Write metrics to JSON lines, TensorBoard, Weights & Biases, or several of them.
+"""Loggers that write metrics to JSON lines, TensorBoard, Weights & Biases, or several of these.
 
     loggers = Loggers(JsonlLogger(run.metrics_file), TensorBoardLogger(run.tensorboard))
     loggers.log(step, {"env/return_mean": 21.5, "time/actor_training": 0.4})   # once per update
     loggers.close()
 
-`step` counts environment steps and is the x axis everywhere. `console` has the loggers for the terminal.
+`step` counts environment steps and is the x axis of all plots. `console` has the loggers for the terminal.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class Logger(Protocol):
         """
 
     def close(self) -> None:
-        """Flush buffered metrics and free resources; `log` must not be called afterwards."""
+        """Flush buffered metrics and free resources. `log` must not be called after this."""
 
 
 class JsonlLogger:
-    """Writes one JSON object per update to a file; NaN and infinity become null.
+    """Writes one JSON object per update to a file. NaN and infinity become null.
 
     Args:
         path: The file.
-        resume_step: Append to the file of an earlier run, after removing its lines of later steps. None: the file
-            must be new or empty.
+        resume_step: If given, append to the file of an earlier run, after removing its lines with later steps. None:
+            the file must be new or empty.
 
     Raises:
         RunError: The file cannot be written, or already has metrics.
@@ -67,7 +67,7 @@ class JsonlLogger:
             raise self._error(error) from error
         if resume_step is None and self._stream.tell():
             self._stream.close()
-            raise RunError(f"{self.path} already has the metrics of a run. Resume that run, or choose another folder.")
+            raise RunError(f"{self.path} already has the metrics of a run. Resume this run, or choose another folder.")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {"step": int(step)} | {name: _plain(value) for name, value in metrics.items() if name != "step"}
@@ -84,8 +84,8 @@ class JsonlLogger:
 
     def _error(self, error: Exception) -> RunError:
         return RunError(
-            f"metrics cannot be written to {self.path}: {error}. The run ends, since it would be of no use without "
-            "metrics; free disk space or choose another folder, then resume."
+            f"metrics cannot be written to {self.path}: {error}. The run ends, because without metrics it would be "
+            "useless; free disk space or choose another folder, then resume."
         )
 
 
@@ -97,7 +97,7 @@ def _plain(value: float) -> float | int | None:
 
 
 def _cut(path: Path, resume_step: int) -> None:
-    """Keep only complete lines up to a step; the file is replaced atomically, so that a crash loses nothing."""
+    """Keep only complete lines up to a step. Replace the file atomically, so that a crash loses nothing."""
     if not path.exists():
         return
     kept = b"".join(line for line, row in read_lines(path) if row["step"] <= resume_step)
@@ -135,12 +135,12 @@ def require_wandb() -> Any:
 
 
 class TensorBoardLogger:
-    """Writes event files for TensorBoard, with the package tensorboard and without torch.
+    """Writes event files for TensorBoard. It needs the package tensorboard, but not torch.
 
     Args:
         folder: Where event files are written.
-        resume_step: The step to resume from; TensorBoard then hides later steps in earlier files of the folder. None: a
-            new run.
+        resume_step: The step from which the run resumes. TensorBoard then hides later steps in earlier files of the
+            folder. None: a new run.
 
     Raises:
         ConfigError: TensorBoard is not installed.
@@ -176,13 +176,13 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """Writes to Weights & Biases; `WANDB_MODE=offline` keeps the run on this machine.
+    """Writes to Weights & Biases. `WANDB_MODE=offline` keeps the run on this machine.
 
-    Weights & Biases cannot remove logged steps: those that are trained again after a resume appear twice.
+    Weights & Biases cannot remove logged steps, so steps that are trained again after a resume appear twice.
 
     Args:
         project: The project.
-        name: Name of the run; None: chosen by Weights & Biases.
+        name: Name of the run; None: Weights & Biases chooses it.
         folder: Where local files are written.
         config: Options of the run to show.
         run_id: The `run_id` of an earlier logger, to continue its run; None: a new run.
@@ -200,7 +200,7 @@ class WandbLogger:
         run_id: str | None = None,
     ) -> None:
         wandb = require_wandb()
-        offline = os.environ.get("WANDB_MODE", "online") != "online"  # wandb warns about `resume` there
+        offline = os.environ.get("WANDB_MODE", "online") != "online"  # wandb warns about `resume` if offline
         try:
             self._run = wandb.init(
                 project=project,
@@ -211,7 +211,8 @@ class WandbLogger:
                 resume=None if offline or run_id is None else "allow",
                 settings=wandb.Settings(console="off"),  # "on" would record each refresh of the live display
             )
-            # wandb's own step must never decrease, but ours does on resume, so ours is a metric used as x axis.
+            # wandb's own step must never decrease, but a resume decreases our step. So log our step as a metric, and
+            # use it as x axis.
             self._run.define_metric("step")
             self._run.define_metric("*", step_metric="step")
         except Exception as error:
@@ -222,7 +223,7 @@ class WandbLogger:
 
     @property
     def run_id(self) -> str:
-        """The id that continues this run after a resume."""
+        """The id with which another logger can continue this run."""
         return str(self._run.id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -235,8 +236,8 @@ class WandbLogger:
 class Loggers:
     """Passes metrics to several loggers.
 
-    A logger that raises is removed with a warning, and training continues without it. Only errors of a `JsonlLogger`
-    are raised: its file is the complete record of the run.
+    If a logger raises, it is removed with a warning, and training continues without it. Only errors of a `JsonlLogger`
+    are raised, because its file is the complete record of the run.
 
     Args:
         loggers: The loggers.

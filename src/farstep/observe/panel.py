@@ -1,11 +1,10 @@
-"""Renders the status of a run as a rich panel, for the live display."""
+"""Renders the status of a run for the live display, as a panel of the package rich."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Protocol
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -15,11 +14,26 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from farstep.observe.run_status import RETURN, RunStatus, data_size, duration, number, percent
+from farstep.event import Event
+from farstep.observe.diagnosis import Diagnosis
+from farstep.observe.glossary import METRICS
+from farstep.observe.run_status import (
+    EVALUATION,
+    RESTARTS,
+    RETURN,
+    SPEED,
+    STALENESS,
+    RunStatus,
+    data_size,
+    duration,
+    label,
+    number,
+    percent,
+)
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SHADES = "█▓▒░"
-_COLOURS = {
+_COLORS = {
     "collect": "cyan",
     "recompute": "magenta",
     "advantages": "yellow",
@@ -31,26 +45,7 @@ _COLOURS = {
 }
 _MAX_WIDTH = 100
 _SPARKLINE_WIDTH = 32
-_SHOWN_EVENTS = 3
-
-
-class ShownEvent(Protocol):
-    """What the panel shows of an event."""
-
-    @property
-    def time(self) -> float:
-        """Unix time in seconds."""
-        ...
-
-    @property
-    def kind(self) -> str:
-        """What happened, in one word, e.g. `restarted`."""
-        ...
-
-    @property
-    def text(self) -> str:
-        """What happened, in one sentence."""
-        ...
+SHOWN_EVENTS = 3
 
 
 def panel(
@@ -60,18 +55,18 @@ def panel(
     now_s: float,
     width: int,
     *,
-    diagnosis: str | None = None,
-    events: Sequence[ShownEvent] = (),
+    diagnosis: Diagnosis | None = None,
+    events: Sequence[Event] = (),
 ) -> Panel:
     """Render the status.
 
     Args:
-        status: What to show.
+        status: The status to show.
         title: Heading of the panel.
         elapsed_s: Seconds since the start of the run.
-        now_s: Current time of the clock that `status` was updated with.
+        now_s: Current time, from the same clock as `RunStatus.update`.
         width: Columns of the terminal.
-        diagnosis: A sentence that says what the run is waiting for; None: no row for it.
+        diagnosis: What the run is waiting for; None, or too little data: no row for it.
         events: What happened, oldest first; the latest three are shown.
 
     Returns:
@@ -87,35 +82,36 @@ def panel(
         grid.add_row("", Text("waiting for the first update", style="dim"))
     if RETURN in latest:
         text = Text(f"{number(latest[RETURN])}  ", style="bold").append(_sparkline(status.returns), style="green")
-        _add(text, "   length", latest.get("env/length_mean"), number)
-        grid.add_row("return", text)
-    if "eval/return_mean" in latest:
-        text = Text(number(latest["eval/return_mean"]), style="bold")
+        _add(text, f"   {label('env/length_mean')}", latest.get("env/length_mean"), number)
+        grid.add_row(label(RETURN), text)
+    if EVALUATION in latest:
+        text = Text(number(latest[EVALUATION]), style="bold")
         _add(text, " ±", latest.get("eval/return_std"), number)
         _add(text, "   version", latest.get("eval/version"), "{:,.0f}".format)
-        grid.add_row("evaluation", text)
-    if "rate/steps_per_second" in latest:
-        text = Text(f"{latest['rate/steps_per_second']:,.0f} steps/s")
-        grid.add_row("speed", text.append(f"   {duration(elapsed_s)} so far", style="dim"))
-    if "lag/versions_mean" in latest:
-        text = Text(f"{latest['lag/versions_mean']:.2f} versions")
+        grid.add_row(label(EVALUATION), text)
+    if SPEED in latest:
+        text = Text(f"{latest[SPEED]:,.0f} {METRICS[SPEED].unit}")
+        grid.add_row(label(SPEED), text.append(f"   {duration(elapsed_s)} so far", style="dim"))
+    if STALENESS in latest:
+        text = Text(f"{latest[STALENESS]:.2f} {METRICS[STALENESS].unit}")
         _add(text, "   at most", latest.get("lag/versions_max"), "{:,.0f}".format)
-        grid.add_row("staleness", text)
+        grid.add_row(label(STALENESS), text)
     if weights := _weights(status):
         grid.add_row("weights", weights)
     if "workers/alive" in latest or status.dropped():
         grid.add_row("workers", _workers(status))
     if shares := status.shares():
         grid.add_row("time", Shares(shares))
-    if diagnosis:
-        grid.add_row("diagnosis", Text(diagnosis, style="yellow", no_wrap=False, overflow="fold"))
+    if diagnosis is not None and diagnosis.cause != "unknown":
+        style = "yellow" if diagnosis.is_problem else ""
+        grid.add_row("diagnosis", Text(diagnosis.text, style=style, no_wrap=False, overflow="fold"))
     if events:
-        grid.add_row("events", Text("\n").join(map(_event, events[-_SHOWN_EVENTS:])))
+        grid.add_row("events", Text("\n").join(map(_event, events[-SHOWN_EVENTS:])))
     heading = Text(title, style="bold")
     return Panel(grid, title=heading, title_align="left", box=box.ROUNDED, border_style="dim", width=width)
 
 
-def _event(event: ShownEvent) -> Text:
+def _event(event: Event) -> Text:
     clock = time.strftime("%H:%M:%S", time.localtime(event.time))
     return Text.assemble((f"{clock} ", "dim"), (event.kind, "bold"), f"  {' '.join(event.text.split())}")
 
@@ -155,12 +151,12 @@ def _sparkline(values: Sequence[float], width: int = _SPARKLINE_WIDTH) -> str:
 def _weights(status: RunStatus) -> str:
     latest = status.latest
     parts = []
-    if "version" in latest:
-        parts.append(f"version {latest['version']:,.0f}")
-    if "sync/pulls_per_worker" in latest:
-        parts.append(f"{latest['sync/pulls_per_worker']:,.0f} pulls per worker")
-    if "sync/weights_bytes" in latest:
-        parts.append(data_size(latest["sync/weights_bytes"]))
+    if (version := "train/actor/current_version") in latest:
+        parts.append(f"{label(version)} {latest[version]:,.0f}")
+    if (pulls := "sync/pulls_per_worker") in latest:
+        parts.append(f"{latest[pulls]:,.0f} {label(pulls)}")
+    if "bytes/weights_sent" in latest:
+        parts.append(data_size(latest["bytes/weights_sent"]))
     return "   ".join(parts)
 
 
@@ -168,8 +164,8 @@ def _workers(status: RunStatus) -> Text:
     latest = status.latest
     text = Text()
     if "workers/alive" in latest:
-        text.append(f"{latest['workers/alive']:,.0f} alive")
-    if (restarts := latest.get("workers/restarts")) is not None:
+        text.append(f"{latest['workers/alive']:,.0f} {label('workers/alive')}")
+    if (restarts := latest.get(RESTARTS)) is not None:
         text.append(f"   {restarts:,.0f} restart{'' if restarts == 1 else 's'}", style="yellow" if restarts else "dim")
     if dropped := status.dropped():
         causes = ", ".join(f"{cause} {count:,}" for cause, count in dropped.items())
@@ -180,7 +176,7 @@ def _workers(status: RunStatus) -> Text:
 
 
 class Shares:
-    """A bar of segments in proportion to the shares, with a legend; shaded if the terminal has no colours."""
+    """A bar whose segments are proportional to the shares, with a legend. Without colors, segments are shaded."""
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         self._shares = shares
@@ -190,10 +186,10 @@ class Shares:
         bar, legend, lines = Text(no_wrap=True), Text(no_wrap=True), []
         at = 0.0
         for position, (name, share) in enumerate(self._shares.items()):
-            mark, colour = shades[position % len(shades)], _COLOURS.get(name, "bright_white")
+            mark, color = shades[position % len(shades)], _COLORS.get(name, "bright_white")
             at += share
-            bar.append(mark * (round(at * options.max_width) - len(bar)), style=colour)
-            entry = Text.assemble((mark, colour), (f" {name.replace('_', ' ')} ", "dim"), percent(share))
+            bar.append(mark * (round(at * options.max_width) - len(bar)), style=color)
+            entry = Text.assemble((mark, color), (f" {name.replace('_', ' ')} ", "dim"), percent(share))
             if legend and len(legend) + len(entry) + 3 > options.max_width:
                 lines.append(legend)
                 legend = Text(no_wrap=True)

@@ -1,4 +1,4 @@
-"""Plots what happened in runs: return, throughput, staleness, dropped chunks, restarts."""
+"""Plots return, throughput, staleness, dropped chunks and restarts of runs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from farstep.errors import ConfigError, RunError
 from farstep.observe.curves import Curve, Group, common_range, read_groups, smoothed, stacked
 from farstep.observe.extras import require
 from farstep.observe.files import replacing
+from farstep.observe.glossary import METRICS
+from farstep.observe.run_status import EVALUATION, RESTARTS, RETURN, SPEED, STALENESS, label
 
 _FORMATS = (".png", ".svg", ".pdf")
-# Okabe and Ito's palette for colour-blind readers, without yellow, which is hard to see on paper.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
+# Okabe and Ito's palette for color-blind readers, without yellow, because yellow is hard to see on paper.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
 _LINES = ("-", "--", "-.", ":")
 _INK, _FAINT = "#333333", "#8a8a8a"
 _POINTS_PER_WINDOW = 100
@@ -24,8 +26,8 @@ _LARGE_DOTS = 30
 _SHOWN_RAW = 3
 _LEGEND_CHARACTERS = 120
 _RATE_UPDATES = 10
-"""Smallest number of updates over which a rate is measured, in runs of at least 50."""
-_RETURN, _EVALUATION = "env/return_mean", "eval/return_mean"
+"""Minimum number of updates over which a rate is measured, in runs of at least 50 updates."""
+_OLDEST = "lag/versions_max"
 _STYLE = {
     "font.size": 10,
     "axes.edgecolor": "#bbbbbb",
@@ -51,15 +53,16 @@ def plot(
     smooth: int | None = None,
     title: str | None = None,
 ) -> Path:
-    """Plot one or several runs; runs that differ only in their seed share a line with a band around it.
+    """Plot one or several runs. Runs that differ only in their seed share a line with a band around it.
 
     Args:
         runs: Folders of the runs.
         out: File to write, ending in .png, .svg or .pdf.
-        band: From the lowest to the highest seed (`range`), or one standard deviation to both sides (`std`).
-        smooth: Updates per moving average; 1: none; None: a hundredth of the run, and for rates at least ten
-            updates, or a fifth of a run of fewer than fifty.
-        title: Heading; None: the environment and the learner that the runs have in common.
+        band: What the band shows: the lowest to the highest seed (`range`), or one standard deviation to both sides
+            (`std`).
+        smooth: Updates per moving average; 1: no smoothing. None: a hundredth of the run; for rates, at least ten
+            updates, or a fifth of a run of fewer than fifty updates.
+        title: Heading; None: the environment and the learner, if all runs have the same.
 
     Returns:
         The path of the file.
@@ -105,7 +108,7 @@ def _title(groups: Sequence[Group]) -> str:
 
 
 class _Drawing:
-    """Panels with one line for each group of runs; there is a panel only for what happened in at least one run."""
+    """Panels with one line for each group of runs. A panel is drawn only if at least one run has data for it."""
 
     def __init__(self, figure: Any, groups: Sequence[Group], band: str, smooth: int | None) -> None:
         self._figure, self._groups, self._band, self._smooth = figure, groups, band, smooth
@@ -123,19 +126,19 @@ class _Drawing:
         self._legend()
 
     def _panels(self) -> Iterator[tuple[bool, Callable[[Any], None]]]:
-        """Yield whether something happened, and what draws it."""
+        """Yield for each panel whether there is data, and the function that draws it."""
         for x, panel in (("step", self._return_by_steps), ("seconds", self._return_by_time)):
-            yield any(group.curves(name, x) for group in self._groups for name in (_RETURN, _EVALUATION)), panel
+            yield any(group.curves(name, x) for group in self._groups for name in (RETURN, EVALUATION)), panel
         yield any(self._speeds(group) for group in self._groups), self._throughput
-        yield self._positive(lambda group: group.curves("lag/versions_max")), self._staleness
+        yield self._positive(lambda group: group.curves(_OLDEST)), self._staleness
         yield self._positive(lambda group: group.increases("dropped/")), self._dropped
-        yield self._positive(lambda group: group.curves("workers/restarts")), self._restarts
+        yield self._positive(lambda group: group.curves(RESTARTS)), self._restarts
 
     def _positive(self, curves: Callable[[Group], list[Curve]]) -> bool:
         return any((ys > 0).any() for group in self._groups for _, ys in curves(group))
 
     def _axes(self, number: int) -> list[Any]:
-        """Return axes in two columns, or three for more than four panels; the last one fills its row."""
+        """Return axes in two columns; in three for more than four panels. The last panel fills its row."""
         columns = min(number, 2 if number <= 4 else 3)
         rows = -(-number // columns)
         self._figure.set_size_inches(5.5 * max(columns, 1.5), 0.3 + 3.5 * rows)
@@ -148,44 +151,44 @@ class _Drawing:
         ]
 
     def _style(self, position: int) -> dict[str, Any]:
-        lines = _LINES[position // len(_COLOURS) % len(_LINES)]
-        return {"color": _COLOURS[position % len(_COLOURS)], "linestyle": lines}
+        lines = _LINES[position // len(_COLORS) % len(_LINES)]
+        return {"color": _COLORS[position % len(_COLORS)], "linestyle": lines}
 
     # ---- panels ----
 
     def _return_by_steps(self, axes: Any) -> None:
-        self._averaged(axes, "Return", lambda group: group.curves(_RETURN))
+        self._averaged(axes, METRICS[RETURN].title, lambda group: group.curves(RETURN))
         self._evaluations(axes, "step")
 
     def _return_by_time(self, axes: Any) -> None:
-        self._averaged(axes, "Return over time", lambda group: group.curves(_RETURN, "seconds"))
+        self._averaged(axes, f"{METRICS[RETURN].title} over time", lambda group: group.curves(RETURN, "seconds"))
         self._evaluations(axes, "seconds")
         self._clock(axes)
 
     def _throughput(self, axes: Any) -> None:
-        self._heading(axes, "Throughput in steps per second")
+        self._heading(axes, METRICS[SPEED].title)
         for position, group in enumerate(self._groups):
             self._line(axes, self._speeds(group, 1), self._speeds(group), self._style(position))
         axes.yaxis.set_major_formatter(_thousands)
         axes.set_ylim(bottom=0)
 
     def _staleness(self, axes: Any) -> None:
-        self._averaged(axes, "Staleness in policy versions", lambda group: group.curves("lag/versions_mean"))
+        self._averaged(axes, METRICS[STALENESS].title, lambda group: group.curves(STALENESS))
         self._oldest(axes)
         top = max(1.0, axes.get_ylim()[1])
-        axes.set_ylim(-0.02 * top, top)  # keeps a line at zero apart from the axis
+        axes.set_ylim(-0.02 * top, top)  # separates a line at zero from the axis
 
     def _dropped(self, axes: Any) -> None:
-        self._heading(axes, "Dropped chunks per update")
+        self._heading(axes, f"Dropped {METRICS['dropped/stale'].unit} per update")
         for position, group in enumerate(self._groups):
             averages = [smoothed(curve, self._rate_window(len(curve[0]))) for curve in group.increases("dropped/")]
             self._line(axes, averages, averages, self._style(position))
         axes.set_ylim(bottom=0)
 
     def _restarts(self, axes: Any) -> None:
-        self._heading(axes, "Worker restarts so far")
+        self._heading(axes, f"Worker {label(RESTARTS)} so far")
         for position, group in enumerate(self._groups):
-            raw = group.curves("workers/restarts")
+            raw = group.curves(RESTARTS)
             self._line(axes, raw, raw, self._style(position))
         axes.set_ylim(bottom=0)
         axes.yaxis.get_major_locator().set_params(integer=True)
@@ -204,7 +207,8 @@ class _Drawing:
         return self._smooth or max(self._window(points), min(_RATE_UPDATES, points // 5))
 
     def _speeds(self, group: Group, updates: int | None = None) -> list[Curve]:
-        """Return the throughput of each run that has one, over a window of this many updates; None: by its length."""
+        """Return the throughput of each run that has one, over this many updates; None: depends on the length of the
+        run."""
         found = [run.speed(updates or self._rate_window(len(run.rows))) for run in group.runs]
         return [curve for curve in found if len(curve[0])]
 
@@ -217,7 +221,7 @@ class _Drawing:
             self._line(axes, raw, averages, self._style(position))
 
     def _line(self, axes: Any, raw: list[Curve], curves: list[Curve], style: dict[str, Any]) -> None:
-        """Draw the mean of a group's curves with its band; thin lines where only some of them have values."""
+        """Draw the mean of a group's curves with its band. Where only some curves have values, draw thin lines."""
         if not raw:
             return
         if len(raw) == 1 and len(self._groups) <= _SHOWN_RAW and not np.array_equal(raw[0][1], curves[0][1]):
@@ -234,30 +238,31 @@ class _Drawing:
         axes.plot(grid, mean, linewidth=1.8, marker="o" if len(grid) == 1 else None, **style)
 
     def _evaluations(self, axes: Any, x: str) -> None:
-        """Draw the return of evaluations as dots: the mean over seeds, at the steps of the run with the fewest."""
+        """Draw the return of evaluations as dots: the mean over seeds, at the steps of the run with the fewest
+        evaluations."""
         shown = False
         for position, group in enumerate(self._groups):
-            curves = group.curves(_EVALUATION, x)
+            curves = group.curves(EVALUATION, x)
             if not curves:
                 continue
             grid = min((xs for xs, _ in curves), key=len)
             start, end = common_range(curves)
             grid = grid[(grid >= start) & (grid <= end)]
             mean = np.mean([np.interp(grid, *curve) for curve in curves], 0)
-            colour = self._style(position)["color"]
+            color = self._style(position)["color"]
             dots = {"markersize": 4.5, "markeredgecolor": "white"} if len(grid) <= _LARGE_DOTS else {"markersize": 2.2}
-            axes.plot(grid, mean, "o", color=colour, markeredgewidth=0.8, **dots)
+            axes.plot(grid, mean, "o", color=color, markeredgewidth=0.8, **dots)
             shown = True
         if shown:
             axes.plot([], [], color=_INK, label="training")
-            axes.plot([], [], "o", color=_INK, markersize=4.5, label="evaluation")
+            axes.plot([], [], "o", color=_INK, markersize=4.5, label=label(EVALUATION))
             axes.legend(loc="best", fontsize=9)
 
     def _oldest(self, axes: Any) -> None:
         """Draw the maximum staleness of each update, unless it equals the mean."""
         shown = False
         for position, group in enumerate(self._groups):
-            oldest, means = group.curves("lag/versions_max"), group.curves("lag/versions_mean")
+            oldest, means = group.curves(_OLDEST), group.curves(STALENESS)
             if not oldest or all(np.array_equal(a[1], b[1]) for a, b in zip(oldest, means, strict=False)):
                 continue
             grid, values = stacked(oldest)
@@ -265,7 +270,7 @@ class _Drawing:
             shown = True
         if shown:
             axes.plot([], [], color=_INK, label="mean")
-            axes.plot([], [], ":", color=_INK, linewidth=1.1, label="oldest row")
+            axes.plot([], [], ":", color=_INK, linewidth=1.1, label=label(_OLDEST))
             axes.legend(loc="best", fontsize=9)
 
     def _clock(self, axes: Any) -> None:
@@ -273,7 +278,7 @@ class _Drawing:
         ends = [
             curve[0][-1]
             for group in self._groups
-            for name in (_RETURN, _EVALUATION)
+            for name in (RETURN, EVALUATION)
             for curve in group.curves(name, "seconds")
         ]
         longest = max(ends, default=0.0)

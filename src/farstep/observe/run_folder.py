@@ -2,10 +2,10 @@
 
 runs/CartPole-v1-ppo-seed1-20260131-120000/
 ├── config.json      the options of the run, and a tag that shows which user wrote them
-├── config.yaml      the same options for people, and for `farstep train --config`
+├── config.yaml      the same options, for people and for `farstep train --config`
 ├── metrics.jsonl    one line per update
 ├── events.jsonl     one line per event
-├── checkpoints/     where `--resume` continues
+├── checkpoints/     `--resume` continues from the newest
 ├── videos/
 └── tensorboard/     with `--tensorboard`
 """
@@ -39,7 +39,7 @@ log = logging.getLogger("farstep")
 
 _SHOWN = 5
 _TAG = "tag"
-"""The entry of config.json with the tag."""
+"""Name of the tag's entry in config.json."""
 
 
 def run_name(env_id: str, algorithm: str, seed: int | None = None, now: datetime.datetime | None = None) -> str:
@@ -48,11 +48,11 @@ def run_name(env_id: str, algorithm: str, seed: int | None = None, now: datetime
     Args:
         env_id: Name of the environment.
         algorithm: Name of the learner.
-        seed: Seed of the run; None: not part of the name.
+        seed: Seed of the run; None: the name has no seed.
         now: Time of the start; None: now.
 
     Returns:
-        The name; characters that are not portable in file names are replaced.
+        The name, without characters that are not portable in file names.
     """
     now = datetime.datetime.now() if now is None else now
     parts = [env_id, algorithm, *([] if seed is None else [f"seed{seed}"]), f"{now:%Y%m%d-%H%M%S}"]
@@ -61,7 +61,7 @@ def run_name(env_id: str, algorithm: str, seed: int | None = None, now: datetime
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of one run; `create` makes a new one, `open` finds an existing one."""
+    """The folder of one run. `create` makes a new folder; `open` opens an existing folder."""
 
     path: Path
 
@@ -70,8 +70,8 @@ class RunFolder:
         """Create a folder with the options of a run.
 
         Args:
-            root: The folder that holds all runs; created if it does not exist.
-            name: Name of the run; -2, -3, ... is appended if it is taken.
+            root: The folder of all runs; created if it does not exist.
+            name: Name of the run. If it is taken, -2, -3, ... is appended.
             config: Options of the run; dataclasses, enums and paths are converted.
 
         Returns:
@@ -119,7 +119,7 @@ class RunFolder:
 
     @property
     def yaml_file(self) -> Path:
-        """The options of the run for people; nothing in it is trusted."""
+        """The options of the run for people. farstep does not trust this file."""
         return self.path / "config.yaml"
 
     @property
@@ -134,7 +134,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """The checkpoints that the run can be resumed from."""
+        """The checkpoints of the run."""
         return self.path / "checkpoints"
 
     @property
@@ -148,15 +148,15 @@ class RunFolder:
         return self.path / "tensorboard"
 
     def read_config(self) -> dict[str, Any]:
-        """Return the options of the run, as plain data; their tag is not checked."""
+        """Return the options of the run, as plain data. Do not check their tag."""
         return self.read_signed_config()[0]
 
     def read_signed_config(self) -> tuple[dict[str, Any], str]:
         """Read the options and check their tag.
 
         Returns:
-            The options as plain data, and a clause that says why another user may have written them; "" if the tag
-            shows that this user did.
+            The options as plain data, and a clause with the reason why another user may have written them; "" if the
+            tag proves that this user did.
 
         Raises:
             RunError: The file cannot be read.
@@ -194,7 +194,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the lock of the folder; it is released when the process ends, even if it is killed.
+        """Context manager: hold the lock of the folder. The kernel releases it even if the process is killed.
 
         Raises:
             RunError: Another process holds the lock, or the lock file cannot be opened.
@@ -220,7 +220,7 @@ class RunFolder:
         try:
             return open(path, "a+b", opener=no_follow)
         except OSError as error:
-            hint = "Remove that symbolic link" if path.is_symlink() else "Make the folder writable"
+            hint = "Remove the symbolic link" if path.is_symlink() else "Make the folder writable"
             raise RunError(
                 f"{path} cannot be opened to lock the run: {error.strerror}. {hint}, then try again."
             ) from error
@@ -261,12 +261,12 @@ def _in_use(path: Path, owner: bytes) -> str:
         contents = json.loads(owner)
         holder = f"process {contents['pid']} on host {contents['host']}"
     except (ValueError, TypeError, KeyError):
-        holder = "another process"  # it has the lock, but has not written its id yet
+        holder = "another process"  # it has the lock, but has not written its process id yet
     return f"{holder} is already training in {path}. Wait for it or stop it, or start a new run."
 
 
 def _not_a_run(path: Path) -> str:
-    """Return why a path is not a run, with the runs near it."""
+    """Return why a path is not a run, with a list of runs nearby."""
     if not path.exists():
         found = f"{path} does not exist"
     elif not path.is_dir():

@@ -1,4 +1,4 @@
-"""The status of a run, computed from the metrics of its updates; the terminal displays it."""
+"""The status of a run for the terminal, computed from the metrics of its updates."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import math
 from collections import deque
 from collections.abc import Mapping
 
+from farstep.observe.glossary import METRICS
+
 _HISTORY = 256
 _RECENT_UPDATES = 20
 
-RETURN = "env/return_mean"
-_PHASES = {"recompute_logprobs": "recompute", "actor_training": "train"}
-"""Short names of phases whose names are too long for the display."""
+RETURN, EVALUATION, SPEED, STALENESS = (
+    "env/return_mean",
+    "eval/return_mean",
+    "rate/steps_per_second",
+    "lag/versions_mean",
+)
+RESTARTS = "workers/restarts"
 
 
 class RunStatus:
-    """The latest value of each metric, the history of the return, the remaining time and the time of each phase."""
+    """The latest value of each metric, the history of the return, the remaining time, and the time of each phase."""
 
     def __init__(self, total_steps: int) -> None:
         self.total_steps = total_steps
@@ -23,16 +29,16 @@ class RunStatus:
         self.updates = 0
         self.latest: dict[str, float] = {}
         self.returns: list[float] = []
-        """The return from the start until now, at most 256 points: pairs are averaged when the list is full."""
+        """The history of the return, at most 256 points. When the list is full, pairs of points are averaged."""
         self._updates_per_point = 1
         self._pending: list[float] = []
-        """Returns that are not a point of `returns` yet."""
+        """Returns that will be averaged to the next point of `returns`."""
         self._times: deque[dict[str, float]] = deque(maxlen=_RECENT_UPDATES)
         self._steps: deque[tuple[float, int]] = deque(maxlen=_RECENT_UPDATES + 1)
         """Time and step of the latest updates."""
 
     def update(self, step: int, metrics: Mapping[str, float], now_s: float) -> None:
-        """Add the metrics of an update; values that are not finite are ignored.
+        """Add the metrics of an update. Ignore values that are not finite.
 
         Args:
             step: Environment steps so far.
@@ -44,7 +50,7 @@ class RunStatus:
         self.latest |= known
         self._steps.append((now_s, step))
         times = {name.removeprefix("time/"): s for name, s in known.items() if name.startswith("time/")}
-        self._times.append({name: s for name, s in times.items() if "/" not in name})  # without those of workers
+        self._times.append({name: s for name, s in times.items() if "/" not in name})  # skip the times of workers
         if RETURN in known:
             self._add_return(known[RETURN])
 
@@ -64,7 +70,7 @@ class RunStatus:
         return min(self.step / self.total_steps, 1.0) if self.total_steps > 0 else 1.0
 
     def seconds_left(self, now_s: float) -> float | None:
-        """Return the seconds until the last step at the speed of the latest updates; None if the speed is unknown."""
+        """Return the remaining seconds at the speed of the latest updates; None if the speed is unknown."""
         if len(self._steps) < 2:
             return None
         (then_s, then), (last_s, last) = self._steps[0], self._steps[-1]
@@ -74,20 +80,20 @@ class RunStatus:
         return max(left - (now_s - last_s), 0.0)
 
     def shares(self) -> dict[str, float]:
-        """Return the fraction of the latest updates' time that each phase took, in order; the sum is one."""
+        """Return the share of each phase in the time of the latest updates, in order. The sum is one."""
         sums: dict[str, float] = {}
         for times in self._times:
             for name, seconds in times.items():
                 sums[name] = sums.get(name, 0.0) + max(seconds, 0.0)
         whole = sums.pop("step", 0.0)
-        parts = {_PHASES.get(name, name): seconds for name, seconds in sums.items()}
+        parts = {phase_label(name): seconds for name, seconds in sums.items()}
         if whole > sum(parts.values()):
             parts["other"] = whole - sum(parts.values())
         total = sum(parts.values())
         return {name: seconds / total for name, seconds in parts.items() if seconds > 0} if total else {}
 
     def dropped(self) -> dict[str, int]:
-        """Return the number of dropped chunks by cause, without zeros."""
+        """Return the number of dropped chunks by cause; causes with zero chunks are left out."""
         prefix = "dropped/"
         return {name.removeprefix(prefix): int(n) for name, n in self.latest.items() if name.startswith(prefix) and n}
 
@@ -96,9 +102,9 @@ def line(status: RunStatus, now_s: float, diagnosis: str | None = None) -> str:
     """Return the status in one line, for logs and terminals without cursor control.
 
     Args:
-        status: What to show.
-        now_s: Current time of the clock that `status` was updated with.
-        diagnosis: A sentence that says what the run is waiting for; None: none.
+        status: The status to show.
+        now_s: Current time, from the same clock as `RunStatus.update`.
+        diagnosis: A sentence that says what the run is waiting for; None: show no diagnosis.
 
     Returns:
         The line.
@@ -107,16 +113,13 @@ def line(status: RunStatus, now_s: float, diagnosis: str | None = None) -> str:
     parts = [f"steps {status.step:,} of {status.total_steps:,} ({percent(status.fraction)})"]
     if status.fraction < 1 and (left := status.seconds_left(now_s)) is not None:
         parts.append(f"{duration(left)} left")
-    if RETURN in latest:
-        parts.append(f"return {number(latest[RETURN])}")
-    if "eval/return_mean" in latest:
-        parts.append(f"evaluation {number(latest['eval/return_mean'])}")
-    if "rate/steps_per_second" in latest:
-        parts.append(f"{latest['rate/steps_per_second']:,.0f} steps/s")
-    if "lag/versions_mean" in latest:
-        parts.append(f"staleness {latest['lag/versions_mean']:.1f}")
-    if restarts := int(latest.get("workers/restarts", 0)):
-        parts.append(f"restarts {restarts}")
+    parts += [f"{label(name)} {number(latest[name])}" for name in (RETURN, EVALUATION) if name in latest]
+    if SPEED in latest:
+        parts.append(f"{latest[SPEED]:,.0f} {METRICS[SPEED].unit}")
+    if STALENESS in latest:
+        parts.append(f"{label(STALENESS)} {latest[STALENESS]:.1f}")
+    if restarts := int(latest.get(RESTARTS, 0)):
+        parts.append(f"{label(RESTARTS)} {restarts}")
     if dropped := sum(status.dropped().values()):
         parts.append(f"dropped {dropped:,}")
     if shares := " ".join(f"{name} {percent(share)}" for name, share in status.shares().items() if share >= 0.02):
@@ -124,6 +127,17 @@ def line(status: RunStatus, now_s: float, diagnosis: str | None = None) -> str:
     if diagnosis:
         parts.append(" ".join(diagnosis.split()))
     return " · ".join(parts)
+
+
+def label(name: str) -> str:
+    """Return the short name of a metric of farstep."""
+    return METRICS[name].short_name
+
+
+def phase_label(phase: str) -> str:
+    """Return the short name of a phase of an update, which may be one of a user's learner."""
+    metric = METRICS.get(f"time/{phase}")
+    return metric.short_name if metric is not None else phase
 
 
 def number(value: float) -> str:
@@ -135,7 +149,7 @@ def number(value: float) -> str:
 
 
 def percent(fraction: float) -> str:
-    """Format a fraction in percent; 100 % only if it is exactly one."""
+    """Format a fraction in percent. Show 100 % only if it is exactly one."""
     return f"{min(round(100 * fraction), 99 if fraction < 1 else 100)} %"
 
 

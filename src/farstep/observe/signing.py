@@ -1,7 +1,7 @@
-"""Tags that show that a run's config.json was written by this user.
+"""Tags that prove that this user wrote a run's config.json.
 
 config.json names code that `--resume`, `eval` and `watch` execute: environments, wrappers, commands on nodes. A tag is
-a keyed hash (HMAC-SHA256) of the options under a key that only this user can read.
+a keyed hash (HMAC-SHA256) of the options; only this user can read the key.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _PURPOSE = b"farstep run configuration 1\0"
 
 
 class NoKey(Exception):
-    """No key can be used; the message is a clause with the reason."""
+    """The key cannot be used. The message is a clause with the reason."""
 
 
 def key_file() -> Path:
-    """Return the path of the key: `$XDG_STATE_HOME/farstep/run.key`; XDG_STATE_HOME defaults to ~/.local/state."""
+    """Return the path of the key, `$XDG_STATE_HOME/farstep/run.key`. XDG_STATE_HOME defaults to ~/.local/state."""
     base = Path(os.environ.get("XDG_STATE_HOME", ""))
-    if not base.is_absolute():  # the XDG specification ignores relative paths
+    if not base.is_absolute():  # ignored, as the XDG specification requires
         try:
             base = Path.home() / ".local" / "state"
         except RuntimeError as error:
@@ -37,12 +37,12 @@ def key_file() -> Path:
 
 
 def tag(config: Mapping[str, object]) -> str:
-    """Return the tag of options (plain data); create the key at first use, raise `NoKey` if it cannot be stored."""
+    """Return the tag of options (plain data). Create the key at first use; raise `NoKey` if this fails."""
     return _tag(_read_key() or _make_key(), config)
 
 
 def why_not_ours(config: Mapping[str, object], found: object) -> str:
-    """Return why the tag does not show that this user wrote the options, as a clause; "" if it does."""
+    """Return a clause with the reason why the tag does not prove that this user wrote the options; "" if it does."""
     if found is None:
         return "it has no tag"
     try:
@@ -81,7 +81,7 @@ def _read_key() -> bytes | None:
 
 
 def _make_key() -> bytes:
-    """Create a key, or read the one that another process created first."""
+    """Create a key. If another process created it first, read that key."""
     path = key_file()
     partial = path.with_name(f".run.key.{os.getpid()}.{secrets.token_hex(4)}")
     try:

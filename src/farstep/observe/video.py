@@ -23,13 +23,13 @@ from farstep.observe.files import replacing
 def write_video(
     path: str | os.PathLike[str], frames: Iterable[Array], fps: float = 30.0, *, timeout_s: float = 60.0
 ) -> Path:
-    """Write frames to a video; the file appears when it is complete.
+    """Write frames to a video. The file appears only when it is complete.
 
     Args:
         path: File to write, ending in .mp4.
-        frames: uint8 arrays [height, width, 3] of equal size; encoded as the iterable yields them.
+        frames: uint8 arrays [height, width, 3] of equal size. Each is encoded as soon as the iterable yields it.
         fps: Frames per second.
-        timeout_s: Seconds that ffmpeg may take to accept each frame, and to finish after the last one.
+        timeout_s: Maximum seconds for ffmpeg to accept each frame, and to finish after the last frame.
 
     Returns:
         The path of the file.
@@ -63,12 +63,12 @@ def check_fps(fps: float) -> None:
 
 
 def require_encoder() -> Any:
-    """Import and return the package with ffmpeg; raise `ConfigError` if it is not installed."""
+    """Import and return the package with ffmpeg. Raise `ConfigError` if it is not installed."""
     return require("imageio_ffmpeg", "imageio-ffmpeg", "writing a video", "get_ffmpeg_exe")
 
 
 def _checked(frames: Iterable[Array]) -> Iterator[Array]:
-    """Yield the frames; raise `ConfigError` if one is not an image, or differs in size from the first."""
+    """Yield the frames. Raise `ConfigError` if a frame is not an image, or differs in size from the first."""
     shape: tuple[int, ...] | None = None
     for number, frame in enumerate(frames):
         frame = np.asarray(frame)
@@ -78,7 +78,7 @@ def _checked(frames: Iterable[Array]) -> Iterator[Array]:
                 "the environment with render_mode='rgb_array'."
             )
         if shape is not None and frame.shape != shape:
-            raise ConfigError(f"frame {number} is {list(frame.shape)}, but the first one was {list(shape)}.")
+            raise ConfigError(f"frame {number} is {list(frame.shape)}, but the first frame was {list(shape)}.")
         shape = frame.shape
         yield frame
 
@@ -86,18 +86,18 @@ def _checked(frames: Iterable[Array]) -> Iterator[Array]:
 def _command(ffmpeg: str, first: Array, fps: float, path: Path) -> list[str]:
     height, width, _ = first.shape
     source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", f"{fps:g}", "-i", "-"]
-    # yuv420p, which every player supports, stores colour at half the resolution, so sizes must be even.
+    # Every player supports yuv420p. It stores color at half the resolution, so sizes must be even.
     pixels = ["-vf", "pad=ceil(iw/2)*2:ceil(ih/2)*2", "-pix_fmt", "yuv420p"]
-    # At most two threads: training needs the other cores.
+    # At most two threads, because training needs the other cores.
     coding = ["-c:v", "libx264", "-preset", "veryfast", "-crf", "20", "-threads", "2", "-movflags", "+faststart"]
     return [ffmpeg, "-nostdin", "-y", "-v", "error", *source, *pixels, *coding, f"file:{path}"]
 
 
 @contextlib.contextmanager
 def _running(command: list[str], timeout_s: float) -> Iterator[_Encoder]:
-    """Run ffmpeg, and kill it at the end of the block."""
+    """Context manager: run ffmpeg, and kill it at the end."""
     with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(  # in a new session, so that Ctrl-C reaches only Python, which then kills ffmpeg
+        process = subprocess.Popen(  # a new session: Ctrl-C reaches only Python, which then kills ffmpeg
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
         )
         try:
@@ -130,7 +130,9 @@ class _Encoder:
             except BlockingIOError:
                 continue
             except BrokenPipeError:
-                with contextlib.suppress(subprocess.TimeoutExpired):  # when it has ended, its error message is complete
+                with contextlib.suppress(
+                    subprocess.TimeoutExpired
+                ):  # wait for the end, so that its error message is complete
                     self._process.wait(self._timeout_s)
                 raise self._failed("ended early") from None
 

@@ -1,8 +1,8 @@
 """The memory layout of rollouts: one block per key, with a column per environment slot.
 
-A lane has room for one batch: `[steps + 1, slots, ...]` per key; the extra row is for the observation after the last
-step. Every worker writes its own range of columns and nothing else; a batch is a view of a lane. Head and workers
-compute the same offsets from the same `Layout`, so no addresses are exchanged.
+A lane has room for one batch: `[steps + 1, slots, ...]` per key. The extra row holds the observation after the last
+step. Every worker writes only its own range of columns. A batch is a view of a lane. Head and workers compute the same
+offsets from the same `Layout`, so no addresses are exchanged.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Layout:
     steps: int
     slots: int
     rows: Schema
-    """Keys with a row per step."""
+    """Keys with one row per step."""
     chunks: Schema = field(default_factory=dict)
     """Keys with one entry per chunk, e.g. a recurrent state at its start."""
 
     def names(self) -> list[str]:
-        """The arrays of a chunk, by the names they have in messages (see `rows.Rows.tables`)."""
+        """Names of a chunk's arrays in messages (see `rows.Rows.tables`)."""
         return [*self.rows, *("last_" + name for name in self.rows if is_obs(name)), *self.chunks]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ class Layout:
         return {**self.rows, **self.chunks}
 
     def offsets(self) -> dict[str, int]:
-        """The byte offset of each key's block; the total size is under ""."""
+        """The byte offset of each key's block; the key "" has the total size."""
         offsets, end = {}, 0
         for name, spec in self._specs().items():
             offsets[name] = end
@@ -68,7 +68,7 @@ class Layout:
         }
 
     def covers(self, other: Layout) -> bool:
-        """Whether rollouts of `other` fit into the memory of this layout without a change."""
+        """Whether rollouts of `other` can use the memory of this layout as it is."""
         return (
             self.lanes >= other.lanes
             and self.steps >= other.steps

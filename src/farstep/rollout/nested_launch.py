@@ -1,6 +1,6 @@
 """Prevents launches inside a worker.
 
-Otherwise, a module that launches on import would start workers that import it and launch again, without end.
+Otherwise, a module that launches on import would start workers endlessly: each worker imports the module again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from farstep.errors import LaunchError
 
 _LOOP = "farstep.worker.loop"
 _VARIABLE = "FARSTEP_WORKER"
-"""Set in worker processes and inherited by the processes that their environments start."""
+"""Environment variable of worker processes; processes that environments start inherit it."""
 
 
 def mark_worker_process() -> None:
@@ -26,7 +26,8 @@ def refuse_nested_launch() -> None:
     """Refuse to launch inside a worker, or inside a process that a worker started.
 
     Raises:
-        LaunchError: A worker is launching; the message names the module whose import does so, if any, and the remedy.
+        LaunchError: A worker is launching. The message has the remedy and, if an import launches, the name of the
+            module.
     """
     frames = list(_frames())
     in_process = any(frame.f_globals.get("__name__") == _LOOP for frame in frames)
@@ -34,21 +35,20 @@ def refuse_nested_launch() -> None:
         return
     if (module := _imported_module(frames)) is not None:
         raise LaunchError(
-            f"importing the module {module} launches farstep, and a worker imports it, so workers would start workers "
-            "endlessly: put the launch under if __name__ == '__main__':, or into a function that only the "
+            f"importing the module {module} launches farstep. A worker imports this module, so workers would start "
+            "workers endlessly. Put the launch under if __name__ == '__main__':, or into a function that only the "
             "learner's program calls."
         )
     raise LaunchError(
-        "the code of an environment or an agent launches farstep inside a worker, where that is not allowed: launch in "
-        "the learner's program. A process that an environment starts, or a job that it submits, may launch if it is "
-        f"started without the environment variable {_VARIABLE}."
+        "the code of an environment or an agent launches farstep inside a worker, which is not allowed. Launch in the "
+        "learner's program. If an environment starts a process or submits a job that must launch, start it without "
+        f"the environment variable {_VARIABLE}."
     )
 
 
 def _frames() -> Iterator[FrameType]:
-    """The caller's stack, innermost first; it reveals a worker inside the head's process.
-
-    Ctrl-C could leave a global flag in the wrong state.
+    """The caller's stack, innermost frame first. It shows whether the caller is a worker inside the head's process. A
+    global flag would be simpler, but Ctrl-C could leave it in the wrong state.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -57,7 +57,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _imported_module(frames: Iterable[FrameType]) -> str | None:
-    """The innermost module on the stack that the worker is importing, with file and line; None if there is none."""
+    """The innermost module that is being imported on this stack, with file and line; None if there is none."""
     for frame in frames:
         name = frame.f_globals.get("__name__")
         if name == _LOOP:

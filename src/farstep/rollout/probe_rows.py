@@ -1,7 +1,7 @@
-"""The observations of a probe: rows of chunks that head and worker both have, chosen by the same rule on both sides.
+"""Chooses the observations of a probe: rows of recent chunks, which head and worker both have.
 
-The rows follow from a chunk's index and size. The worker copies them when it sends the chunk, the head when it receives
-it. So a probe only has to name chunks, and no observation is sent for it.
+Both sides compute the same rows from a chunk's index and size. The worker copies the rows when it sends the chunk, the
+head when it receives the chunk. So a probe only names chunks, and no observations are sent.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from farstep.core import Array
 from farstep.rollout.rows import Rows
 
 _CHUNKS = 4
-"""Number of latest chunks from which a probe takes its rows, if these are long enough."""
-# The steps of the R2 sequence: any consecutive part of it covers the unit square evenly, so successive chunks
-# complement each other.
+"""A probe takes its rows from this many of the latest chunks, or from more if the chunks are too short."""
+# The R2 sequence: any consecutive part of it covers the unit square evenly, so successive chunks complement each other.
 _R2 = (0.7548776662466927, 0.5698402909980532)
 
 
 def row_positions(index: int, steps: int, num_envs: int, rows: int) -> tuple[Array, Array]:
-    """The time and column of each row to copy from chunk `index` of a worker, for probes of `rows` rows."""
+    """The time steps and columns of the rows to copy from chunk `index` of a worker, for probes of `rows` rows."""
     per_chunk = -(-rows // _CHUNKS)
     k = np.arange(min(per_chunk, steps * num_envs)) + index * per_chunk
     time = np.floor(np.modf(k * _R2[0])[0] * steps).astype(np.int64)
@@ -34,13 +33,13 @@ def row_positions(index: int, steps: int, num_envs: int, rows: int) -> tuple[Arr
 
 @dataclass(frozen=True)
 class ProbeRows:
-    """The rows of one chunk that a probe may use, as the head or a worker keeps them."""
+    """The rows of one chunk that a probe may use; head and worker keep the same."""
 
     index: int
     version: int
     """The version that acted."""
     arrays: Mapping[str, Array]
-    """Copies by name, `[rows, ...]`: `obs...` and whatever else the comparison needs."""
+    """Copies of the arrays that the comparison needs, such as `obs`, by name, `[rows, ...]`."""
 
     @property
     def rows(self) -> int:
@@ -48,7 +47,7 @@ class ProbeRows:
 
 
 class RecentProbeRows:
-    """The rows of the latest chunks: at most `limit`, but at least those of one chunk."""
+    """The rows of the latest chunks: at most `limit` rows, but always at least one chunk."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._rows = limit, 0
@@ -79,6 +78,6 @@ def joined(probed: Sequence[ProbeRows]) -> dict[str, Array]:
 
 
 def probe_rows_of(comparison: Comparison, index: int, version: int, rows: Rows, steps: int, count: int) -> ProbeRows:
-    """The rows of a chunk that a probe of `count` rows may use; the same on head and worker."""
+    """The rows of a chunk that a probe of `count` rows may use; head and worker compute the same."""
     time, column = row_positions(index, 1 if comparison.first_row_only else steps, rows.num_envs, count)
     return ProbeRows(index, version, rows.at(comparison.names, time, column))

@@ -1,4 +1,4 @@
-"""What a worker runs. The head sends the program, pickled, with the message `Welcome`; workers never send pickles."""
+"""What a worker runs. The head sends the pickled program with the message `Welcome`; workers never send pickles."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Program:
     codecs: tuple[str, ...] = ()
     """The codecs that the head can decompress."""
     autoreset_mode: str = ""
-    """Gymnasium's autoreset mode for `make_vec`, to which the user passes actions; empty if workers choose actions."""
+    """Gymnasium's autoreset mode, for `make_vec`; empty if workers choose the actions."""
     seed: int = 0
     stagger: Stagger | None = None
     num_slots: int = 0
@@ -37,8 +37,8 @@ class Program:
     def pickled(self) -> bytes:
         """The program as bytes; raises `ConfigError` if a part of it cannot be pickled."""
         if (script := sys.modules.get("__mp_main__")) is not None:
-            # A process started by multiprocessing names the user's script `__mp_main__`. Pickle its classes by value,
-            # as cloudpickle does for `__main__`.
+            # In a process that multiprocessing started, the user's script is the module `__mp_main__`. Pickle its
+            # classes by value, as cloudpickle does for `__main__`.
             cloudpickle.register_pickle_by_value(script)
         try:
             return bytes(cloudpickle.dumps(self))
@@ -46,8 +46,8 @@ class Program:
             self._check_parts()
             raise ConfigError(
                 "the environment's factory, arguments or wrappers cannot be sent to workers: "
-                f"{described(error)}. Pass a dotted path ('package.module:function'), or create what cannot be "
-                "pickled inside the factory."
+                f"{described(error)}. Pass a dotted path ('package.module:function'), or create objects that cannot "
+                "be pickled inside the factory."
             ) from error
 
     def _check_parts(self) -> None:

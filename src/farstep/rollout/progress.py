@@ -1,7 +1,7 @@
-"""A worker's progress in a few 64-bit words, which cost almost nothing to write.
+"""A worker's progress, stored in a few 64-bit words that are cheap to write.
 
-The head reads them to distinguish a busy worker from a stuck one. A local worker writes them into shared memory; a
-remote worker sends them once a second (`messages.Progress`).
+The head reads the words to distinguish a busy worker from a stuck one. A local worker writes the words into shared
+memory; a remote worker sends them once a second (`messages.Progress`).
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from farstep.errors import WireError
 from farstep.wire.channels.memory import SharedMemory
 
 PHASE, COUNT, SLOT, CANCEL, ROLLED = range(5)
-"""Indices of words: the `Phase`; a counter that increases with progress; the slot being worked on; the id up to which
-tickets are cancelled (written by the head); the id of the last ticket whose chunk is being sent."""
+"""Indices of words: the `Phase`; a counter that increases with progress; the current slot; the id of the last cancelled
+ticket (the head writes this word); the id of the last ticket whose chunk is being sent."""
 EPISODES = 8
-"""From this index on, one word per environment: its episode plus one, or 0 if unknown."""
+"""Index of the first of the words for environments, one each: its episode plus one, or 0 if unknown."""
 BEAT_S = 1.0
 """Seconds between two `Progress` messages of a worker without shared memory."""
 
 
 class Phase(IntEnum):
-    """What a worker is doing; each phase but QUEUED has a time limit in `Timeouts`."""
+    """What a worker is doing. Each phase except QUEUED has a time limit in `Timeouts`."""
 
     IDLE = 0
     CONNECT = 1
@@ -42,7 +42,7 @@ class Phase(IntEnum):
 
 
 STEP, ACT, RESET = int(Phase.STEP), int(Phase.ACT), int(Phase.RESET)
-"""As plain integers, for the innermost loops: storing an enum costs a microsecond."""
+"""Phases as plain integers for the innermost loops, because storing an enum takes a microsecond."""
 
 
 class ProgressBoard:
@@ -58,7 +58,8 @@ class ProgressBoard:
         return worker * self._width, (worker + 1) * self._width
 
     def bootstrap(self, worker: int) -> dict[str, object]:
-        """The bootstrap entries that locate a worker's words; its process must inherit `memory.fd`."""
+        """The bootstrap entries with the location of a worker's words. The worker's process must inherit
+        `memory.fd`."""
         return {"board_fd": self.memory.fd, "board_bytes": self.memory.nbytes, "words": self.range(worker)}
 
     def words(self, worker: int) -> memoryview:

@@ -1,4 +1,4 @@
-"""A worker's columns of one lane, and the episode counters of its slots, which all hosts share."""
+"""A worker's columns of one lane (`Rows`), and the episode counters of its slots (`Slots`); used by all hosts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from farstep.rollout.seeds import episode_seed
 
 
 class Rows:
-    """Views of the arrays of one chunk: `row[name][t]` has one entry per step, `chunk[name]` one per chunk."""
+    """Views of the arrays of one chunk: `row[name]` has one entry per step, `chunk[name]` one entry per chunk."""
 
     def __init__(self, layout: Layout, blocks: dict[str, Array], lane: int, first: int, stop: int) -> None:
         self.row = {name: blocks[name][lane, :, first:stop] for name in layout.rows}
@@ -27,17 +27,17 @@ class Rows:
         return {n: self.chunk[n][column] if n in self.chunk else self.row[n][time, column] for n in names}
 
     def tables(self, steps: int) -> dict[str, Array]:
-        """All arrays of a chunk of `steps` rows, `[rows, envs, ...]`, by the names they have in messages.
+        """All arrays of a chunk of `steps` rows, `[rows, envs, ...]`, by their names in messages.
 
-        `last_obs` is the observation after the last step. `final_obs` is filled from the front, one entry per ended
-        episode, so only its first rows are in use.
+        `last_obs` is the observation after the last step. `final_obs` has one entry per ended episode, stored in its
+        first rows; its other rows are unused.
         """
         after = {"last_" + name: block[steps : steps + 1] for name, block in self.row.items() if is_obs(name)}
         whole = {name: array[None] for name, array in self.chunk.items()}
         return {**{name: block[:steps] for name, block in self.row.items()}, **after, **whole}
 
     def clear_flags(self, steps: int) -> None:
-        """Set the flags of all rows to their usual values, so that hosts write only the exceptions."""
+        """Set the flags of all rows to their default values, so that hosts write only exceptions."""
         for name in ("terminated", "truncated", "episode_start"):
             self.row[name][:steps] = False
         self.row["valid"][:steps] = True
@@ -50,7 +50,7 @@ class Slots:
     first: int
     roots: list[int]
     episodes: list[int]
-    """The index of each slot's episode: the one in progress, or else the next one to start."""
+    """Index of each slot's episode in progress, or of its next episode if none is in progress."""
 
     def __post_init__(self) -> None:
         count = len(self.roots)
@@ -61,7 +61,7 @@ class Slots:
         self.start_row = np.zeros(count, np.int64)
         self.start_time = np.zeros(count, np.float64)
         self.total_rows = 0
-        """Rows of all previous chunks."""
+        """Total number of rows of all previous chunks."""
         self.row = 0
         """The row of the current chunk that is being stepped."""
         self.resume = np.array(self.episodes, np.int64)
@@ -74,10 +74,10 @@ class Slots:
         return episode_seed(self.roots[i], self.first + i, self.episodes[i])
 
     def choose(self, mask: Array | None, roots: list[int] | None) -> Array:
-        """Advance the masked slots (all without a mask) to their next episode, or to episode 0 of new roots.
+        """Advance the masked slots to their next episode, or to episode 0 of new roots. No mask: all slots.
 
         Returns:
-            The mask of these slots.
+            The mask of the advanced slots.
         """
         chosen = np.ones(len(self.roots), bool) if mask is None else mask
         for i in np.flatnonzero(chosen):
@@ -103,13 +103,13 @@ class Slots:
         return int(self.total_rows - self.start_row[i]) if self.started[i] else None
 
     def skip(self, i: int) -> None:
-        """Abandon slot `i`'s episode; the next chunk starts its next one."""
+        """Abandon slot `i`'s episode; the next chunk starts with the next episode of this slot."""
         self.episodes[i] += 1
         self.resume[i] = self.episodes[i]
         self.started[i] = self.fresh[i] = False
 
     def replayed(self, i: int, reward: float) -> None:
-        """Record that slot `i` repeated a step of its episode whose row the head already has."""
+        """Record that slot `i` replayed a step of its episode. The head already has the row of this step."""
         self.fresh[i] = False
         self.any_fresh = bool(self.fresh.any())
         self.returns[i] += reward
@@ -117,7 +117,7 @@ class Slots:
         self.resume[i] = self.episodes[i] + 1
 
     def end_episode(self, i: int, t: int) -> int:
-        """Record that slot `i`'s episode ended in row `t`; returns how many ended in this chunk before it."""
+        """Record that slot `i`'s episode ended in row `t`; return how many episodes ended earlier in this chunk."""
         length = self.total_rows + t + 1 - int(self.start_row[i])
         seconds = time.monotonic() - float(self.start_time[i])
         self._ends.append((t, self.first + i, length, float(self.returns[i]), seconds))
@@ -134,7 +134,7 @@ class Slots:
         """End a chunk: count its rows and update `resume`; returns records of `batch.ENDS` as bytes."""
         self.total_rows += steps
         episodes = np.array(self.episodes, np.int64)
-        # An episode without a row so far can be restarted without losing anything.
+        # An episode without a row can restart without loss.
         self.resume = np.where(self.started & ~self.fresh, episodes + 1, episodes)
         return np.array(self._ends, ENDS).tobytes()
 
@@ -155,6 +155,6 @@ class Slots:
 
 
 def with_nan(row: Iterable[Array]) -> list[int]:
-    """The environments whose observations in one row, arrays of `[n, ...]`, contain NaN; used to explain errors."""
+    """The environments with NaN in the arrays `[n, ...]` of one row of observations; used to explain errors."""
     found = [np.isnan(array.reshape(len(array), -1)).any(axis=1) for array in row if array.dtype.kind in "fc"]
     return np.flatnonzero(np.any(found, axis=0)).tolist() if found else []

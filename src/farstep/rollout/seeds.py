@@ -12,13 +12,13 @@ _BLOCK = 64
 
 
 def episode_seed(root: int, slot: int, episode: int) -> int:
-    """The seed of an episode: 31 bits, the most that environments in C and `np.random.seed` accept."""
+    """The seed of an episode: 31 bits, because environments written in C and `np.random.seed` accept no more."""
     return int(_seed_block(root, slot, episode // _BLOCK)[episode % _BLOCK])
 
 
 @lru_cache(maxsize=65536)
 def _seed_block(root: int, slot: int, block: int) -> Array:
-    # 64 at a time, since one SeedSequence costs more than a step of CartPole.
+    # Draw 64 seeds at a time, because one SeedSequence costs more than a step of CartPole.
     return np.random.SeedSequence(root, spawn_key=(slot, block)).generate_state(_BLOCK) >> 1
 
 
@@ -33,7 +33,7 @@ def fresh_root() -> int:
 
 
 def resumed_root(root: int, version: int) -> int:
-    """The root seed of environments that are reset when a run resumes at a version, so that no seed is used twice."""
+    """The root seed for environments that restart when a run resumes at `version`, so that no seed is reused."""
     return int(np.random.SeedSequence(root, spawn_key=(version, 0, 5)).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
@@ -43,5 +43,5 @@ def advance_seed(root: int, slot: int, episode: int) -> int:
 
 
 def offset_generator(root: int, slot: int) -> np.random.Generator:
-    """The generator from which a slot's random offset in a staggered schedule is drawn."""
+    """The generator that draws a slot's random offset in a staggered schedule."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(root, spawn_key=(slot, 0, 4))))

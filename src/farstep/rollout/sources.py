@@ -19,7 +19,7 @@ from farstep.errors import ConfigError, described, install_extra
 
 @dataclass(frozen=True)
 class Source:
-    """Describes the environments to build. The head sends it to authenticated workers, pickled, callables included."""
+    """Describes the environments to build. The head sends it, pickled with all callables, to authenticated workers."""
 
     type: str
     env_name: str | EnvSpec | Callable[..., Any]
@@ -71,7 +71,7 @@ class Source:
             if self.type == "envpool":
                 import envpool
 
-                # Use this worker's number of threads, not the machine's: other workers share the machine.
+                # Use the thread limit of this worker, because other workers share the machine.
                 threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
                 options = {"num_envs": num_envs, "seed": seed, "num_threads": threads, **self.env_kwargs}
                 return envpool.make(str(self.env_name), env_type="gymnasium", **options)
@@ -100,12 +100,12 @@ def _make(name: Any, kwargs: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
         importlib.import_module("ale_py")  # registers its environments
     if isinstance(name, str):
         _check_version(name)
-    # Without the checker, which would repeat its warnings in every worker.
+    # Disable the environment checker, because it would repeat its warnings in every worker.
     return gymnasium.make(name, **{"disable_env_checker": True, **kwargs})
 
 
 def _check_version(name: str) -> None:
-    """Raise `ConfigError` with the newest registered version of an id, where Gymnasium would warn and then raise."""
+    """Raise `ConfigError` if this version of an id is not registered; name the newest registered version."""
     if name in gymnasium.registry or ":" in name:
         return
     with contextlib.suppress(gymnasium.error.Error):  # Gymnasium reports a malformed id itself
@@ -113,7 +113,7 @@ def _check_version(name: str) -> None:
         newest = find_highest_version(namespace, stem)
         if version is not None and newest is not None:
             known = get_env_id(namespace, stem, newest)
-            raise ConfigError(f"{name!r} is not registered; the newest version is {known!r}: use that one.")
+            raise ConfigError(f"{name!r} is not registered; use the newest version, {known!r}.")
 
 
 def explain_missing(name: object, error: gymnasium.error.DependencyNotInstalled | ModuleNotFoundError) -> str:
@@ -138,9 +138,9 @@ def _advice(source: str | EnvSpec | Callable[..., Any], kwargs: Mapping[str, Any
         if not _is_from_library(error):
             raise
         raise ConfigError(
-            f"{described(error)} A worker knows only environments of modules that it imports: if your script registers "
-            f"{name!r}, move that to a separate module and name it ('your_module:{name}'), or pass the class with "
-            "type='factory'."
+            f"{described(error)} A worker knows only environments that its imported modules register. If your script "
+            f"registers {name!r}, move the registration to a separate module and name that module "
+            f"('your_module:{name}'), or pass the class with type='factory'."
         ) from error
     except gymnasium.error.DependencyNotInstalled as error:
         raise ConfigError(explain_missing(name, error)) from error
@@ -148,17 +148,17 @@ def _advice(source: str | EnvSpec | Callable[..., Any], kwargs: Mapping[str, Any
         if install_extra(error.name or ""):
             raise ConfigError(explain_missing(name, error)) from error
         raise ConfigError(
-            f"{name!r} cannot be imported: {error.__cause__ or error}. Install it, start the run in its folder, or add "
-            "that folder to PYTHONPATH."
+            f"{name!r} cannot be imported: {error.__cause__ or error}. Install the module, start the run in the folder "
+            "of the module, or add that folder to PYTHONPATH."
         ) from error
     except (AssertionError, TypeError, gymnasium.error.Error) as error:
         cause = error.__cause__ or error
         if not _is_from_library(cause):
             raise
         raise ConfigError(
-            f"{name!r} cannot be built with the arguments {dict(kwargs)}: {str(cause).rstrip('.')}. Pass the arguments "
-            "of an environment as env_kwargs; for those of a wrapper, pass a function of your own that takes the "
-            "environment and returns the wrapped one."
+            f"{name!r} cannot be built with the arguments {dict(kwargs)}: {str(cause).rstrip('.')}. Pass arguments "
+            "of an environment as env_kwargs. To pass arguments to a wrapper, use your own function, which takes the "
+            "environment and returns the wrapped environment."
         ) from error
 
 
@@ -175,7 +175,7 @@ def _refuse_agents(name: object, env: object) -> None:
 
 
 def _is_from_library(error: BaseException) -> bool:
-    """Whether the traceback has only code of this module, Gymnasium and EnvPool."""
+    """Whether the traceback contains only code of this module, Gymnasium and EnvPool."""
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return all(module == __name__ or module.partition(".")[0] in ("gymnasium", "envpool") for module in modules)
 

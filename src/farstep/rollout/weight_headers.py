@@ -1,4 +1,4 @@
-"""The layout of parameters in shared memory, and the digest with which head and worker check that they agree on it."""
+"""The layout of parameters in shared memory, and a digest to check that head and worker use the same layout."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import hashlib
 from farstep.agents.parameters import ParameterSchema
 from farstep.errors import AgentError
 
-# The shared memory starts with one word: the current version and the index of its buffer. The buffers follow, each of
-# which starts with its version.
+# The shared memory starts with one word: the current version and the index of its buffer. The buffers follow; each
+# buffer starts with its version.
 PAGE = 4096
 HEADER = 64
 _INDEX_BITS = 16
@@ -20,7 +20,7 @@ def stride(nbytes: int) -> int:
 
 
 def pack_word(version: int, index: int) -> int:
-    """Version and buffer index in one word, so that both are read atomically."""
+    """Pack version and buffer index into one word, so that readers get both atomically."""
     return version << _INDEX_BITS | index
 
 
@@ -29,7 +29,7 @@ def unpack_word(word: int) -> tuple[int, int]:
 
 
 def digest(schema: ParameterSchema) -> str:
-    """A hash of the names, shapes and dtypes of parameters, which a buffer does not contain."""
+    """A hash of the names, shapes and dtypes of parameters; a buffer contains only their values."""
     return hashlib.sha256(repr((schema.names, schema.shapes, schema.sources, schema.dtypes)).encode()).hexdigest()
 
 

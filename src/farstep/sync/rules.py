@@ -1,4 +1,4 @@
-"""Sync rules: pure functions of a `SyncState`, which holds what a worker knows before a chunk."""
+"""Sync rules: pure functions of a `SyncState`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from farstep.errors import ConfigError
 
 
 class Rule:
-    """Base of the sync rules of farstep; `a | b` pulls when either does."""
+    """Base class of farstep's sync rules. `a | b` pulls when either rule does."""
 
     probes = 0
-    """How many of the latest divergences the rule uses; with 0, no divergence is measured."""
+    """Number of latest divergences that the rule uses; 0: no divergence is measured."""
     rows = 64
     """The number of observations on which a divergence is measured."""
 
@@ -49,7 +49,7 @@ class Always(Rule):
 
 @dataclass(frozen=True)
 class EveryK(Rule):
-    """Pull when the newest version is at least `k` versions ahead.
+    """Pull when the newest version is at least `k` versions newer than the worker's.
 
     Args:
         k: Number of versions, at least 1.
@@ -91,8 +91,7 @@ class EverySeconds(Rule):
 class MaxLag(Rule):
     """Pull if the weights are more than `versions` versions behind the newest.
 
-    This is a hard bound on the lag at the start of a chunk, meant to be combined with other rules:
-    `AAPS(0.05) | MaxLag(10)`.
+    This bounds the lag at the start of a chunk. Combine it with other rules: `AAPS(0.05) | MaxLag(10)`.
 
     Args:
         versions: The largest lag at which a chunk may start, at least 0.
@@ -113,19 +112,19 @@ class MaxLag(Rule):
 
 @dataclass(frozen=True)
 class AAPS(Rule):
-    """Pull when the running divergence of the weights in use from the learner's exceeds `delta`.
+    """Pull when the running divergence between the worker's and the learner's policy exceeds `delta`.
 
-    With `D_0` the divergence measured by the newest probe since the last pull, `D_1` by the one before it, and so on,
-    the running divergence is
+    Let `D_0` be the divergence measured by the newest probe since the last pull, `D_1` that of the probe before it, and
+    so on. The running divergence is
 
         sum_i decay**i * D_i / sum_i decay**i,    i = 0 ... window - 1
 
     Args:
-        delta: Threshold in nats, at least 0. 0 is the same as `Always`; with infinity a worker pulls once. In both
-            cases no divergence is measured.
-        window: Number of latest probes to average, from 1 to 1000; 1 uses the newest alone. Default 4.
-        decay: Weight of a probe relative to the next newer one, in (0, 1]. Default 0.5.
-        rows: Observations of the worker's latest chunks on which a probe measures, from 1 to 65536. Default 64.
+        delta: Threshold in nats, at least 0. With 0 the rule equals `Always`; with infinity a worker pulls only once.
+            In both cases no divergence is measured.
+        window: Number of latest probes to average, from 1 to 1000. Default 4.
+        decay: Weight of a probe relative to the next newer probe, in (0, 1]. Default 0.5.
+        rows: Number of observations per probe, from 1 to 65536, taken from the worker's latest chunks. Default 64.
 
     Raises:
         ConfigError: An argument is out of range.
@@ -164,7 +163,7 @@ class AAPS(Rule):
 
 @dataclass(frozen=True)
 class AnyOf(Rule):
-    """Pull when at least one of several rules does; the same as `a | b | ...`.
+    """Pull when at least one of several rules pulls; the same as `a | b | ...`.
 
     Args:
         rules: The rules, at least one.
@@ -199,24 +198,24 @@ class AnyOf(Rule):
 
 
 def probes_of(rule: SyncRule) -> int:
-    """How many of the latest divergences a rule uses; for rules of farstep and of users."""
+    """Number of latest divergences that a rule uses; works for any rule."""
     return int(getattr(rule, "probes", 0))
 
 
 def rows_of(rule: SyncRule) -> int:
-    """The number of observations on which a probe for this rule measures."""
+    """Number of observations per probe for this rule."""
     return int(getattr(rule, "rows", Rule.rows))
 
 
 def threshold_of(rule: SyncRule) -> float | None:
-    """The divergence above which one of farstep's rules pulls; None if it does not pull by divergence."""
+    """The divergence above which the rule pulls; None if the rule is a user's or does not use divergences."""
     if isinstance(rule, AnyOf):
         return min((found for part in rule.rules if (found := threshold_of(part)) is not None), default=None)
     return rule.delta if isinstance(rule, AAPS) and rule.delta > 0 else None
 
 
 def divergence_of(rule: SyncRule, state: SyncState) -> float | None:
-    """The running divergence of a rule; for a user's rule, the divergence by the newest probe."""
+    """The running divergence of a rule; for a user's rule, the divergence that the newest probe measured."""
     if isinstance(rule, Rule):
         return rule.divergence(state)
     return state.divergences[0] if probes_of(rule) and state.divergences else None

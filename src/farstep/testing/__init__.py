@@ -1,6 +1,6 @@
-"""Tools for tests of farstep and of code built on it: environments with known behaviour, fakes, contract checks.
+"""Tools for tests of farstep and of code built on it: environments with known behavior, fakes, contract checks.
 
-Each `check_<protocol>` takes a factory, and raises an AssertionError if what it makes breaks the protocol's contract.
+Each `check_<protocol>` takes a factory. It raises an AssertionError if an object of the factory breaks the contract.
 `pytest -p farstep.testing.leaks` fails tests that leave processes, threads, descriptors, shared memory or files behind.
 """
 

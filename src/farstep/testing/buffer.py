@@ -1,4 +1,4 @@
-"""Contract check of buffers, for farstep's samplers and removers and for your own."""
+"""Contract check of buffers, for farstep's and your own samplers and removers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from farstep.core import Array
 from farstep.errors import BufferTimeout, ClosedError, ConfigError
 
 MakeBuffer = Callable[..., Buffer]
-"""Takes `capacity` and options of `Buffer` (`limiter`, `max_times_sampled`, `spec`, `seed`), and adds a sampler."""
+"""Makes a buffer with a sampler of your choice, given `capacity` and options (`limiter`, `max_times_sampled`, `spec`,
+`seed`)."""
 
 _DEADLINE_S = 30.0
 _EPISODE = 4
@@ -31,14 +32,14 @@ def check_buffer(make_buffer: MakeBuffer) -> None:
     Raises:
         AssertionError: The buffer breaks the contract; the message says how.
     """
-    with warnings.catch_warnings():  # the check gives priorities to every sampler
+    with warnings.catch_warnings():  # the check sets priorities for every sampler
         warnings.filterwarnings("ignore", "neither .* uses priorities")
         for check in (_rows_and_keys, _gone, _times, _limiter, _timeouts, _close, _close_idle, _refusals):
             check(make_buffer)
 
 
 class _Filled:
-    """A buffer with rows whose contents derive from the row's number, in episodes of 4 rows."""
+    """A buffer whose rows are derived from their numbers, in episodes of 4 rows."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
@@ -81,7 +82,7 @@ class _Filled:
         return info
 
     def stored_keys(self) -> list[int]:
-        """Return the keys of the items that are still stored; sets the priority of each to 1."""
+        """Return the keys of the items that are still stored. This sets the priority of each item to 1."""
         known = self._stored
         self._stored = [key for key in known if self.buffer.update_priorities(np.array([key]), np.ones(1))]
         return self._stored
@@ -131,7 +132,7 @@ class _Filled:
 
 
 def _rows_and_keys(make: MakeBuffer) -> None:
-    """Check that sampled rows are complete and have their own keys, for any size of inserts and in reused cells."""
+    """Check that sampled rows are complete and match their keys, for inserts of any size and for reused cells."""
     with make(capacity=_CAPACITY, seed=1) as buffer:
         filled = _Filled(buffer)
         for count in (0, 8, 1, 3, 7, 5, 24, 0, 16, 40, 100, 2, 2):
@@ -140,7 +141,7 @@ def _rows_and_keys(make: MakeBuffer) -> None:
                 try:
                     filled.sample(size)
                 except BufferTimeout:
-                    # Of 8 new rows at least two start an item, unless items are removed once they were sampled.
+                    # Of 8 new rows, at least two start an item, unless items are removed after they were sampled.
                     assert count < 8 or buffer.max_times_sampled, "the buffer has rows, but none is sampled"
 
 
@@ -188,12 +189,13 @@ def _times(make: MakeBuffer) -> None:
             assert total >= 2 * (most > 0), "nothing could be sampled"
             assert max(filled.times.values()) <= most, f"max_times_sampled={most}: {filled.times}"
             used_up = sum(times == most for times in filled.times.values())
-            expected = (used_up, used_up * _EPISODE)  # rows, or all rows of as many episodes
+            expected = (used_up, used_up * _EPISODE)  # items are rows, or episodes with all their rows
             assert buffer.removed["sampled"] in expected, f"{buffer.removed['sampled']} rows removed, not {expected}"
 
 
 def _limiter(make: MakeBuffer) -> None:
-    """Check that the limiter's `diff` stays within its bounds, except for items whose length is unknown until drawn."""
+    """Check that the limiter's `diff` stays within its bounds, unless the length of items is known only after
+    drawing."""
     with make(capacity=_CAPACITY, seed=4, limiter=RateLimiter(1.0, 4, -6.0, 16.0)) as buffer:
         filled, limiter = _Filled(buffer), buffer.limiter
         rng, unforeseen = np.random.default_rng(4), 0
@@ -233,7 +235,7 @@ def _timeouts(make: MakeBuffer) -> None:
 
 
 def _close(make: MakeBuffer) -> None:
-    """Check that waiting threads continue as soon as the limiter allows it, and that `close` wakes the others."""
+    """Check that waiting threads continue when the limiter allows it, and that `close` wakes all other threads."""
     buffer = make(capacity=_CAPACITY, limiter=MinSize(8))
     filled = _Filled(buffer)
     results, join = _in_thread(lambda: buffer.sample(1, timeout_s=_DEADLINE_S))
@@ -307,7 +309,7 @@ def _refusals(make: MakeBuffer) -> None:
 
 
 def _in_thread(call: Callable[[], object]) -> tuple[list[object], Callable[[], None]]:
-    """Call a function in a thread; return a list for its result or error, and a function that joins the thread."""
+    """Call a function in a thread. Return a list for its result or error, and a function that joins the thread."""
     results: list[object] = []
 
     def run() -> None:

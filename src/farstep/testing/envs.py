@@ -15,12 +15,12 @@ from gymnasium import spaces
 
 
 class CountingEnv(gymnasium.Env[Any, Any]):
-    """Environment with observations `[episode id, step, last action]` and the step as reward.
+    """Environment with observations `[episode id, step, last action]`. The reward is the step.
 
     The episode id, 0 to 999, is drawn from the seed.
 
     Args:
-        length: Steps of an episode; 0: 1 to 9, drawn from the seed; None: no end. Default 0.
+        length: Steps of an episode. 0: 1 to 9 steps, drawn from the seed; None: episodes never end. Default 0.
         truncate: Whether episodes are truncated instead of terminated; default False.
     """
 
@@ -45,7 +45,7 @@ class CountingEnv(gymnasium.Env[Any, Any]):
 
 
 class SpacesEnv(gymnasium.Env[Any, Any]):
-    """Environment with any spaces, whose observations are random samples.
+    """Environment with any spaces. Its observations are random samples.
 
     Args:
         observation_space: Space of the observations.
@@ -81,7 +81,8 @@ class FaultyEnv(CountingEnv):
             `slow`.
         phase: `construct`, `reset`, `step` or `close`.
         at: In phase `step`, the first step that fails; default 3.
-        marker: Path of a file that the first fault creates, so that no other process fails. Empty: fail always.
+        marker: Path of a file that the first fault creates. If the file exists, no further fault occurs. Empty: always
+            fail.
         slow_s: Delay of the fault `slow`, in seconds; default 0.05.
     """
 
@@ -150,9 +151,9 @@ class UnpicklableError(Exception):
 
 
 class TableAgent:
-    """Agent that looks actions up in a table, by the first two entries of an observation.
+    """Agent that looks up actions in a table, by the first two entries of an observation.
 
-    Its actions do not depend on the batch size, so they are equal for any number of workers.
+    The actions do not depend on the batch size, so they are the same for any number of workers.
 
     Args:
         num_actions: Number of actions; default 3.

@@ -28,7 +28,7 @@ from farstep.rollout.seeds import episode_seed
 from farstep.testing.envs import CountingEnv, TableAgent
 
 MakeConfig = Callable[..., LaunchConfig]
-"""Takes options of `LaunchConfig` (`workers_per_node`, `timeouts`, ...), and adds those that the launcher needs."""
+"""Makes a launch configuration from options of `LaunchConfig` (`workers_per_node`, `timeouts`, ...)."""
 
 _SEED = 11
 _LEASE_S = 10.0
@@ -39,7 +39,7 @@ _LAST_WORDS = "these are my last words"
 class ProbeEnv(CountingEnv):
     """Environment that reports its process and host, and fails in the fifth step of the episode with `fatal_seed`.
 
-    Episodes do not end. With the fault `chat` it does not fail, but prints continuously in a thread.
+    Episodes do not end. With the fault `chat`, it does not fail, but a thread prints continuously.
     """
 
     def __init__(self, fatal_seed: int = -1, fault: str = "exit") -> None:
@@ -86,9 +86,10 @@ def check_launcher(
 
     Args:
         make_config: Makes a launch configuration; see `MakeConfig`.
-        processes: Whether workers are processes, which can be killed; default True. Those on this host are checked by
-            process id.
-        kill_node: For launchers with nodes: kills one of `stats()["nodes"]` without warning. None: skip these checks.
+        processes: Whether workers are processes, which can be killed; default True. Processes on this host are checked
+            by their ids.
+        kill_node: For launchers with nodes: a function that kills one of `stats()["nodes"]` without warning. None: skip
+            these checks.
         scarce: Makes configurations that request more nodes than are available. None: skip this check.
         missing: Makes a context in which the engine is not available. None: skip this check.
 
@@ -129,7 +130,7 @@ def _check_unknown_option(make_config: MakeConfig) -> None:
 
 
 def _check_missing_engine(make_config: MakeConfig, missing: Callable[[], AbstractContextManager[object]]) -> None:
-    """Check that the error is one sentence that names what to install or start."""
+    """Check that the error is one sentence that says what to install or start."""
     with missing(), contextlib.closing(_cluster(make_config(workers_per_node=1))) as env:
         try:
             env.launch()
@@ -149,14 +150,14 @@ def _check_partial_start(scarce: MakeConfig) -> None:
 
 
 def _check_start(make_config: MakeConfig, processes: bool) -> None:
-    """Check that all workers start, each with its slots, and end with `close`, which may be called twice."""
+    """Check that all workers start with their slots, and that `close` ends them. `close` may be called twice."""
     env = _cluster(make_config(workers_per_node=2, cpus_per_worker=2))
     try:
         env.launch()
         _, info = env.reset()
         pids = [int(pid) for pid in info["pid"]]
         assert pids[0] == pids[1], "slots 0 and 1 belong to the first worker"
-        assert (len(set(pids)) == 2) == processes, f"two workers, but slots live in the processes {pids}"
+        assert (len(set(pids)) == 2) == processes, f"two workers, but slots are in the processes {pids}"
         assert (os.getpid() not in pids) == processes
         if processes:
             assert list(info["threads"]) == [2] * 3, "cpus_per_worker must reach the worker"
@@ -176,7 +177,7 @@ def _check_start(make_config: MakeConfig, processes: bool) -> None:
 
 
 def _check_exception(make_config: MakeConfig) -> None:
-    """Check that an environment's exception is raised on the head with worker, slot, host and traceback."""
+    """Check that the head raises an environment's exception with worker, slot, host and traceback."""
     with _cluster(make_config(workers_per_node=2, restart_budget=0), "raise") as env:
         try:
             env.collect(TableAgent(), steps=8)
@@ -204,7 +205,7 @@ def _check_crash(make_config: MakeConfig) -> None:
 
 
 def _check_output(make_config: MakeConfig) -> None:
-    """Check that the error for a worker that died has its last output and its exit status."""
+    """Check that the error for a dead worker has its last output and its exit status."""
     with _cluster(make_config(workers_per_node=2, restart_budget=0), "exit") as env:
         _, info = env.reset()
         try:
@@ -223,7 +224,7 @@ def _check_cancel(make_config: MakeConfig) -> None:
     env = _cluster(make_config(workers_per_node=2, timeouts={"close_s": 0.5}), "hang")
     _, info = env.reset()
     stream = env.stream(TableAgent(), steps=2, max_staleness=3)
-    next(stream)  # further tickets run into the hanging step
+    next(stream)  # later tickets reach the hanging step
     closing = threading.Thread(target=env.close, daemon=True)
     closing.start()
     closing.join(_DEADLINE_S)
@@ -252,7 +253,7 @@ def _check_killed_head(make_config: MakeConfig) -> None:
 
 
 def _check_lost_node(make_config: MakeConfig, kill_node: Callable[[dict[str, Any]], None]) -> None:
-    """Check that collection continues while `min_nodes` remain, and includes a lost node once it has rejoined."""
+    """Check that collection continues while `min_nodes` remain, and includes a lost node after it has rejoined."""
     with _cluster(make_config(nodes=2, min_nodes=1, workers_per_node=1, restart_budget=5)) as env:
         agent = TableAgent()
         _collect_until(env, agent, 6)
@@ -263,14 +264,14 @@ def _check_lost_node(make_config: MakeConfig, kill_node: Callable[[dict[str, Any
 
 
 def _check_scale(make_config: MakeConfig, kill_node: Callable[[dict[str, Any]], None]) -> None:
-    """Check that nodes join and leave during collection, and that it waits for another if the last node is lost."""
+    """Check that nodes can join and leave during collection. If the last node is lost, collection waits for another."""
     with _cluster(make_config(nodes=1, max_nodes=2, workers_per_node=1)) as env:
         agent = TableAgent()
         _collect_until(env, agent, 3)
         lost = env.stats()["nodes"][0]
         kill_node(lost)
         _collect_until(env, agent, 3)
-        while env.stats()["nodes"] == [lost]:  # chunks that the lost node sent may still arrive
+        while env.stats()["nodes"] == [lost]:  # chunks of the lost node may still arrive
             _collect_until(env, agent, 3)
         assert len(env.stats()["nodes"]) == 1
         env.scale(2)
@@ -296,7 +297,7 @@ def _collect_until(env: ClusterEnv, agent: TableAgent, columns: int) -> None:
 
 
 def _stay(make_config: MakeConfig) -> None:
-    """Run a head that prints where its workers are, and then waits to be killed."""
+    """Run a head that prints where its workers are, then waits to be killed."""
     env = _cluster(make_config(workers_per_node=2), "chat")
     _, info = env.reset()
     places = {"pid": [int(pid) for pid in info["pid"]], "host": [str(host) for host in info["host"]]}

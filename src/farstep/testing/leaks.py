@@ -1,4 +1,4 @@
-"""A pytest plugin that fails tests which leak resources: `pytest -p farstep.testing.leaks`.
+"""A pytest plugin that fails tests that leak resources: `pytest -p farstep.testing.leaks`.
 
 It compares processes, threads, file descriptors, shared memory and temporary files before and after each test, and
 waits up to 10 seconds for resources that are being released.
@@ -55,13 +55,13 @@ def _descriptors() -> set[str]:
 
 
 def _of_others(thing: str) -> bool:
-    """Return whether `thing` is shared memory of a process that is neither this one nor a descendant."""
+    """Return whether `thing` is shared memory of another process that is not a descendant of this process."""
     if not thing.startswith("shared memory "):
         return False
     try:
         inode = (Path("/dev/shm") / thing.removeprefix("shared memory ")).stat().st_ino
     except OSError:
-        return True  # it was removed in the meantime
+        return True  # already removed
     ours = {os.getpid(), *(int(name.split()[1]) for name in _processes())}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) not in ours:
@@ -69,7 +69,7 @@ def _of_others(thing: str) -> bool:
                 mapped = (entry / "maps").read_text()
             except OSError:
                 continue
-            # Compare inodes: a semaphore is created under a temporary name.
+            # Compare inodes, because a semaphore is created under a temporary name.
             if any("/dev/shm/" in line and line.split()[4] == str(inode) for line in mapped.splitlines()):
                 return True
     return False
@@ -87,7 +87,7 @@ def _snapshot() -> set[str]:
 @pytest.fixture(autouse=True)
 def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail the test if it leaks resources."""
-    gc.freeze()  # exclude existing objects from collections, which take most of a second with torch loaded
+    gc.freeze()  # exclude existing objects from collections: with torch loaded, a collection takes most of a second
     before = _snapshot()
     yield
     gc.collect()

@@ -15,10 +15,10 @@ from farstep.sync.rules import divergence_of, probes_of
 
 
 def check_sync_rule(rule: SyncRule | Callable[[], SyncRule]) -> None:
-    """Check the contract of `farstep.core.SyncRule`: it can be sent to workers, and decides in every state.
+    """Check the contract of `farstep.core.SyncRule`: a rule can be sent to workers, and decides in every state.
 
     Args:
-        rule: A rule, or a function that makes one.
+        rule: A rule, or a function that makes a rule.
 
     Raises:
         AssertionError: The rule breaks the contract; the message says how.
@@ -30,7 +30,7 @@ def check_sync_rule(rule: SyncRule | Callable[[], SyncRule]) -> None:
     except ConfigError as error:
         raise AssertionError(str(error)) from error
     try:
-        copy = cloudpickle.loads(cloudpickle.dumps(made))  # as workers get it
+        copy = cloudpickle.loads(cloudpickle.dumps(made))  # workers get such a copy
     except Exception as error:
         raise AssertionError(f"{made!r} cannot be sent to workers: {type(error).__name__}: {error}.") from error
     for state in _states(probes_of(made)):
@@ -44,7 +44,7 @@ def check_sync_rule(rule: SyncRule | Callable[[], SyncRule]) -> None:
 
 
 def _states(probes: int) -> Iterator[SyncState]:
-    """Yield states in which a worker calls a rule: before the first pull, then whenever a newer version exists."""
+    """Yield states in which a worker calls a rule: before the first pull, and with newer versions."""
     for newest in (0, 1, 7, 10**9):
         yield SyncState(-1, newest)
     for held in (0, 1, 5):

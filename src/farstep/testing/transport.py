@@ -44,7 +44,7 @@ class Ends:
 
 
 def check_transport(factory: Callable[[], AbstractContextManager[Ends]]) -> None:
-    """Check that links deliver every message complete, in order and exactly once.
+    """Check that links deliver every message whole, in order and exactly once.
 
     Args:
         factory: Makes a context manager that returns a connected pair of ends.
@@ -58,7 +58,7 @@ def check_transport(factory: Callable[[], AbstractContextManager[Ends]]) -> None
 
 
 def take(receiver: LinkEnd, sender: LinkEnd | None = None) -> Received:
-    """Return the next message; flush the queue of `sender` while waiting."""
+    """Return the next message. While waiting, flush the queue of `sender`."""
     deadline = time.monotonic() + _DEADLINE_S
     flush = getattr(sender, "flush", lambda: True)
     while time.monotonic() < deadline:
@@ -98,7 +98,7 @@ def _frames(ends: Ends) -> None:
 
 
 def _sizes(ends: Ends) -> None:
-    """Check message sizes around the thresholds at which links change how they send, and far above."""
+    """Check message sizes around the thresholds at which links change their way of sending, and far above."""
     for size in (1, 32 * 1024 - 1, 32 * 1024, 32 * 1024 + 1, 2**18, 10 * 2**20):
         content = os.urandom(size)
         for sender, receiver in _both_ways(ends):
@@ -118,7 +118,7 @@ def _many(ends: Ends) -> None:
             ends.worker.send([b"%d" % i])
 
     worker = threading.Thread(target=talk)
-    worker.start()  # a thread, since the worker's end blocks while the queue is full
+    worker.start()  # in a thread, because the worker's end blocks while the queue is full
     try:
         for i in range(1000):
             _check(ends.head, None, [b"%d" % i])
@@ -158,7 +158,7 @@ def _descriptors(ends: Ends) -> None:
 
 
 def _end(ends: Ends) -> None:
-    """Check that messages sent before the end still arrive, even if others were not read; then the end is reported."""
+    """Check that messages sent before the end still arrive, and that the end is reported after them."""
     if not ends.reports_end:
         return
     ends.head.send([b"never read"])

@@ -1,4 +1,4 @@
-"""Contract check of vector environments: the same results as Gymnasium's `SyncVectorEnv`, step by step."""
+"""Contract check of vector environments: they must give the same results as Gymnasium's `SyncVectorEnv`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from farstep.testing.envs import CountingEnv, SpacesEnv
 
 MakeVector = Callable[[Callable[[], Any], int, AutoresetMode], VectorEnv[Any, Any, Any]]
-"""Takes a function that makes an environment, the number of environments and the autoreset mode."""
+"""Makes a vector environment, given a function that makes an environment, their number and the autoreset mode."""
 
 
 def check_vector_env(make_vector: MakeVector) -> None:
     """Check that a vector environment behaves like `SyncVectorEnv`.
 
-    It makes random resets (seeds, masks, options) and steps, with flat and nested spaces, in all three autoreset modes.
+    The check does random resets (seeds, masks, options) and steps, with flat and nested spaces, in all three autoreset
+    modes.
 
     Args:
         make_vector: Makes a vector environment; see `MakeVector`.
@@ -87,7 +88,7 @@ class Parity:
         assert self.dones > 3, "too few episodes ended for a meaningful check"
 
     def any_reset(self) -> None:
-        """Reset at any time, also directly after the end of an episode; the next step must not be skipped."""
+        """Reset at any time, even directly after the end of an episode. The next step must not be skipped."""
         n = self.theirs.num_envs
         mask = np.array([self.rng.random() < 0.5 for _ in range(n)])
         mask[self.rng.randrange(n)] = True

@@ -1,4 +1,4 @@
-"""Recycled receive buffers for large messages; the kernel would have to zero fresh pages."""
+"""Recycled receive buffers for large messages. Recycling avoids that the kernel zeroes fresh pages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 _SMALL_BYTES = 1 << 18
-"""Smaller buffers are not pooled: malloc recycles them itself."""
+"""Smaller buffers are not pooled, because malloc recycles them itself."""
 _KEPT_BYTES = 1 << 28
 """Maximum number of bytes that a pool keeps."""
 RawBuffer = np.ndarray[Any, np.dtype[np.uint8]]
@@ -22,13 +22,13 @@ _UNUSED = _references([np.empty(1, np.uint8)], 0)
 
 
 class BufferPool:
-    """Hands out buffers, and reuses one once no view of it is left."""
+    """Hands out buffers. A buffer is reused when no view of it is left."""
 
     def __init__(self) -> None:
         self._buffers: list[RawBuffer] = []
 
     def take(self, length: int) -> memoryview:
-        """A buffer of `length` bytes, not cleared; memory is allocated only when it is written to."""
+        """A buffer of `length` bytes, not cleared. The kernel allocates memory only when it is written to."""
         if not _SMALL_BYTES <= length <= _KEPT_BYTES:
             return np.empty(length, np.uint8).data
         for i in range(len(self._buffers)):
@@ -37,5 +37,5 @@ class BufferPool:
         buffer = np.empty(length, np.uint8)
         self._buffers.append(buffer)
         while sum(map(len, self._buffers)) > _KEPT_BYTES:
-            del self._buffers[0]  # remaining views keep its memory alive
+            del self._buffers[0]  # views keep its memory alive
         return buffer.data

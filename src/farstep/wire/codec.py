@@ -1,7 +1,7 @@
 """Data-only encoding of plain Python values, arrays and Gymnasium spaces.
 
-The format cannot refer to code: bytes from a peer decode to numbers, strings, containers, arrays or spaces, and to
-nothing else. Other values cannot be encoded; on request they are replaced by their `repr`.
+The format cannot refer to code: bytes from a peer decode only to numbers, strings, containers, arrays or spaces. Other
+values cannot be encoded; with `opaque`, they are replaced by their `repr`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _ARRAY, _SCALAR, _TUPLE, _SPACE, _BIGINT, _SEEDED_SPACE, _COMPLEX, _PAIRS = 1, 2
 _KEY_PARTS = (str, int, bool, float, complex, bytes, NoneType)
 _MAX_DEPTH = 32
 _MAX_BOX_BYTES = 2**28
-"""Limit for all boxes of a value: equal bounds are sent as two numbers, so a few bytes could request any amount of
-memory."""
+"""Maximum number of bytes of all boxes of a value. Equal bounds are sent as two numbers, so without a limit a few bytes
+could request any amount of memory."""
 
 
 def pack(value: object, *, opaque: bool = False) -> bytes:
@@ -39,7 +39,7 @@ def pack(value: object, *, opaque: bool = False) -> bytes:
 
 
 def unpack(payload: bytes | bytearray | memoryview) -> Any:
-    """Decode what `pack` encoded; raises `WireError` for any other bytes."""
+    """Decode what `pack` encoded. Raise `WireError` for any other bytes."""
     try:
         return _value(msgspec.msgpack.decode(payload), _BoxBudget())
     except WireError:
@@ -59,7 +59,7 @@ def _data(value: object, opaque: bool, depth: int) -> object:
         return msgspec.msgpack.Ext(_BIGINT, str(value).encode()) if big else value
     if kind is complex:
         return msgspec.msgpack.Ext(_COMPLEX, struct.pack("<dd", value.real, value.imag))  # type: ignore[attr-defined]
-    if isinstance(value, spaces.Space):  # before Mapping, since a Dict space is a mapping too
+    if isinstance(value, spaces.Space):  # before Mapping, because a Dict space is also a mapping
         encoded = _ext(_SPACE, _space_data(value, opaque, depth))
         state = _generator_state(value)
         return encoded if state is None else _ext(_SEEDED_SPACE, [encoded, *(_data(x, opaque, depth) for x in state)])
@@ -88,7 +88,7 @@ def _data(value: object, opaque: bool, depth: int) -> object:
 
 
 def _is_utf8(text: str) -> bool:
-    """Whether `text` can be encoded; lone surrogates, as in file names that are not UTF-8, cannot."""
+    """Whether `text` can be encoded. Lone surrogates, as in file names that are not UTF-8, cannot."""
     try:
         return text.isascii() or bool(text.encode())
     except UnicodeEncodeError:
@@ -116,7 +116,7 @@ def _ext(code: int, data: object) -> msgspec.msgpack.Ext:
 
 
 class _BoxBudget:
-    """How many bytes the remaining boxes of a value may take."""
+    """Number of bytes that the remaining boxes of a value may take."""
 
     def __init__(self) -> None:
         self._left = _MAX_BOX_BYTES
@@ -198,8 +198,8 @@ def _space_data(space: spaces.Space[Any], opaque: bool, depth: int) -> list[obje
 
 
 def _generator_state(space: spaces.Space[Any]) -> list[int] | None:
-    """The state of a space's generator, as integers; None if it was not seeded or is not a PCG64, as in Gymnasium."""
-    generator = space._np_random  # `np_random` would seed it
+    """The state of a space's generator, as integers; None if it was not seeded, or if it is not Gymnasium's PCG64."""
+    generator = space._np_random  # `np_random` would seed the generator
     if generator is None or not isinstance(generator.bit_generator, np.random.PCG64):
         return None
     state: Any = generator.bit_generator.state
@@ -207,7 +207,7 @@ def _generator_state(space: spaces.Space[Any]) -> list[int] | None:
 
 
 def _generator(state: Sequence[Any]) -> np.random.Generator:
-    """The PCG64 generator with that state; NumPy does not check the states of other kinds, so these are not sent."""
+    """The PCG64 generator with this state. Other generators are not sent, because NumPy does not check their states."""
     limits = (2**128, 2**128, 2, 2**32)
     fits = len(state) == len(limits) and all(
         type(x) is int and 0 <= x < limit for x, limit in zip(state, limits, strict=True)
@@ -225,7 +225,7 @@ def _generator(state: Sequence[Any]) -> np.random.Generator:
 
 
 def _shrunk(bound: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Reduce a bound whose entries are equal to one number; the bounds of an image would take 2 x 28 KB."""
+    """Reduce a bound with equal entries to one number. The bounds of an image would take 2 x 28 KB."""
     first = bound.reshape(-1)[:1]
     return first.reshape(()) if bound.size and bool(np.all(bound == first)) else bound
 
@@ -246,7 +246,7 @@ def _space(body: list[Any], budget: _BoxBudget) -> object:
     if kind == "multibinary":
         return spaces.MultiBinary(tuple(fields[0]) if isinstance(fields[0], tuple) else fields[0])
     if kind == "dict":
-        found = spaces.Dict([(key, sub) for key, sub in fields[0]])  # pairs, since Gymnasium sorts a dict
+        found = spaces.Dict([(key, sub) for key, sub in fields[0]])  # pass pairs, because Gymnasium sorts a dict
         if not fields[1]:
             found.sort_keys = False
         return found
@@ -256,7 +256,7 @@ def _space(body: list[Any], budget: _BoxBudget) -> object:
 
 
 class Limits:
-    """The largest header and message that are accepted; a peer that sends more is disconnected."""
+    """Maximum sizes of headers and messages. A peer that sends more is disconnected."""
 
     HEADER_BYTES = 16 * 2**20
     MESSAGE_BYTES = 8 * 2**30

@@ -1,8 +1,8 @@
-"""Compresses arrays for slow connections; a measurement per array decides which codec, if any, saves time.
+"""Compresses arrays for slow connections. For each array, a measurement decides which codec, if any, saves time.
 
 Images often differ little from row to row, so arrays of bytes may be delta-encoded first: each row minus the previous
-one. Rows are compressed in pieces that fit into the processor's cache. The codecs come from optional packages
-(`pip install farstep[compression]`); head and worker must both have the one in use.
+row. Rows are compressed in pieces that fit into the processor's cache. The codecs come from optional packages (`pip
+install farstep[compression]`); head and worker must both have the package in use.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from farstep.core import Array, BytesLike
 from farstep.errors import WireError
 
 DELTA = "delta-"
-"""The prefix of a codec's name that stands for delta encoding."""
+"""Prefix of a codec's name that means delta encoding."""
 _SIZE, _LENGTH = struct.Struct("<Q"), struct.Struct("<I")
 _PIECE_BYTES = 1 << 19
 _SAMPLE_BYTES = 256 * 1024
 _SMALL_BYTES = 1024
 _REMEASURE_EVERY = 64
-"""The choice of a codec is measured again after this many uses."""
+"""After this many uses, the choice of a codec is measured again."""
 _WORTH = 0.5
-"""A codec must cost less than this fraction of the time to send plain bytes: sending runs in the background,
-compression does not."""
+"""A codec is used only if it takes less than this fraction of the time to send plain bytes. Sending runs in the
+background, but compression does not."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def available() -> dict[str, Codec]:
 def _unzstd(data: BytesLike, size: int) -> bytes:
     import zstandard
 
-    if zstandard.frame_content_size(data) != size:  # else it would allocate as much memory as the sender claims
+    if zstandard.frame_content_size(data) != size:  # otherwise it would allocate as much memory as the sender claims
         raise ValueError(f"expected {size} bytes")
     return zstandard.ZstdDecompressor().decompress(data)
 
@@ -101,7 +101,7 @@ class Compressor:
         return choice, self._packed(choice, array) if choice else _bytes(array)
 
     def _packed(self, choice: str, array: Array) -> bytes:
-        """The uncompressed size, then the compressed pieces, each after its length."""
+        """Return the uncompressed size, then for each piece its length and its compressed bytes."""
         codec = self._codecs[choice.removeprefix(DELTA)]
         frames = [_SIZE.pack(array.nbytes)]
         for first, stop in _pieces(len(array), array[:1].nbytes):
@@ -111,7 +111,7 @@ class Compressor:
         return b"".join(frames)
 
     def _best(self, array: Array) -> str:
-        """The codec with the fewest seconds per byte for compressing, sending and decompressing a sample."""
+        """The codec that takes the least time per byte to compress, send and decompress a sample."""
         rows = max(2, _SAMPLE_BYTES // max(1, array[:1].nbytes))
         sample = array[:rows]
         send_s = 1.0 / self._rate()
@@ -128,7 +128,7 @@ class Compressor:
 
 
 def unpack(choice: str, frame: BytesLike, most_bytes: int, row_bytes: int) -> Iterator[Array]:
-    """Decompress an array, some rows at a time, each as bytes of shape `[rows, row_bytes]`.
+    """Decompress an array. Yield some rows at a time, as bytes of shape `[rows, row_bytes]`.
 
     Raises:
         WireError: The array is larger than `most_bytes`, or the frame is invalid.
@@ -153,7 +153,7 @@ def unpack(choice: str, frame: BytesLike, most_bytes: int, row_bytes: int) -> It
         except Exception as error:  # each package raises its own types
             raise WireError(f"an array that cannot be decompressed: {error}") from error
         if len(data) != expected or place > len(frame):
-            raise WireError(f"a compressed array that does not have the {size} bytes that its header says.")
+            raise WireError(f"a compressed array without the {size} bytes that its header announces.")
         rows = np.frombuffer(data, np.uint8).reshape(stop - first, row_bytes)
         if choice.startswith(DELTA):
             rows = _undelta(rows, last)
@@ -170,12 +170,12 @@ def _pieces(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _bytes(array: Array) -> BytesLike:
-    """The bytes of an array: a view if it is contiguous, else a copy."""
+    """The bytes of an array: a view if it is contiguous, otherwise a copy."""
     return array.data.cast("B") if array.nbytes and array.flags.c_contiguous else array.tobytes()
 
 
 def _delta(array: Array, first: int, stop: int) -> bytes:
-    """Each row minus the previous one; the very first row unchanged."""
+    """Return each row minus the previous row; the very first row stays unchanged."""
     changed = np.array(array[first:stop])
     skipped = 1 if first == 0 else 0
     np.subtract(changed[skipped:], array[first + skipped - 1 : stop - 1], out=changed[skipped:])

@@ -1,7 +1,8 @@
 """The difference between two versions of weights, compressed without loss.
 
-Weights change little from version to version: read as integers, most 32-bit words differ in their low bits only. So the
-differences are split into four planes, one per byte; those of the high bytes are nearly all zero and compress well.
+Weights change little from version to version. Read as integers, most 32-bit words differ only in their low bits. The
+differences are therefore split into four planes, one per byte. The planes of the high bytes are nearly all zero and
+compress well.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ _PLANES = 4
 def encode(old: BytesLike, new: BytesLike) -> list[bytes]:
     """The difference from `old` to `new` as frames; both must have the same length, a multiple of 4."""
     difference = np.frombuffer(new, np.int32) - np.frombuffer(old, np.int32)
-    folded = (difference << 1) ^ (difference >> 31)  # zigzag: small numbers of either sign have leading zeros
+    folded = (difference << 1) ^ (difference >> 31)  # zigzag: small numbers get leading zeros, whatever their sign
     return [_compressed(plane) for plane in folded.view(np.uint8).reshape(-1, _PLANES).T]
 
 
 def decode(old: BytesLike, frames: Sequence[BytesLike]) -> bytes:
-    """The new buffer, from the old one and the frames of `encode`; raises `WireError` for other frames."""
+    """Return the new buffer, given the old buffer and the frames of `encode`. Raise `WireError` for other frames."""
     size = memoryview(old).nbytes // _PLANES
     if len(frames) != _PLANES:
         raise WireError(f"a difference of weights in {len(frames)} frames; expected {_PLANES}.")
@@ -39,7 +40,7 @@ def _compressed(plane: Array) -> bytes:
     raw = plane.tobytes()
     packer = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, strategy=zlib.Z_RLE)  # fast, and finds runs of zeros
     packed = packer.compress(raw) + packer.flush()
-    return packed if len(packed) < len(raw) else raw  # the receiver takes full length to mean uncompressed
+    return packed if len(packed) < len(raw) else raw  # full length means uncompressed to the receiver
 
 
 def _decompressed(frame: BytesLike, size: int) -> BytesLike:

@@ -1,4 +1,4 @@
-"""Authenticated encryption of bulk data with AES-GCM, for which CPUs have instructions.
+"""Authenticated encryption of bulk data with AES-GCM, which CPUs support with instructions.
 
 Both sides derive the key from the worker's key pair.
 """
@@ -20,17 +20,18 @@ SEGMENTS = 1 << 20
 
 
 class Side(IntEnum):
-    """The sender of a segment; both sides share a key, and each counts its own messages."""
+    """The sender of a segment. Both sides share a key, and each side counts its own messages."""
 
     HEAD = 1
     WORKER = 2
 
 
 class Cipher:
-    """Encrypts (`seal`) what one side sends, and decrypts and verifies (`open`) what the other side sent.
+    """Encrypts the segments that one side sends (`seal`); decrypts and verifies the other side's segments (`open`).
 
-    A nonce consists of the sender, the sequence number of the message and the index of the segment. It is never used
-    for two different plaintexts: a key belongs to one incarnation of one worker, and a resent message is unchanged.
+    A nonce consists of the sender, the sequence number of the message and the index of the segment. A nonce is never
+    used for two different plaintexts, because a key belongs to one incarnation of one worker, and a resent message is
+    unchanged.
     """
 
     def __init__(self, key: bytes, side: Side) -> None:
@@ -38,7 +39,7 @@ class Cipher:
         self._own, self._other = side, Side.HEAD if side is Side.WORKER else Side.WORKER
 
     def seal(self, seq: int, index: int, header: bytes, text: BytesLike, into: memoryview) -> None:
-        """Encrypt `text` into `into`, which must be longer by `TAG_BYTES`; `header` is authenticated with it."""
+        """Encrypt `text` into `into`, which must be longer by `TAG_BYTES`. The tag also authenticates `header`."""
         self._cipher.encrypt_into(_nonce(self._own, seq, index), text, header, into)
 
     def open(self, seq: int, index: int, header: bytes, sealed: BytesLike, into: memoryview) -> None:

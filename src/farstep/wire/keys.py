@@ -1,4 +1,4 @@
-"""The keys of a run: a CURVE pair for the head, one for each admitted worker, and keys and tokens derived from them."""
+"""The keys of a run: CURVE pairs for the head and each admitted worker, and keys and tokens derived from them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class KeyPair:
         return cls(*zmq.curve_keypair())
 
     def derived(self, purpose: bytes) -> bytes:
-        """A key of 32 bytes, derived from the secret key and different for each purpose."""
+        """A key of 32 bytes, derived from the secret key; different for each purpose."""
         return hashlib.blake2b(self.secret, digest_size=32, person=b"farstep-" + purpose).digest()
 
     @property
     def route(self) -> bytes:
         """The prefix of the routing ids of a worker's connections.
 
-        It is secret, since ZeroMQ delivers messages to any connection that claims the routing id.
+        It is secret, because ZeroMQ delivers messages to any connection that claims the routing id.
         """
         return self.derived(b"route").hex()[:32].encode()
 
@@ -39,9 +39,9 @@ class KeyPair:
 
 
 class Tokens:
-    """One-time tokens for an unencrypted connection: each is valid once, and used ones do not reveal the next.
+    """One-time tokens for an unencrypted connection. Each token is valid once, and used tokens do not reveal the next.
 
-    The worker makes them (`fresh`), and the head, which has the same key pair, checks them (`accepts`).
+    The worker makes tokens (`fresh`). The head has the same key pair and checks them (`accepts`).
     """
 
     def __init__(self, pair: KeyPair) -> None:
@@ -52,7 +52,7 @@ class Tokens:
         return self._token(self._last)
 
     def accepts(self, token: bytes) -> bool:
-        """Whether the token is genuine and newer than all accepted ones; if so, it counts as used."""
+        """Whether the token is genuine and newer than all accepted tokens. If so, it counts as used from now on."""
         try:
             number = int(token[:_DIGITS], 16)
         except ValueError:

@@ -1,7 +1,7 @@
 """The messages between head and worker.
 
-A message is a header frame, one of the structures below in MessagePack, and further frames with raw bytes. A session in
-the usual order:
+A message has a header frame (one of the structures below, in MessagePack) and further frames with raw bytes. A session
+in the usual order:
 
     worker                          head
     Hello ───────────────────────►
@@ -43,7 +43,7 @@ from farstep.schema import Schema
 from farstep.wire.codec import Limits
 
 PROTOCOL = 8
-"""Increment this with every incompatible change of a message: head and worker must use the same number."""
+"""Version of the protocol; head and worker must use the same. Increment it with every incompatible change."""
 Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Line = Annotated[str, msgspec.Meta(max_length=1024, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
 """Text that is safe in one line of a log: without line breaks and terminal control characters."""
@@ -55,7 +55,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 class Hello(msgspec.Struct, tag="hello"):
     """Worker to head, first message after connecting.
 
-    The head answers `Welcome`, or `Refuse` if run, worker, incarnation or versions are not the expected ones.
+    The head answers `Welcome`. If run, worker, incarnation or versions are not as expected, it answers `Refuse`.
     """
 
     worker: int
@@ -67,9 +67,9 @@ class Hello(msgspec.Struct, tag="hello"):
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """Worker to head, once its environments are built; the spaces are encoded by `codec.pack`.
+    """Worker to head, when its environments are built. `codec.pack` encodes the spaces.
 
-    The head checks that all workers have equal spaces; from then on it sends the worker the agent and tickets.
+    The head checks that all workers have equal spaces. Then it sends the agent and tickets to the worker.
     """
 
     observation_space: bytes
@@ -77,10 +77,10 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class AgentReady(msgspec.Struct, tag="agent-ready"):
-    """Worker to head, after `SendAgent`: the agent was loaded and called once on the worker's own observations.
+    """Worker to head, after `SendAgent`: the worker has loaded the agent and called it once on its own observations.
 
-    The head checks that all workers report the same, and derives `SetLayout` from it. A worker that cannot use the
-    agent sends `Failure` with `agent` instead.
+    The head checks that all workers report the same arrays, and derives `SetLayout` from them. A worker that cannot use
+    the agent sends `Failure` with `agent` instead.
     """
 
     agent: int
@@ -89,7 +89,7 @@ class AgentReady(msgspec.Struct, tag="agent-ready"):
     structure: bytes
     """How these arrays are nested, encoded by `codec.pack`."""
     state: Schema = {}
-    """The arrays of the recurrent state, per environment; empty without one."""
+    """The arrays of the recurrent state, per environment; empty if the agent is not recurrent."""
     state_structure: bytes = b""
     inference: str = ""
     """How the worker calls the agent, e.g. with a recorded fast path."""
@@ -98,7 +98,7 @@ class AgentReady(msgspec.Struct, tag="agent-ready"):
 
 
 class Times(msgspec.Struct, array_like=True, frozen=True):
-    """How a worker spent its time since its last `Chunk` message, in seconds; sending that message is included."""
+    """How a worker spent its time, in seconds, since it began to send its last `Chunk` message."""
 
     env: Seconds = 0.0
     """Stepping and resetting environments, and recording their rows."""
@@ -116,69 +116,70 @@ class Chunk(msgspec.Struct, tag="chunk"):
     """Worker to head: the chunk of a ticket is complete. Only `Worker._chunk` creates this message.
 
     The first frame has a record of `batch.ENDS` for each episode that ended (empty if a `Part` had them). With shared
-    memory the rows are in the worker's columns already; otherwise each further frame has one array of `keys`. The head
-    drops the chunk if the worker no longer holds the ticket; otherwise it checks all shapes, copies the arrays into the
-    worker's columns and accepts the chunk.
+    memory, the rows are already in the worker's columns; otherwise each further frame has one array of `keys`. If the
+    worker no longer holds the ticket, the head drops the chunk. Otherwise the head checks all shapes, copies the arrays
+    into the worker's columns and accepts the chunk.
     """
 
     ticket: int
     version: int
     """The version that acted in all rows; -1 if the agent has no parameters, 0 if the head acts."""
     resume: bytes
-    """int64 per slot: the episode with which a replacement of this worker continues."""
+    """One int64 per slot: the episode with which a replacement of this worker continues."""
     index: int = 0
-    """Counts the chunks that this worker started; a gap means that rows between two chunks were lost."""
+    """Counts the chunks that this worker has started. A gap means that rows between two chunks were lost."""
     infos: bool = False
-    """The last frame has the environments' infos, encoded by `codec.pack`."""
+    """Whether the last frame has the environments' infos, encoded by `codec.pack`."""
     inference: str = ""
-    """How the worker calls the agent, if that changed since the last chunk."""
+    """How the worker calls the agent; empty if unchanged since the last chunk."""
     passed: int = -1
-    """The version that counts for staleness: the newest one whose probe the weights passed, at least `version`."""
+    """The version that counts for staleness: the newest version whose probe the weights passed, at least `version`."""
     divergence: float | None = None
-    """Running divergence (KL, in nats) of the weights from the learner's; None if the sync rule measures none."""
+    """Running divergence (KL, in nats) between the worker's and the learner's policy; None if the rule measures
+    none."""
     unmeasured: str = ""
     """Why the divergence could not be measured; sent once per reason."""
     syncs: int = 0
     """Weight pulls since the last chunk."""
     synced_bytes: int = 0
-    """Bytes of these pulls."""
+    """Bytes of the pulls since the last chunk."""
     times: Times = Times()
     keys: list[str] = []
     """The arrays in the frames, in order; empty with shared memory."""
     codecs: list[str] = []
-    """How each array is compressed (see `compression.py`), "" for not at all; empty if none is compressed."""
+    """Codec of each array (see `compression.py`), "" for none; an empty list if no array is compressed."""
     first: int = 0
-    """The first row of the arrays that have a row per step; `Part`s had the rows before it."""
+    """Index of the first row in arrays with one row per step; `Part`s have sent the rows before it."""
     clock: Count = 0
-    """Rows since the staggered schedule started, modulo the horizon; 0 without one."""
+    """Rows since the staggered schedule started, modulo the horizon; 0 without a schedule."""
     stagger_steps: Count = 0
-    """Steps since the last chunk that only moved environments to their offsets in the staggered schedule."""
+    """Number of steps since the last chunk that only moved environments to their offsets in the staggered schedule."""
 
 
 class Part(msgspec.Struct, tag="part"):
-    """Worker without shared memory to head: some arrays of a chunk, ahead of its `Chunk` message.
+    """Worker without shared memory to head: some arrays of a chunk, before its `Chunk` message.
 
-    The frames are those of `Chunk`; the first one is empty unless this part completes stage 0. The head copies the
-    arrays into the worker's columns. It acknowledges a part with `stage` -1 by `Taken`, and passes a complete stage on
-    to callers that subscribed to parts.
+    The frames are as in `Chunk`; the first frame is empty unless this part completes stage 0. The head copies the
+    arrays into the worker's columns. It acknowledges a part with `stage` -1 by `Taken`. It passes a complete stage to
+    callers that subscribed to parts.
     """
 
     ticket: int
     index: int
     """The chunk's index (see `Chunk.index`)."""
     stage: int
-    """The stage (see `TransferTrigger.keys`) that this part completes; -1 for rows of a chunk still being rolled."""
+    """The stage (see `TransferTrigger.keys`) that this part completes; -1 for rows of an unfinished chunk."""
     first: int
-    """The first row of the arrays that have a row per step."""
+    """Index of the first row in arrays with one row per step."""
     keys: list[str]
     passed: int = -1
-    """As `Chunk.passed`; -1 while the chunk is still being rolled."""
+    """As `Chunk.passed`; -1 for an unfinished chunk."""
     codecs: list[str] = []
     """As `Chunk.codecs`."""
 
 
 class Reply(msgspec.Struct, tag="reply"):
-    """Worker to head: the result of a `Call`, in the next frame, encoded by `codec.pack`."""
+    """Worker to head: the result of a `Call`. The next frame has it, encoded by `codec.pack`."""
 
     request: int
 
@@ -186,9 +187,9 @@ class Reply(msgspec.Struct, tag="reply"):
 class Failure(msgspec.Struct, tag="failure"):
     """Worker to head: the environment, the agent or a sync rule raised.
 
-    With `request` the head raises the error from the call that sent the request; with `agent`, from the call that sent
-    the agent. A failed ticket is retried or returned. Any other failure ends the worker, and the head replaces it or,
-    if a retry would fail again, ends the run.
+    With `request`, the call that sent the request raises the error; with `agent`, the call that sent the agent. A
+    failed ticket is retried or returned. Any other failure ends the worker. The head then replaces the worker or, if a
+    retry would fail again, ends the run.
     """
 
     message: str
@@ -196,7 +197,7 @@ class Failure(msgspec.Struct, tag="failure"):
     phase: str
     """What the worker was doing: the label of a `rollout.progress.Phase`."""
     kind: str = ""
-    """The exception's class, if it is one of Python's or farstep's."""
+    """The class of the exception, if Python or farstep defines it; otherwise empty."""
     slot: int | None = None
     seed: int | None = None
     episode_step: int | None = None
@@ -204,15 +205,16 @@ class Failure(msgspec.Struct, tag="failure"):
     ticket: int | None = None
     """The ticket that failed; the worker continues with the next episodes."""
     again: bool = False
-    """The worker retries the ticket before any later one."""
+    """Whether the worker retries the ticket, before any later ticket."""
     request: int | None = None
     """The `Call` that raised; the worker continues as before."""
     agent: int | None = None
-    """The agent that the worker cannot use; it waits for another."""
+    """The agent that the worker cannot use; the worker waits for another agent."""
 
 
 class RequestSend(msgspec.Struct, tag="request-send"):
-    """Worker without shared memory to head, before a chunk's last stage, if workers send in turn.
+    """Worker without shared memory to head: request to send the last stage of a chunk, if the number of senders is
+    limited.
 
     The head queues the request and answers `GrantSend` when fewer than `TransferTrigger.max_senders` workers send.
     """
@@ -222,24 +224,24 @@ class RequestSend(msgspec.Struct, tag="request-send"):
 
 
 class WeightRequest(msgspec.Struct, tag="weight-request"):
-    """Worker without shared memory to head, when it pulls; the head answers `Weights`."""
+    """Worker without shared memory to head, when it pulls weights. The head answers `Weights`."""
 
     agent: int
     held: int = -1
-    """The version that the worker keeps, relative to which the head may send a delta; -1 if it keeps none."""
+    """The version that the worker keeps, as the base of a delta; -1 if it keeps none."""
 
 
 class Progress(msgspec.Struct, tag="progress"):
     """Worker without shared memory to head, once a second from a separate thread and connection.
 
-    The head copies the words to the place where it reads those of local workers (see `rollout/progress.py`).
+    The head copies the words to its progress board, as if the worker were local (see `rollout/progress.py`).
     """
 
     words: list[Word]
 
 
 class Welcome(msgspec.Struct, tag="welcome"):
-    """Head to worker, the answer to `Hello`; the next frame has the pickled `rollout.program.Program`.
+    """Head to worker, the answer to `Hello`. The next frame has the pickled `rollout.program.Program`.
 
     The worker builds its environments, sends `Ready`, then imports the modules in `preload`.
     """
@@ -258,15 +260,15 @@ class Welcome(msgspec.Struct, tag="welcome"):
 
 
 class Refuse(msgspec.Struct, tag="refuse"):
-    """Head to worker, the answer to a `Hello` that does not match; the worker logs the reason and exits."""
+    """Head to worker, the answer to a `Hello` that does not match. The worker logs the reason and exits."""
 
     reason: str
 
 
 class SendAgent(msgspec.Struct, tag="send-agent"):
-    """Head to worker, when the user passes an agent that workers do not have; the next frame has it, pickled.
+    """Head to worker, when the user passes a new agent. The next frame has the pickled agent.
 
-    The worker loads it, calls it once, and answers `AgentReady`, or `Failure` with `agent`.
+    The worker loads the agent, calls it once, and answers `AgentReady`, or `Failure` with `agent`.
     """
 
     agent: int
@@ -275,102 +277,105 @@ class SendAgent(msgspec.Struct, tag="send-agent"):
 class Parameters(msgspec.Struct, tag="parameters"):
     """Head to worker, after `AgentReady`: where to pull parameters from.
 
-    With shared memory the message carries a file descriptor, which the worker maps. Without, the worker sends a
-    `WeightRequest` whenever it pulls.
+    With shared memory, the message carries a file descriptor, which the worker maps. Without shared memory, the worker
+    sends a `WeightRequest` whenever it pulls.
     """
 
     agent: int
     nbytes: int
     """Size of one set of parameters."""
     buffers: int
-    """How many sets the shared memory has room for."""
+    """Number of sets for which the shared memory has room."""
     digest: str
-    """A hash of names, shapes and dtypes; the worker rejects the agent if its own differs."""
+    """A hash of names, shapes and dtypes. If the worker's own hash differs, it rejects the agent."""
 
 
 class SetLayout(msgspec.Struct, tag="set-layout"):
-    """Head to worker, before the first ticket and when the arrays change: the layout of rollouts (`rollout/blocks.py`).
+    """Head to worker, before the first ticket and whenever the arrays change: the layout of rollouts
+    (`rollout/blocks.py`).
 
-    With shared memory the message carries a file descriptor, and the worker writes its columns there. Without, the
-    worker allocates memory for one chunk.
+    With shared memory, the message carries a file descriptor, and the worker writes its columns there. Without shared
+    memory, the worker allocates memory for one chunk.
     """
 
     lanes: int
     steps: int
     slots: int
     rows: Schema
-    """Arrays with a row per step."""
+    """Arrays with one row per step."""
     chunks: Schema
     """Arrays with one entry per chunk."""
 
 
 class Reset(msgspec.Struct):
-    """Part of a `Ticket`: reset slots before its steps."""
+    """Part of a `Ticket`: reset slots before the first step."""
 
     seeds: list[int | None] | None = None
-    """A root seed per slot of the worker; None keeps the seeds."""
+    """One root seed per slot of the worker; None: keep the seeds."""
     mask: bytes | None = None
-    """A bool per slot of the worker; None resets all."""
+    """One bool per slot of the worker; None: reset all."""
     options: bytes | None = None
     """The `options` of `reset`, pickled."""
 
 
 class Ticket(msgspec.Struct, tag="ticket"):
-    """Head to worker: permission to roll one chunk. Further frames have actions, if the head acts (`make_vec`).
+    """Head to worker: permission to roll one chunk. If the head acts (`make_vec`), further frames have the actions.
 
-    The worker processes tickets in order of arrival, and answers each with `Chunk` or `Failure`, unless it is
-    cancelled.
+    The worker processes tickets in the order of arrival. It answers each ticket with `Chunk` or `Failure`, unless the
+    ticket is cancelled.
     """
 
     seq: int
-    """The ticket's id; later tickets have higher ones."""
+    """Id of the ticket; ids increase in the order of issue."""
     lane: int
     """Where in shared memory to write the chunk."""
     steps: int
-    """Rows of the chunk; 0 to reset only."""
+    """Number of rows of the chunk; 0: only reset."""
     min_version: int = 0
-    """The oldest version that the weights may count as (see `Chunk.passed`); the worker pulls if theirs is older."""
+    """The oldest version that the worker's weights may count as (see `Chunk.passed`). If they are older, it pulls."""
     reset: Reset | None = None
     infos: bool = False
     """Whether to send the environments' infos with the chunk."""
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
-    """Head to worker, when a call ends or is interrupted: drop unfinished tickets, including the running one.
+    """Head to worker, when a call ends or is interrupted: drop unfinished tickets, including the running ticket.
 
-    With shared memory the head also writes the id into the worker's progress words, so that a running ticket sees it.
+    With shared memory, the head also writes the id into the worker's progress words, so that the worker sees it while a
+    ticket runs.
     """
 
     upto: int
-    """The id of the last ticket that is cancelled."""
+    """The id of the last cancelled ticket."""
 
 
 class Newest(msgspec.Struct, tag="newest"):
-    """Head to workers without shared memory, after a publish; the sync rule sees it before the next chunk."""
+    """Head to workers without shared memory, after a publish: the newest version, for the sync rule."""
 
     version: int
 
 
 class Weights(msgspec.Struct, tag="weights"):
-    """Head to worker, the answer to `WeightRequest`: the newest parameters, in the next frames.
+    """Head to worker, the answer to `WeightRequest`. The next frames have the newest parameters.
 
-    The worker loads them before it rolls. Without frames the agent has been replaced, and the worker drops the ticket.
+    The worker loads them before it rolls. If there are no frames, the agent has been replaced, and the worker drops the
+    ticket.
     """
 
     agent: int
     version: int
     base: int = -1
-    """The base version of the delta in the frames (`delta.py`); -1 if they have the full parameters."""
+    """The base version of the delta in the frames (`delta.py`); -1 if the frames have the full parameters."""
 
 
 class GrantSend(msgspec.Struct, tag="grant-send"):
-    """Head to worker, the answer to `RequestSend`: the worker sends the rest of that chunk now."""
+    """Head to worker, the answer to `RequestSend`: the worker may now send the rest of the chunk."""
 
     index: int
 
 
 class Taken(msgspec.Struct, tag="taken"):
-    """Head to worker, the acknowledgement of a `Part` with `stage` -1: the worker may send more rows of that chunk."""
+    """Head to worker, the acknowledgement of a `Part` with `stage` -1: the worker may send more rows of the chunk."""
 
     index: int
 
@@ -385,13 +390,13 @@ class Probe(msgspec.Struct, tag="probe"):
     agent: int
     version: int
     indices: list[int]
-    """The chunks that the observations are from (see `rollout/probe_rows.py`); empty if the head had none."""
+    """The chunks from which the observations were taken (see `rollout/probe_rows.py`); empty if the head had none."""
     keys: list[str]
     """The names of the arrays in the frames."""
 
 
 class Call(msgspec.Struct, tag="call"):
-    """Head to worker: call a method of its host, with the arguments in the next frame, pickled.
+    """Head to worker: call a method of its host. The next frame has the pickled arguments.
 
     The worker answers `Reply`, or `Failure` with `request`.
     """
@@ -402,7 +407,7 @@ class Call(msgspec.Struct, tag="call"):
 
 
 class Stop(msgspec.Struct, tag="stop"):
-    """Head to worker, at the end of a run or before its node leaves: it closes its environments and exits."""
+    """Head to worker, at the end of a run or before its node leaves: close the environments and exit."""
 
 
 FromWorker = Hello | Ready | AgentReady | Part | Chunk | Reply | Failure | RequestSend | WeightRequest | Progress
@@ -435,17 +440,17 @@ def encode(message: FromWorker | FromHead) -> bytes:
 
 
 def decode_from_worker(frames: Sequence[BytesLike]) -> FromWorker:
-    """The message in the first of a worker's frames; raises `WireError` if there is none."""
+    """Decode the first of a worker's frames. Raise `WireError` if it is not a valid message."""
     return decoded(_from_worker, frames)
 
 
 def decode_from_head(frames: Sequence[BytesLike]) -> FromHead:
-    """The message in the first of the head's frames; raises `WireError` if there is none."""
+    """Decode the first of the head's frames. Raise `WireError` if it is not a valid message."""
     return decoded(_from_head, frames)
 
 
 def decoded(decoder: msgspec.msgpack.Decoder[M], frames: Sequence[BytesLike]) -> M:
-    """The message that `decoder` finds in the first frame; raises `WireError` if it finds none."""
+    """Decode the first frame with `decoder`. Raise `WireError` if it is not a valid message."""
     if not frames:
         raise WireError("a message without frames.")
     if len(frames[0]) > Limits.HEADER_BYTES:

@@ -8,9 +8,9 @@
                     ◄────────────── NodeBeat                  heartbeat, once a second
                     ◄────────────── Leave
 
-When the engine (SLURM, Kubernetes, ...) reclaims a node, it sends the daemon SIGTERM. The daemon then sends `Leaving`,
-and exits on `Leave` or at the end of its grace period. Each message of a daemon carries its random name, since all
-daemons of a job share one key.
+When the engine (SLURM, Kubernetes, ...) reclaims a node, it sends SIGTERM to the daemon. The daemon then sends
+`Leaving`, and exits on `Leave` or at the end of its grace period. All daemons of a job share one key, so each message
+of a daemon carries the daemon's random name.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ MOST_WORKERS = 1 << 14
 """Maximum number of workers per node."""
 NAME_BYTES = 16
 Name = Annotated[str, msgspec.Meta(pattern=rf"\A[0-9a-f]{{{NAME_BYTES}}}\Z")]
-"""The name of a node: random, chosen by its daemon, and known only to that daemon and the head."""
+"""The random name of a node. Its daemon chooses it, and only this daemon and the head know it."""
 
 
 class NodeHello(msgspec.Struct, tag="node-hello"):
     """Node daemon to head, repeated until the first answer: the daemon can start workers.
 
-    The head answers `NodeBeat` and starts workers there, or answers `Leave` if it needs no node or versions differ.
+    The head answers `NodeBeat` and starts workers on the node. If it needs no node, or if versions differ, it answers
+    `Leave`.
     """
 
     node: Name
@@ -48,20 +49,20 @@ class NodeHello(msgspec.Struct, tag="node-hello"):
     cpus: int
     versions: Lines
     place: Line = ""
-    """The engine's name for the node's task, e.g. a job and task id or a pod."""
+    """Name of the node's task in the engine, e.g. a job and task id, or a pod."""
     address: Line = ""
     """The address at which the daemon reached the head."""
     setup_failed: Line = ""
-    """The error of the `setup` commands on the node; empty if they succeeded."""
+    """The last `setup` command that failed on the node; empty if all succeeded."""
     replaces: Name | None = None
-    """The name of the killed daemon that this one replaces on the same node."""
+    """The name of the killed daemon that this daemon replaces on the same node."""
 
 
 class NodeBeat(msgspec.Struct, tag="node-beat"):
-    """Heartbeat in both directions. From a daemon it lists its running workers (id, incarnation).
+    """Heartbeat in both directions. A daemon's heartbeat lists its running workers (id, incarnation).
 
-    Other messages may get lost, so the head compares the list with its own: it kills workers that it does not know,
-    resends a lost `StartWorker`, and treats workers missing from the list as ended.
+    Other messages may get lost, so the head compares the list with its own. It kills unknown workers, resends a lost
+    `StartWorker`, and treats workers that are missing from the list as ended.
     """
 
     node: Name
@@ -76,7 +77,7 @@ class Leaving(msgspec.Struct, tag="leaving"):
 
 
 class Printed(msgspec.Struct, tag="printed"):
-    """Node daemon to head: output that a worker wrote to stdout or stderr; the head logs it."""
+    """Node daemon to head: output that a worker wrote to stdout or stderr. The head logs it."""
 
     node: Name
     worker: Count
@@ -85,7 +86,7 @@ class Printed(msgspec.Struct, tag="printed"):
 
 
 class WorkerEnded(msgspec.Struct, tag="worker-ended"):
-    """Node daemon to head: the process of a worker exited; the head restarts it within the restart budget."""
+    """Node daemon to head: the process of a worker exited. The head restarts it within the restart budget."""
 
     node: Name
     worker: Count
@@ -93,7 +94,7 @@ class WorkerEnded(msgspec.Struct, tag="worker-ended"):
     status: int
     note: Line
     words: list[Word] = []
-    """The worker's last progress words (see `rollout/progress.py`), newer than its last `Progress` message."""
+    """The worker's last progress words (see `rollout/progress.py`); they are newer than its last `Progress` message."""
 
 
 class StartWorker(msgspec.Struct, tag="start-worker"):
@@ -124,7 +125,7 @@ class Leave(msgspec.Struct, tag="leave"):
 
     reason: str
     come_again: bool = False
-    """Whether to rejoin under a new name: the head declared this node lost and freed its block of workers."""
+    """Whether to rejoin under a new name, because the head declared this node lost and freed its block of workers."""
 
 
 FromNode = NodeHello | NodeBeat | Leaving | Printed | WorkerEnded

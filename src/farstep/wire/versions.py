@@ -1,4 +1,4 @@
-"""The versions that head and worker must share; compared in the handshake."""
+"""The versions that head and worker must share. The handshake compares them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def versions() -> dict[str, str]:
 
 
 def mismatches(worker: Mapping[str, str]) -> list[str]:
-    """A clause for each version in which a worker differs from this process."""
+    """A clause for each version of a worker that differs from this process."""
     mine = versions()
     return [
         f"{name} {mine.get(name, '?')} here and {worker.get(name, '?')} on the worker"

@@ -30,7 +30,7 @@ def main() -> None:
     arguments = parser.parse_args()
     mark_worker_process()
     if os.getpgrp() != os.getpid():
-        os.setpgid(0, 0)  # the process group is killed at the end, so it must hold this worker and its children only
+        os.setpgid(0, 0)  # a process group of its own: the whole group is killed at the end
     bootstrap = read_bootstrap(arguments.bootstrap_fd, arguments.bootstrap)
     if "death_fd" in bootstrap:
         _die_with_the_head(bootstrap["death_fd"])
@@ -42,7 +42,8 @@ def main() -> None:
 def _die_with_the_head(fd: int) -> None:
     """Have the kernel kill this process group when the head's end of the pipe closes.
 
-    A thread that watches the pipe could be blocked by an environment that holds the interpreter lock; a signal cannot.
+    A thread that watches the pipe would not suffice: an environment that holds the GIL blocks a thread, but not a
+    signal.
     """
     fcntl.fcntl(fd, _F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
@@ -80,7 +81,7 @@ def _run(bootstrap: dict[str, Any]) -> None:
 
 
 def _end_children() -> None:
-    """Kill the processes that environments left behind: after the worker's exit, only the head could kill them."""
+    """Kill processes that environments left behind; after this worker exits, only the head could do so."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):

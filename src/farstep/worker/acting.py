@@ -1,4 +1,4 @@
-"""The agent's copy on a worker: it acts row by row, and keeps recurrent state and generators between chunks."""
+"""A worker's copy of the agent. It acts row by row, and keeps recurrent state and generators between chunks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from farstep.schema import (
 
 
 class Actor:
-    """A worker's copy of the agent; `act` writes actions and all other arrays that the agent returns into a row."""
+    """A worker's copy of the agent. `act` writes the actions, and all other arrays that the agent returns, into a
+    row."""
 
     def __init__(
         self,
@@ -46,8 +47,8 @@ class Actor:
         has_gpu: bool = False,
     ) -> None:
         self._slots, self._obs = slots, obs
-        # `dry_run` calls a second copy, since an agent may count its calls. That copy is unpickled first: unpickling a
-        # class of the user's script a second time overwrites its class attributes, and the copy that acts must be last.
+        # `dry_run` calls a second copy, because an agent may count its calls. Unpickle this copy first: unpickling a
+        # class of the user's script again overwrites class attributes, so the copy that acts must come last.
         numbers = slots.first + np.arange(len(slots.roots))
         self._trial: Policy | None = Policy(_unpacked(payload), "eager", has_gpu, numbers)
         self.policy = Policy(_unpacked(payload), inference, has_gpu, numbers)
@@ -57,7 +58,7 @@ class Actor:
         self.version = -1
         self.structure: dict[str, Any] = {}
         self.example: dict[str, Array] = {}
-        """The arrays of the row that `dry_run` used, one entry per environment."""
+        """The row that `dry_run` used: arrays with one entry per environment."""
         self._reported_note = ""
         self._timed_ns = self._timed_rows = 0
         self._state: Any = None
@@ -67,7 +68,7 @@ class Actor:
         """Call `act` once on the environments' current observations.
 
         Returns:
-            The schema of the arrays that `act` returns, the schema of the recurrent state, and the latter's structure.
+            The schema of the arrays that `act` returns, and the schema and structure of the recurrent state.
 
         Raises:
             AgentError: `act` returns something that farstep cannot record.
@@ -163,7 +164,7 @@ class Actor:
             row[...] = leaf
         for name in self._float_actions:
             row = rows[name][t]
-            if (squares := np.vdot(row, row)) != squares:  # NaN; in half the time of np.isnan(row).any()
+            if (squares := np.vdot(row, row)) != squares:  # has NaN; twice as fast as np.isnan(row).any()
                 slot, value = self._slot_and_value(np.argwhere(np.isnan(row))[0], row)
                 invalid = AgentError(
                     f"act returned {name} {value} for environment slot {slot}; an environment cannot step with it. "
@@ -188,27 +189,27 @@ class Actor:
         rows.row[PRIORITY][:steps] = self.policy.priorities(map_leaves(np.array, given))
 
     def timed_act(self, t: int) -> None:
-        """As `act`, and measure how long it takes."""
+        """Call `act` and measure its duration."""
         start = time.perf_counter_ns()
         self.act(t)
         self._timed_ns += time.perf_counter_ns() - start
         self._timed_rows += 1
 
     def take_timed(self) -> tuple[int, int]:
-        """The nanoseconds and the number of the calls of `timed_act` since the last call."""
+        """Total nanoseconds and number of `timed_act` calls since the last call of this method."""
         timed, self._timed_ns, self._timed_rows = (self._timed_ns, self._timed_rows), 0, 0
         return timed
 
     def _flattened(self, out: dict[str, Any]) -> dict[str, Any]:
-        """The arrays of an output by name; raises `AgentError` if it is not nested as in the first call of `act`."""
+        """The arrays of an output by name. Raise `AgentError` if the nesting differs from the first call of `act`."""
         if clause := _unlike(self.structure, out, "the output"):
             raise AgentError(f"{clause}, unlike in the first call of act. Return the same keys every time.")
         return dict(leaves(self.structure, out))
 
     def _converted(self, name: str, leaf: Any, row: Array) -> Array:
-        """An output in the dtype of the first call of `act`; raises `AgentError` if that changes its values."""
+        """Convert an output to the dtype of the first call of `act`. Raise `AgentError` if this would change values."""
         array = np.asarray(leaf)
-        if array.shape != row.shape:  # NumPy would broadcast a single value to all environments
+        if array.shape != row.shape:  # otherwise NumPy would broadcast
             raise AgentError(
                 f"act returned {name} with shape {list(array.shape)}, but {list(row.shape)} in its first call: "
                 "return one value for each environment every time."
@@ -221,8 +222,8 @@ class Actor:
         if (place := first_misfit(array, row.dtype)) is not None:
             slot, value = self._slot_and_value(place, array)
             raise AgentError(
-                f"act returned {name} {value} ({array.dtype}) for environment slot {slot}; {name} was {row.dtype} in "
-                "its first call, which cannot hold this number. Return the same dtype every time."
+                f"act returned {name} {value} ({array.dtype}) for environment slot {slot}. In its first call, {name} "
+                f"had the dtype {row.dtype}, which cannot represent this number. Return the same dtype every time."
             )
         return array
 
@@ -233,8 +234,9 @@ class Actor:
 
     @contextlib.contextmanager
     def restoring_state(self) -> Iterator[None]:
-        """Restore recurrent state and generators at the end of the block, so that actions in it have no effect."""
-        # The fast path keeps state in buffers that it overwrites, so these are copied.
+        """Context manager: restore recurrent state and generators on exit, so that calls of `act` inside have no
+        effect."""
+        # Copy, because the fast path overwrites the buffers of its state.
         state = map_leaves(np.array, self._state) if self._is_recurrent_torch else copy.deepcopy(self._state)
         rng = copy.deepcopy(self._rng)
         try:
@@ -258,7 +260,7 @@ class Actor:
     def _generators(self, t: int) -> list[np.random.Generator] | None:
         if not self.policy.wants_rng:
             return None
-        if not self._rng:  # the agent may have arrived in the middle of episodes
+        if not self._rng:  # a new agent may arrive in the middle of episodes
             self._rng = [self._generator(i) for i in range(len(self._slots.roots))]
         for i in np.flatnonzero(self._rows["episode_start"][t]):
             self._rng[i] = self._generator(int(i))
@@ -283,15 +285,15 @@ class Actor:
             generator.bit_generator.state = state
 
     def loaded(self, version: int) -> None:
-        """Record the version of newly loaded weights, and check that the fast path still returns what `act` does."""
+        """Record the version of newly loaded weights, and check that the fast path still agrees with `act`."""
         self.version = version
-        if self._is_recurrent_torch:  # the check overwrites the buffers in which the fast path keeps state
+        if self._is_recurrent_torch:  # the check overwrites the state buffers of the fast path
             self._state = map_leaves(np.array, self._state)
         with same_randomness():
             self.policy.check_after_load()
 
     def take_note(self) -> str:
-        """How the worker calls the policy, if that changed since `dry_run` or the previous `take_note`; else ""."""
+        """How the worker calls the policy; "" if unchanged since `dry_run` or the previous `take_note`."""
         if self.policy.note == self._reported_note:
             return ""
         self._reported_note = self.policy.note
@@ -309,7 +311,7 @@ def _unpacked(payload: bytes) -> Any:
 
 
 def _unlike(structure: Any, value: Any, name: str) -> str | None:
-    """A clause that says where the nesting of `value` differs from `structure`; None if it does not."""
+    """A clause about the first difference between the nesting of `value` and `structure`; None if they agree."""
     if isinstance(structure, dict):
         if not isinstance(value, Mapping):
             return f"{name} is now a {type(value).__name__}, not a mapping with {', '.join(structure)}"
@@ -320,7 +322,7 @@ def _unlike(structure: Any, value: Any, name: str) -> str | None:
         parts: Iterable[tuple[Any, Any, Any]] = ((key, sub, value[key]) for key, sub in structure.items())
     elif isinstance(structure, tuple):
         if not isinstance(value, tuple | list) or len(value) != len(structure):
-            return f"{name} is now not a sequence of {len(structure)}"
+            return f"{name} is no longer a sequence of {len(structure)}"
         parts = ((i, sub, value[i]) for i, sub in enumerate(structure))
     else:
         return None
@@ -341,7 +343,7 @@ def _schema_of(out: dict[str, Any], count: int) -> tuple[Schema, dict[str, Any]]
     for name, array in arrays.items():
         if array.ndim == 0 or array.shape[0] != count:
             raise AgentError(
-                f"act's {name} has shape {list(array.shape)}; its first dimension must be the {count} environments "
-                "that the worker acts for (a recurrent state too: [n, ...], not [layers, n, ...])."
+                f"act's {name} has shape {list(array.shape)}; its first dimension must be the {count} environments of "
+                "the worker (also for a recurrent state: [n, ...], not [layers, n, ...])."
             )
     return {name: ArraySpec.of(array) for name, array in arrays.items()}, structure

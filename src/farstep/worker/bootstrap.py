@@ -11,7 +11,7 @@ from typing import Any
 
 
 def read_bootstrap(fd: int | None, path: Path | None) -> dict[str, Any]:
-    """Read JSON from `path`, or else from the descriptor `fd`; exits if other users may read the file."""
+    """Read JSON from `path` or, without a path, from the descriptor `fd`. Exit if other users may read the file."""
     if path is not None:
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & 0o077:

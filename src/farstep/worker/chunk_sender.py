@@ -1,7 +1,7 @@
 """Sends the arrays of a chunk from a worker without shared memory, in one message or in stages.
 
-`EnvConfig.transfer` decides: rows may travel as `Part`s while the chunk is still being rolled, and the rest in stages
-once it is complete. The last stage travels with the `Chunk` message itself, which the worker's loop sends.
+`EnvConfig.transfer` configures this. Rows may be sent as `Part`s while the chunk is still being rolled; the rest is
+sent in stages once the chunk is complete. The last stage is part of the `Chunk` message, which the worker's loop sends.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ class ChunkPayload(NamedTuple):
     """The frames of a `Chunk` message after its header, and the fields of the header that describe them."""
 
     frames: list[BytesLike]
-    """Episode ends (empty if a `Part` had them), then one array per key."""
+    """Episode ends (empty if a `Part` has sent them), then one array per key."""
     keys: list[str]
     codecs: list[str]
     first: int
 
 
 class ChunkSender:
-    """Sends parts of a chunk ahead of it, as its `TransferTrigger` requires.
+    """Sends parts of a chunk before the rest, as the `TransferTrigger` requires.
 
-    ZeroMQ does not report how much of its send queue is still unsent. So rows of an unfinished chunk are sent only
-    after the head has acknowledged the previous part (`Taken`): at most one such part is in flight, and on a slow
-    connection the rows collect here for the next part instead of filling the queue.
+    ZeroMQ does not report how much of its send queue is unsent. Therefore this class sends rows of an unfinished chunk
+    only after the head has acknowledged the previous part (`Taken`). At most one such part is in flight. On a slow
+    connection, rows wait here for the next part instead of filling the queue.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ChunkSender:
         self._in_flight, self._index = False, -1
 
     def begin(self, ticket: m.Ticket, index: int, rows: Rows, whole: bool = False) -> int:
-        """Start a chunk; returns the row before which to call `send_rows`, -1 for never.
+        """Start a chunk. Return the row before which to call `send_rows`; -1: never.
 
         Args:
             ticket: Its ticket.
@@ -53,12 +53,12 @@ class ChunkSender:
         """
         self._ticket, self._index, self._rows = ticket, index, rows
         self._first, self._in_flight, self._since = 0, False, time.monotonic()
-        self._trigger = self._transfer if ticket.steps > 1 else ALL_AT_ONCE  # stages of a single row save no time
+        self._trigger = self._transfer if ticket.steps > 1 else ALL_AT_ONCE  # for a single row, stages save no time
         self._row_bytes = sum(block[:1].nbytes for name, block in rows.row.items() if not is_final(name))
         return self._next(0) if self._trigger.sends_early and not whole else -1
 
     def _next(self, t: int) -> int:
-        """The row before which to check the trigger after row `t`; with `size` alone, `size` rows later."""
+        """The row before which to check the trigger next, after row `t`."""
         trigger = self._trigger
         other = trigger.also or trigger.episode_end or trigger.max_bytes is not None or trigger.seconds is not None
         return t + (1 if other or trigger.size is None else trigger.size)
@@ -69,7 +69,7 @@ class ChunkSender:
             self._in_flight = False
 
     def send_rows(self, t: int) -> int:
-        """Send the unsent rows before `t` if the trigger fires; returns the row before which to call this again."""
+        """Send the unsent rows before `t` if the trigger fires. Return the row before which to call this again."""
         unsent = slice(self._first, t)
         ended = self._trigger.watches_ends and any(self._rows.row[k][unsent].any() for k in ("terminated", "truncated"))
         rows = t - self._first
@@ -83,7 +83,7 @@ class ChunkSender:
         return self._next(t)
 
     def finish(self, ends: bytes, passed: int) -> ChunkPayload:
-        """Send all stages of the complete chunk but the last, and return the last, which the caller sends."""
+        """Send all stages of the complete chunk except the last. Return the last stage; the caller sends it."""
         *stages, last = self._trigger.split(list(unsent := self._unsent(len(ends) // ENDS.itemsize)))
         for stage, names in enumerate(stages):
             self._send_part(stage, {name: unsent[name] for name in names}, b"" if stage else ends, passed)
@@ -91,7 +91,7 @@ class ChunkSender:
         return ChunkPayload([b"" if stages else ends, *frames], last, codecs, self._first)
 
     def _unsent(self, ends: int) -> dict[str, Array]:
-        """The chunk's arrays without unused rows and without rows that were sent already."""
+        """The chunk's arrays, without unused rows and without rows that were already sent."""
         tables = self._rows.tables(self._ticket.steps)
         for name, table in tables.items():
             if is_final(name):

@@ -41,7 +41,7 @@ def connect(bootstrap: dict[str, Any]) -> Worker:
 
 
 def _words(bootstrap: dict[str, Any]) -> memoryview:
-    """The worker's progress words: shared with the process that started it, if the bootstrap has their memory."""
+    """The worker's progress words: in shared memory if the bootstrap names it, otherwise private."""
     if "board_fd" not in bootstrap:
         return private_words(int(bootstrap["envs"]))
     board = SharedMemory(bootstrap["board_fd"], bootstrap["board_bytes"])
@@ -56,7 +56,7 @@ def _address(bootstrap: dict[str, Any]) -> tuple[str, bytes, Any]:
 
 
 def _beat(bootstrap: dict[str, Any], words: memoryview) -> None:
-    """Send `Progress` once a second; over a separate connection, since a ZeroMQ socket belongs to one thread."""
+    """Send `Progress` once a second, over a separate connection, because only one thread may use a ZeroMQ socket."""
     from farstep.wire.channels.dealer import DealerLink
     from farstep.wire.channels.zmq import BEAT
 

@@ -1,4 +1,4 @@
-"""Messages from the head, as the worker reads them between tickets and while a ticket runs."""
+"""Reads messages from the head, between tickets and while a ticket runs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class TicketCancelled(Exception):
 
 
 class Inbox:
-    """Reads from the link, and defers messages that must wait until the running ticket ends.
+    """Reads messages from the link, and defers those that must wait until the running ticket ends.
 
-    While a ticket runs, the worker reacts to `Cancel`, `Stop`, `Taken` and the reply it is waiting for. It handles all
-    other messages after the ticket, in the order in which they arrived.
+    While a ticket runs, the worker reacts only to `Cancel`, `Stop`, `Taken` and the reply that it waits for. After the
+    ticket, it handles all other messages in the order of their arrival.
     """
 
     def __init__(self, link: Link, words: memoryview) -> None:
@@ -30,13 +30,14 @@ class Inbox:
         self.on_taken: Callable[[m.Taken], None] = lambda taken: None
 
     def receive(self, timeout_s: float | None) -> Received | None:
-        """The next message between tickets: deferred ones first; None after `timeout_s`."""
+        """The next message between tickets, deferred messages first; None after `timeout_s`."""
         return self._deferred.popleft() if self._deferred else self._link.receive(timeout_s)
 
     def poll(self) -> None:
-        """Read everything that has arrived while a ticket runs; raises `TicketCancelled` on `Stop`.
+        """Read all messages that have arrived while a ticket runs. Raise `TicketCancelled` on `Stop`.
 
-        A `Cancel` is written to the progress words, where the head writes it itself if it shares memory.
+        On `Cancel`, write the progress word for cancelled tickets. With shared memory, the head writes this word
+        itself.
         """
         while (received := self._link.receive(0.0)) is not None:
             self._react_or_defer(m.decode_from_head(received.frames), received)
@@ -47,7 +48,7 @@ class Inbox:
         Raises:
             TicketCancelled: The head no longer has parameters of this agent, or the worker has to stop.
         """
-        while True:  # without a deadline: the head limits the time that a worker may spend in phase LOAD
+        while True:  # no deadline needed: the head limits the time of phase LOAD
             received = self._link.receive(None)
             if received is None:
                 continue
@@ -67,7 +68,7 @@ class Inbox:
         while self._words[CANCEL] < ticket.seq:
             received = self._link.receive(_TURN_S)
             if received is None:
-                self._words[COUNT] += 1  # shows the head that this worker waits and is not stuck
+                self._words[COUNT] += 1  # shows the head that this worker is not stuck
                 continue
             message = m.decode_from_head(received.frames)
             if isinstance(message, m.GrantSend):

@@ -58,9 +58,9 @@ _TIMED: dict[type[m.FromHead], Part | None] = {
     m.SendAgent: None,
     m.Parameters: None,
 }
-"""Messages that take time to handle, and the part of the worker's time to which it belongs; None: to its start."""
+"""Messages that take time to handle, and the part of the worker's time that it counts toward; None: startup."""
 _KNOWN_ERRORS = ("builtins", "farstep.errors")
-"""Modules whose exception classes the head also has."""
+"""Modules whose exception classes also exist on the head."""
 
 
 class Worker:
@@ -82,7 +82,7 @@ class Worker:
         self._agent_id = -1
         self._timer = WorkerTimer()
         self._index = 0
-        """Counts the chunks that were started (see `messages.Chunk.index`)."""
+        """Number of chunks started so far (see `messages.Chunk.index`)."""
 
     # ---- the loop ----
 
@@ -92,7 +92,7 @@ class Worker:
         self._send(m.Hello(worker, incarnation, run, socket.gethostname(), os.getpid(), versions()))
 
     def serve(self) -> None:
-        """Handle messages and tickets until `Stop`; raises `EOFError` if the head closed the connection."""
+        """Handle messages and tickets until `Stop`. Raise `EOFError` if the head closed the connection."""
         self._owns_process = True
         self.hello()
         while self._running:
@@ -103,7 +103,7 @@ class Worker:
                 self.work()
 
     def work(self) -> bool:
-        """Process the next ticket; returns False if there is none."""
+        """Process the next ticket. Return False if there is none."""
         if not self._tickets:
             return False
         self._run_ticket(*self._tickets.popleft())
@@ -111,9 +111,8 @@ class Worker:
 
     @property
     def _user_errors(self) -> tuple[type[BaseException], ...]:
-        """The exceptions that count as failures of the environment or agent.
-
-        They include `sys.exit()`, and in a process that ignores Ctrl-C also `KeyboardInterrupt`.
+        """The exceptions that count as failures of the environment or agent. They include `SystemExit` and, in a
+        process that ignores Ctrl-C, `KeyboardInterrupt`.
         """
         return (Exception, SystemExit, KeyboardInterrupt) if self._owns_process else (Exception, SystemExit)
 
@@ -122,7 +121,7 @@ class Worker:
         return self._running
 
     def close(self) -> None:
-        """Release the resources that a process exit would release, for a worker inside the head's process."""
+        """Release resources; only a worker inside the head's process needs this, since it does not exit."""
         self._sync.close()
         with contextlib.suppress(Exception):
             self._close_environments()
@@ -159,7 +158,7 @@ class Worker:
                 self._time_message(message)
 
     def _time_message(self, message: m.FromHead) -> None:
-        """Add the time since the message arrived to the part to which it belongs."""
+        """Add the time since the message arrived to the part that `_TIMED` names."""
         part = _TIMED[type(message)]
         if part is not None:
             self._timer.lap(part)
@@ -178,7 +177,7 @@ class Worker:
                 if isinstance(self._sync.weights, RemoteWeights):
                     self._sync.weights.announced = message.version
             case m.Probe():
-                if message.agent == self._agent_id and self._actor is not None:  # else it is for a replaced agent
+                if message.agent == self._agent_id and self._actor is not None:  # otherwise for a replaced agent
                     self._sync.compare(message, received.frames[1:], self._actor)
             case m.Weights():
                 log.debug("ignoring weights of version %d: their ticket was cancelled", message.version)
@@ -233,8 +232,8 @@ class Worker:
         self._sync.rule = self._program.sync
         spaces = (pack(self._host.observation_space), pack(self._host.action_space))
         self._send(m.Ready(*spaces))
-        self._words[PHASE] = Phase.CONNECT  # its time limit allows for slow imports
-        for module in message.preload:  # imported while the head does not wait for this worker yet
+        self._words[PHASE] = Phase.CONNECT  # the time limit of this phase allows for slow imports
+        for module in message.preload:  # import now, while the head does not wait for this worker
             __import__(module)
         self._seed_globals(self._program.seed, message.first_slot)
         self._words[PHASE] = Phase.IDLE
@@ -270,11 +269,11 @@ class Worker:
         )
         if self._owns_process:
             gc.collect()
-            gc.freeze()  # excludes all objects made so far, mostly torch's, from later collections
+            gc.freeze()  # exclude existing objects, mostly torch's, from garbage collection
         self._words[PHASE] = Phase.IDLE
 
     def _connect_weights(self, message: m.Parameters, fds: Sequence[int]) -> None:
-        if message.agent != self._agent_id:  # this worker rejected the agent
+        if message.agent != self._agent_id:  # for an agent that this worker rejected
             for fd in fds:
                 os.close(fd)
             return
@@ -305,7 +304,7 @@ class Worker:
             self._fail(ticket, frames, error)
             self._timer.lap("env")
             return
-        except BaseException:  # Ctrl-C in a user's process that also runs this worker
+        except BaseException:  # Ctrl-C, if the worker runs in the user's process
             self._recover(None)
             raise
         finally:
@@ -325,16 +324,17 @@ class Worker:
                 self._timer.lap("weights")
 
     def _send_chunk(self, ticket: m.Ticket, rollout: Rollout) -> None:
-        """Send a chunk, in its turn if workers take turns; raises `TicketCancelled`."""
+        """Send a chunk; if the number of senders is limited, wait for this worker's turn. May raise
+        `TicketCancelled`."""
         chunk = self._chunk(ticket, rollout)
         if chunk.keys and ticket.steps > 1 and self._program.transfer.max_senders is not None:
             self._send(m.RequestSend(ticket.seq, self._index))
             self._inbox.wait_for_turn(ticket, self._index)
-        self._words[ROLLED] = ticket.seq  # signals to the head that the chunk is being sent
+        self._words[ROLLED] = ticket.seq  # tells the head that the chunk is being sent
         self._send(chunk, *rollout.frames)
 
     def _chunk(self, ticket: m.Ticket, rollout: Rollout) -> m.Chunk:
-        """The chunk's header; this is the only place that fills it in."""
+        """Return the chunk's header."""
         unmeasured = ""
         if self._sync.probing is not None and ticket.steps:
             unmeasured = self._sync.probing.take_note()
@@ -362,7 +362,7 @@ class Worker:
 
     def _recover(self, i: int | None) -> None:
         assert self._host is not None
-        self._index += 1  # leaves a gap: the next chunk does not continue the last one
+        self._index += 1  # a gap in the index: the next chunk does not continue the last one
         self._host.recover(i)
 
     def _fail(self, ticket: m.Ticket, frames: list[Any], error: BaseException) -> None:
@@ -373,12 +373,12 @@ class Worker:
         self._report(error, ticket=ticket.seq, again=retry)
         try:
             self._recover(slot if in_env else None)
-        except self._user_errors as second:  # the environment cannot be rebuilt here; a new process may succeed
+        except self._user_errors as second:  # rebuilding failed; a new process may succeed
             self._report(second)
             raise SystemExit(1) from second
-        if retry:  # before any later ticket, since a worker's chunks must stay in order
+        if retry:  # before later tickets, to keep the worker's chunks in order
             if ticket.reset is not None:
-                ticket.reset.seeds = None  # applied already; the failed slot must not return to the same seed
+                ticket.reset.seeds = None  # already applied, and the failed slot must not reuse its seed
             self._tickets.appendleft((ticket, frames))
 
     def _report(
@@ -407,7 +407,7 @@ class Worker:
         )
 
     def _where(self, phase: Phase) -> dict[str, int]:
-        """Slot, seed and step of the environment that raised; empty for one inside a vector environment."""
+        """Slot, seed and step of the environment that raised; empty if it is inside a vector environment."""
         program = getattr(self, "_program", None)
         if program is None or program.source.is_vector or phase not in (Phase.CONSTRUCT, Phase.RESET, Phase.STEP):
             return {}
@@ -433,5 +433,5 @@ class Worker:
         args, kwargs = cloudpickle.loads(arguments)
         target = self._saving() if message.name in ("save", "resume") else self._host
         result = getattr(target, message.name)(*args, **kwargs)
-        self._words[PHASE] = Phase.IDLE  # an error while encoding the result is not the environment's
+        self._words[PHASE] = Phase.IDLE  # errors in encoding the result are not errors of the environment
         self._send(m.Reply(message.request), pack(result))

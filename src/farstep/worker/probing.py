@@ -1,4 +1,4 @@
-"""The worker's side of probes: measures the divergence of the weights in use from each published version."""
+"""The worker's side of probes: measures the divergence between its own weights and each published version."""
 
 from __future__ import annotations
 
@@ -16,40 +16,41 @@ from farstep.rollout.rows import Rows
 from farstep.wire.messages import Probe
 
 _MEMORY = 4
-"""Ratio of the rows that a worker keeps to those that the head keeps; the worker is some chunks ahead of the head."""
+"""The worker keeps this many times more rows than the head, because the worker is some chunks ahead."""
 
 
 class Probing:
-    """Compares the weights in use with each version that a probe reports."""
+    """Compares the worker's weights with the version of each probe."""
 
     def __init__(self, comparison: Comparison, window: int, rows: int) -> None:
         self._comparison, self._rows = comparison, rows
         self._recent = RecentProbeRows(_MEMORY * rows)
         self._divergences: deque[float] = deque(maxlen=window)
         self._cached: tuple[tuple[int, tuple[int, ...]], dict[str, Array]] | None = None
-        """Version, chunk indices and result of the last evaluation: successive probes often use the same rows."""
+        """Version, chunk indices and result of the last evaluation; cached, because successive probes often use the
+        same rows."""
         self._latest: tuple[int, Sequence[ProbeRows], dict[str, Array]] | None = None
         """Version, rows and learner's arrays of the latest probe that could be compared."""
         self._newest_probe = -1
         self._note = self._reported_note = ""
         self.compared = -1
-        """The newest version with which the weights in use could be compared."""
+        """The newest version with which the worker's weights were compared."""
 
     @property
     def divergences(self) -> tuple[float, ...]:
-        """The divergences since the last pull, newest first; infinite where one could not be measured."""
+        """The divergences since the last pull, newest first; infinite if a divergence could not be measured."""
         return tuple(self._divergences)
 
     def remember(self, index: int, version: int, rows: Rows, steps: int) -> None:
-        """Keep copies of the rows of a complete chunk that a later probe may use."""
+        """Copy the rows of a complete chunk that a later probe may use."""
         self._recent.add(probe_rows_of(self._comparison, index, version, rows, steps, self._rows))
 
     def pulled(self, version: int) -> float:
-        """Forget the divergences of the old weights, after a pull.
+        """Discard the divergences of the old weights after a pull.
 
         Returns:
-            The divergence that remains after the pull, measured with the probe of the same version; 0 without such a
-            probe. It is positive if weights are rounded for transfer, or if the policy uses more than its parameters.
+            The remaining divergence between the pulled weights and the probe of the same version; 0 without such a
+            probe. It is positive if transfer rounds weights, or if the policy depends on more than its parameters.
         """
         self._divergences.clear()
         if self._latest is None or self._latest[0] != version:
@@ -58,11 +59,11 @@ class Probing:
         return max(0.0, self._comparison.compare(self._described(version, probed), learner))
 
     def compare(self, probe: Probe, frames: Sequence[BytesLike], held: int) -> None:
-        """Measure the divergence of the weights of version `held` from the probe's version; ignores old probes."""
+        """Measure the divergence between version `held` and the probe's version. Ignore old probes."""
         if held < 0 or probe.version <= max(self._newest_probe, held):
             return
         self._newest_probe = probe.version
-        self._divergences.appendleft(math.inf)  # replaced below if it can be measured
+        self._divergences.appendleft(math.inf)  # replaced below if the divergence can be measured
         probed = self._recent.find(probe.indices)
         if not probed:
             return
@@ -70,7 +71,7 @@ class Probing:
         learner = _like(local, probe.keys, frames)
         self._latest = (probe.version, probed, learner)
         if self._comparison.estimates and any(own := [rows_of_chunk.version == held for rows_of_chunk in probed]):
-            # An estimate is valid only for rows whose actions the weights in use have sampled.
+            # An estimate is valid only for rows whose actions were sampled with the current weights.
             mine = np.repeat(own, [rows_of_chunk.rows for rows_of_chunk in probed])
             local, learner = ({name: array[mine] for name, array in side.items()} for side in (local, learner))
         self._divergences[0] = self._comparison.compare(local, learner)
@@ -79,7 +80,7 @@ class Probing:
             self.compared = probe.version
 
     def take_note(self) -> str:
-        """Why the last divergence could not be measured, if that was not reported yet; else ""."""
+        """Why the last divergence could not be measured; "" if it could, or if this was already reported."""
         note, reported, self._reported_note = self._note, self._reported_note, self._note or self._reported_note
         return note if note != reported else ""
 
@@ -91,7 +92,7 @@ class Probing:
 
 
 def _like(local: Mapping[str, Array], keys: Sequence[str], frames: Sequence[BytesLike]) -> dict[str, Array]:
-    """The arrays of a probe; raises `AgentError` unless they have the names and sizes of the worker's own."""
+    """The arrays of a probe. Raise `AgentError` if their names or sizes differ from the worker's own arrays."""
     theirs = {key: memoryview(frame).nbytes for key, frame in zip(keys, frames, strict=False)}
     ours = {key: array.nbytes for key, array in local.items()}
     if theirs != ours:

@@ -1,4 +1,4 @@
-"""Rolls one ticket: reset if requested, then act and step, row by row, into the worker's columns."""
+"""Rolls one chunk for a ticket: reset if requested, then act and step row by row."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Rollout(NamedTuple):
     version: int
     """The version that acted."""
     passed: int
-    """The version that `version` counts as (see `messages.Chunk.passed`)."""
+    """The newer version that `version` counts as (see `messages.Chunk.passed`)."""
     resume: bytes
-    """int64 per slot: the episode with which a replacement worker continues."""
+    """One int64 per slot: the episode with which a replacement worker continues."""
     clock: int
     stagger_steps: int
     payload: ChunkPayload
     infos: bytes | None
-    """The environments' infos, encoded; None if the ticket did not request any."""
+    """The encoded infos of the environments; None if the ticket did not request them."""
 
     @property
     def frames(self) -> list[Any]:
@@ -53,7 +53,7 @@ class Rollout(NamedTuple):
 
 
 class Roller:
-    """Rolls chunks into the blocks of the head's layout: in shared memory, or in memory of this process."""
+    """Rolls chunks into blocks with the head's layout, in shared memory or in private memory."""
 
     rows: Rows
     """The rows that the last ticket wrote."""
@@ -66,7 +66,7 @@ class Roller:
         self._next_poll = 0.0
 
     def set_layout(self, message: m.SetLayout, fds: Sequence[int]) -> None:
-        """Write later chunks into blocks of this layout; `fds` holds the descriptor of the shared memory, if any."""
+        """Use this layout for the next chunks; `fds` has the descriptor of the shared memory, if any."""
         layout = Layout.of(message)
         first, count = self._host.slots.first, self._host.num_envs
         if fds:
@@ -87,7 +87,7 @@ class Roller:
             frames: Actions, one array per leaf of the action space; empty if the worker acts itself.
             actor: The agent's copy; None if the head acts.
             index: The chunk's index (see `messages.Chunk.index`).
-            passed: The newest version whose probe the weights in use passed; -1 if none.
+            passed: The newest version whose probe the current weights passed; -1 if none.
 
         Raises:
             TicketCancelled: The head cancelled the ticket, or the worker has to stop.
@@ -117,7 +117,7 @@ class Roller:
         return Rollout(version, passed, resume, clock, stagger_steps, payload, infos)
 
     def _begin(self, ticket: m.Ticket, rows: Rows, acting: Actor | None, index: int) -> None:
-        """Bring the environments to the first row, and prepare to send it."""
+        """Bring the environments to the first row, and prepare the chunk sender."""
         host, steps = self._host, ticket.steps
         host.want_infos(ticket.infos)
         if ticket.reset is not None:
@@ -168,7 +168,8 @@ class Roller:
         return due
 
     def _check_cancelled(self, ticket: m.Ticket) -> None:
-        """Raise `TicketCancelled` if the head cancelled the ticket; called while a staggered host advances slots."""
+        """Raise `TicketCancelled` if the head cancelled the ticket. A staggered host calls this while it advances
+        slots."""
         if not self._shared and time.monotonic() > self._next_poll:
             self._poll()
             self._next_poll = time.monotonic() + _POLL_S

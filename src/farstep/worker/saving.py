@@ -1,7 +1,7 @@
-"""Saves and restores a worker's state, so that another process can continue from exactly the same point.
+"""Saves and restores a worker's state, so that another process can continue exactly where this one stopped.
 
-An environment cannot be saved, but it can be replayed: reset with the seed of its episode, then stepped with the same
-actions, which the head has stored. The rest is small: recurrent state and random generators.
+An environment cannot be saved, but its episode can be replayed: reset it with the seed of the episode, then repeat the
+actions, which the head has stored. The rest of the state is small: recurrent state and random generators.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from farstep.worker.hosting.base import Host, HostedEnvs, SavedSlot
 
 
 class Saving:
-    """Saves and restores one worker; the head calls both methods by name (`messages.Call`)."""
+    """Saves and restores one worker. The head calls both methods by name (`messages.Call`)."""
 
     def __init__(
         self, host: Host, actor: Actor | None, owns_process: bool, failures: tuple[type[BaseException], ...]
@@ -34,7 +34,7 @@ class Saving:
             "steps": [slots.steps_done(i) for i in range(self._host.num_envs)],
             "obs": self._host.current,
         }
-        if self._owns_process:  # else the global generators belong to the user's process
+        if self._owns_process:  # otherwise the global generators belong to the user
             saved["generators"] = _global_generators()
         return saved | {"agent": {} if self._actor is None else self._actor.save()}
 
@@ -42,13 +42,13 @@ class Saving:
         """Restore the state that `save` returned.
 
         Args:
-            part: The saved state, with the actions of episodes in progress added; None to start fresh, in which case
-                only the global generators are seeded and the head resets all slots.
-            root: The root seed of these generators.
+            part: The saved state plus the actions of episodes in progress. None: only seed the global generators; the
+                head then resets all slots.
+            root: The root seed of the global generators.
 
         Returns:
-            The episodes with which a replacement of this worker continues, and the slots whose replay failed, each with
-            the reason. None without a `part`.
+            The episodes with which a replacement of this worker would continue; and the slots whose replay failed, each
+            with the reason. None if `part` is None.
         """
         slots = self._host.slots
         if part is None:
@@ -70,7 +70,7 @@ class Saving:
 
 
 def seed_generators(root: int, slot: int, incarnation: int) -> None:
-    """Seed the global generators of Python, NumPy and torch; each worker has its own seed, the same in every run."""
+    """Seed the global generators of Python, NumPy and torch, with a different but reproducible seed per worker."""
     seed = int(np.random.SeedSequence(root, spawn_key=(slot, incarnation, 2)).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)

@@ -1,4 +1,4 @@
-"""Decides before each ticket whether the worker pulls weights, and pulls them."""
+"""Decides before each ticket whether the worker pulls weights, and does so."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from farstep.worker.weights import Weights
 
 
 class PullTotals(NamedTuple):
-    """Pulls since the last chunk: how many, and their size."""
+    """Number and size of the pulls since the last chunk."""
 
     pulls: int = 0
     nbytes: int = 0
@@ -33,23 +33,24 @@ class WeightSync:
         self.weights: Weights | None = None
         """Where to pull from; None until the head has sent `Parameters` for the current agent."""
         self.probing: Probing | None = None
-        """None if the rule measures no divergence, or the agent offers no way to measure it."""
+        """None if the rule measures no divergence, or if the agent's policies cannot be compared."""
         self.passed = -1
-        """The newest version that the weights in use count as: their own, or a later one whose probe they passed."""
+        """The newest version that the current weights count as: their own, or a later version whose probe they
+        passed."""
         self.divergence: float | None = None
-        """The running divergence of the weights in use, if the rule measures one."""
+        """The running divergence of the current weights; None if the rule measures none."""
         self._pulled_at = time.monotonic()
         self._totals = PullTotals()
 
     def close(self) -> None:
-        """Release the source of weights and forget what was measured: the agent is being replaced."""
+        """Release the source of weights and discard measurements, because the agent is being replaced."""
         self.probing, self.divergence, self.passed = None, None, -1
         if self.weights is not None:
             self.weights.close()
             self.weights = None
 
     def compare(self, probe: m.Probe, frames: Sequence[BytesLike], actor: Actor) -> None:
-        """Compare the weights in use with the version of a probe."""
+        """Compare the current weights with the version of a probe."""
         if self.probing is None:
             return
         self._words[PHASE] = Phase.ACT
@@ -58,7 +59,7 @@ class WeightSync:
         self._words[PHASE] = Phase.IDLE
 
     def pull_if_needed(self, ticket: m.Ticket, actor: Actor | None) -> None:
-        """Pull weights if the sync rule decides so, or if those in use are too old for the ticket.
+        """Pull weights if the sync rule decides to, or if the current weights are too old for the ticket.
 
         Raises:
             ConfigError: The sync rule raised.
@@ -79,7 +80,7 @@ class WeightSync:
         return totals
 
     def _should_pull(self, state: SyncState) -> bool:
-        self._words[PHASE] = Phase.LOAD  # an error in this phase ends the run: the rule would raise again
+        self._words[PHASE] = Phase.LOAD  # an error in this phase ends the run, because the rule would raise again
         try:
             self.divergence = divergence_of(self.rule, state) if self.probing is not None else None
             return state.newest > state.held and bool(self.rule.should_pull(state))
@@ -91,7 +92,7 @@ class WeightSync:
             ) from error
 
     def _counts_as(self, state: SyncState) -> int:
-        """The newest version that the weights in use count as (see `passed`) if the worker does not pull."""
+        """The newest version that the current weights count as (see `passed`) if the worker does not pull."""
         if self.probing is not None:
             return max(state.held, self.probing.compared)
         return state.newest if state.held >= 0 and threshold_of(self.rule) == math.inf else state.held

@@ -1,4 +1,4 @@
-"""The sources from which a worker pulls parameters: memory that it shares with the head, or messages."""
+"""The sources from which a worker pulls parameters: shared memory, or messages from the head."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Weights(Protocol):
     """A source of the newest parameters."""
 
     def newest(self) -> int:
-        """The newest published version that this worker knows of."""
+        """The newest published version known to this worker."""
         ...
 
     def load(self, loader: ParameterLoader) -> tuple[int, int]:
-        """Load the newest version completely; returns that version and the bytes transferred."""
+        """Load all parameters of the newest version. Return this version and the number of bytes transferred."""
         ...
 
     def close(self) -> None: ...
@@ -33,12 +33,12 @@ class Weights(Protocol):
 class SharedWeights:
     """Parameters in shared memory, one copy for all workers of a host.
 
-    A worker locks a buffer (`fcntl.lockf`) while it reads, and the head does not write into locked buffers. The kernel
-    releases the lock if the worker dies, so a worker killed while reading blocks no other process.
+    A worker locks a buffer (`fcntl.lockf`) while it reads, and the head does not write into locked buffers. If the
+    worker dies, the kernel releases the lock, so a worker killed while reading does not block other processes.
 
-    Locks of one process do not conflict with each other, and closing any descriptor of the file releases them. A worker
-    inside the head's process is safe nevertheless: it runs in the head's thread, so the head neither writes nor closes
-    anything while the worker loads.
+    Locks within one process do not conflict, and closing any descriptor of the file releases them. This is safe even
+    for a worker inside the head's process: both run in one thread, so the head neither writes nor closes anything while
+    the worker loads.
     """
 
     def __init__(self, fd: int, nbytes: int, buffers: int) -> None:
@@ -55,7 +55,7 @@ class SharedWeights:
             fcntl.lockf(self._fd, fcntl.LOCK_SH, 1, index)
             try:
                 start = PAGE + index * stride(self._nbytes)
-                # The head may have reused the buffer between the read of the word and the lock: check again.
+                # Read the word again: the head may have reused the buffer before it was locked.
                 if self._word[start // 8] != version or unpack_word(self._word[0])[0] != version:
                     continue
                 loader.load(loader.schema.views(self._map, start + HEADER))
@@ -71,8 +71,8 @@ class RemoteWeights:
     """Parameters that the head sends on request.
 
     Args:
-        request: Takes the version that this worker holds (-1: none) and returns the newest version, the base version of
-            the delta (-1: the frames are the full parameters), and the frames.
+        request: Takes the version that this worker holds (-1: none). Returns the newest version, the base version of
+            the delta (-1: no delta, the frames are the full parameters), and the frames.
         delta: Whether to keep the last parameters, so that the head may send deltas.
     """
 

@@ -1,9 +1,10 @@
 """Splits a worker's time into the parts of `messages.Times`, with few readings of the clock.
 
-Each moment between two chunks belongs to one part: `lap` adds the time since the previous reading to the part that
-ends. Acting and stepping alternate too often for that. While a chunk is rolled, both count as environment; at its end
-the time of inference is moved, as measured by `Actor.timed_act`. If rows take long, every row is measured, otherwise
-about one in eight, at random so that no pattern of the agent is missed.
+`lap` adds the time since the previous reading to the part that has just ended. Acting and stepping alternate too often
+for this. While a chunk is rolled, both count as time of the environment. `Actor.timed_act` measures the time of
+inference; at the end of the chunk, this time is moved to its own part. If rows take long, every row is measured.
+Otherwise about one row in eight is measured, chosen at random, so that periodic patterns of the agent do not bias the
+result.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from farstep.worker.acting import Actor
 
 Part = Literal["env", "inference", "tickets", "send", "weights"]
 _LONG_ROW_NS = 100_000
-"""Duration of a row from which every row is measured: two readings of the clock take about 0.2 % of it."""
+"""If a row takes at least this long, every row is measured: two clock readings take about 0.2 % of this time."""
 _MOST_ROWS_BETWEEN = 15
-"""Most rows from one measured row to the next if rows are short; the mean is 8."""
+"""Maximum distance between two measured rows if rows are short; the mean is 8."""
 
 
 class WorkerTimer:
@@ -36,11 +37,11 @@ class WorkerTimer:
         self._ns: dict[Part, float] = {"env": 0, "inference": 0, "tickets": 0, "send": 0, "weights": 0}
         self._last = self._clock()
         self._env_before = 0.0
-        """Time of the environment when the chunk began."""
+        """Time of the environment part at the start of the chunk."""
         self._measures_all = True
         self._rows_until_measured = 0
         self._act_ns = 0.0
-        """Mean duration of `act` when it was measured last."""
+        """Mean duration of `act` in the last measurement."""
 
     def lap(self, part: Part) -> None:
         """Add the time since the last reading to a part."""
@@ -49,16 +50,16 @@ class WorkerTimer:
         self._last = now
 
     def skip(self) -> None:
-        """Leave out the time since the last reading: the worker was loading an agent."""
+        """Ignore the time since the last reading, in which the worker loaded an agent."""
         self._last = self._clock()
 
     def restart(self) -> None:
-        """Leave out all time until now: the worker was starting."""
+        """Ignore all time until now, in which the worker started."""
         self._ns = dict.fromkeys(self._ns, 0)
         self.skip()
 
     def take(self) -> Times:
-        """Return the seconds of each part, and start from 0."""
+        """Return the seconds of each part, and reset them to 0."""
         times = Times(**{part: ns / 1e9 for part, ns in self._ns.items()})
         self._ns = dict.fromkeys(self._ns, 0)
         return times
@@ -70,10 +71,10 @@ class WorkerTimer:
         self._env_before = self._ns["env"]
 
     def first_measured(self, actor: Actor) -> int:
-        """Start the chunk's rows; returns the first one to measure. All `timed_act` before were measured exactly."""
+        """Start the rows of a chunk, and return the first row to measure. Earlier `timed_act` calls count exactly."""
         ns, _ = actor.take_timed()
         self._ns["inference"] += ns
-        self._ns["env"] -= ns  # the next `lap` adds at least as much
+        self._ns["env"] -= ns  # the next `lap` adds at least this much
         return self._rows_until_measured
 
     def next_measured(self, t: int) -> int:
@@ -81,7 +82,7 @@ class WorkerTimer:
         return t + 1 if self._measures_all else t + 1 + int(self._random() * _MOST_ROWS_BETWEEN)
 
     def end_roll(self, rows: int, actor: Actor | None, next_measured: int) -> None:
-        """End a chunk after `rows` rows: move the time of inference out of that of the environment."""
+        """End a chunk after `rows` rows: move the time of inference from the environment to its own part."""
         self.lap("env")
         if actor is None:
             return

@@ -12,7 +12,7 @@ from farstep.workflow.triggers import DataKeyTrigger
 
 
 def check_triggers(triggers: Sequence[DataKeyTrigger], schema: Schema, num_workers: int) -> None:
-    """Raise `ConfigError` if a trigger waits for more workers than there are, or for an array that does not exist."""
+    """Raise `ConfigError` if a trigger waits for too many workers, or for an array that does not exist."""
     for trigger in triggers:
         if trigger.n is not None and trigger.n > num_workers:
             raise ConfigError(
@@ -32,18 +32,18 @@ def bind_buffer(
     consuming: Sequence[DataKeyTrigger],
     steps: int,
 ) -> None:
-    """Allocate the buffer's arrays for the rows of the environments, unless it has arrays already.
+    """Allocate the buffer's arrays for the rows of the environments, unless the buffer already has arrays.
 
     Args:
         buffer: The buffer of the workflow.
         schema: The arrays of a row.
-        structures: How they nest.
+        structures: How these arrays are nested.
         num_envs: Number of environments, one column each.
         consuming: The triggers that consume rows.
         steps: Steps per chunk.
 
     Raises:
-        ConfigError: The buffer has other arrays, or too few rows for the triggers.
+        ConfigError: The buffer already has different arrays, or too few rows for the triggers.
     """
     if buffer.is_cyclic and not buffer.is_bound:
         buffer.bind(schema, num_envs, structures)
@@ -74,11 +74,11 @@ def check_limiter(buffer: Buffer, chunk_rows: int, most_samples: int) -> None:
     """
     if most_samples > buffer.limiter.most_samples():
         raise ConfigError(
-            f"a consumer samples {most_samples} rows at once, but this limiter never allows that many "
-            f"({buffer.limiter}); widen it, or sample fewer."
+            f"a consumer samples {most_samples} rows at once, but the limiter never allows this many "
+            f"({buffer.limiter}); widen the limiter, or sample fewer rows."
         )
     if buffer.limiter.never_inserts(chunk_rows):
         raise ConfigError(
-            f"a chunk of {chunk_rows} rows never fits this limiter ({buffer.limiter}); widen it, or make chunks "
-            "shorter (steps=...)."
+            f"a chunk of {chunk_rows} rows never fits this limiter ({buffer.limiter}); widen the limiter, or make "
+            "chunks shorter (steps=...)."
         )

@@ -1,4 +1,4 @@
-"""Deliveries between triggers and consumers: retained rows, stale messages, updates in progress, consumer threads."""
+"""Deliveries from triggers to consumers. They retain rows, drop stale messages, report updates and run threads."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from farstep.agents.update_gate import Turn, UpdateGate
 from farstep.buffer.replay import Buffer
 from farstep.core import Agent
 from farstep.errors import ClosedError, FarstepError
+from farstep.head.tickets.records import DropCause
 from farstep.workflow.delivery import Direct, LocalQueue
 from farstep.workflow.dispatch import Delivery, Message, extended
 from farstep.workflow.ledger import Actor, Ledger
@@ -33,11 +34,11 @@ class Flow(Protocol):
     """Whether the run is ending, so that no trigger fires."""
 
     def is_stale(self, message: Message) -> bool:
-        """Return whether the message names rows that are older than `max_staleness` allows."""
+        """Return whether the message names rows that are too old for `max_staleness`."""
         ...
 
     def wake(self) -> None:
-        """Wake the loop of the workflow, from any thread."""
+        """Wake the loop of the workflow. Any thread may call this."""
         ...
 
     def handling(self) -> AbstractContextManager[None]:
@@ -48,8 +49,8 @@ class Flow(Protocol):
 class Guard:
     """The delivery between a trigger and a consumer.
 
-    It retains the rows of a message until its consumer is done, drops messages with rows that are too old, and is
-    `full` while the limiter does not allow the samples that the consumer takes.
+    It retains the rows of a message until the consumer is done. It drops messages whose rows are too old. It is `full`
+    while the limiter does not allow the consumer to sample.
     """
 
     def __init__(
@@ -66,14 +67,14 @@ class Guard:
         self.takers = [leaf for leaf in by_data if leaf.min_new is None]
         self.samples = samples or int(len(by_data) > len(self.takers))
         self._open: list[Message] = []
-        """Messages that were delivered and are not done."""
+        """Delivered messages that are not done."""
         self._held: dict[Actor, list[int]] = {}
-        """Per actor, the first rows of the windows of these messages."""
+        """For each actor, the first rows of its windows in the open messages."""
         self._delivered = 0
         self._last: tuple[Message, int] | None = None
-        """The last message with rows that this consumer took, and the newest version then."""
+        """The last message with rows that the consumer took, and the newest version at that time."""
         self._gaps: dict[Actor, int] = {}
-        """Per actor, the first row after rows that were dropped instead of delivered."""
+        """For each actor, the first row after rows that were dropped instead of delivered."""
 
     @property
     def full(self) -> bool:
@@ -108,11 +109,11 @@ class Guard:
         return done
 
     def is_stale(self, message: Message) -> bool:
-        """Return whether the message names rows that are too old; always False if the consumer takes no rows."""
+        """Return whether the message names rows that are too old. Always False if the consumer takes no rows."""
         return bool(self.takers) and self._flow.is_stale(message)
 
     def lag(self) -> int | None:
-        """Return how many versions old the oldest rows of the last message were; None if it takes no rows."""
+        """Return the age, in versions, of the oldest rows of the last message; None if the consumer takes no rows."""
         if self._last is None:
             return None
         message, current = self._last
@@ -146,7 +147,7 @@ class Guard:
         return f"{self._consumer} of trigger {message['trigger_id']!r}"
 
     def finished(self) -> list[str]:
-        """Return the trigger ids of the messages that were done since the last call, and free their rows."""
+        """Free the rows of messages that became done since the last call; return the ids of their triggers."""
         found: list[str] = getattr(self._delivery, "finished", list)()
         failed: set[str] = getattr(self._delivery, "failed", set())
         done = [message for name in found for message in self._open if message["message_id"] == name]
@@ -156,10 +157,10 @@ class Guard:
         failed.difference_update(found)
         return [message["trigger_id"] for message in done]
 
-    def _finish(self, message: Message, unhandled: str | None) -> None:
+    def _finish(self, message: Message, unhandled: DropCause | Literal[""] | None) -> None:
         """Free the rows of a done message.
 
-        `unhandled` is the reason if it was not handled: "stale", "cancelled" or "" (the consumer raised); else None.
+        `unhandled` is None if the message was handled; otherwise "stale", "cancelled", or "" if the consumer raised.
         """
         if any(each is message for each in self._open):
             self._open = [each for each in self._open if each is not message]
@@ -178,14 +179,15 @@ class Guard:
             self._flow.ledger.learned()
 
     def skip(self, message: Message) -> None:
-        """Record that the rows of a message are dropped, so that the next rows start after a gap; from any thread."""
+        """Record that the rows of a message are dropped, so that the next rows follow a gap. Any thread may call
+        this."""
         for actor, _, stop in rows_of(message):
             self._gaps[actor] = max(stop, self._gaps.get(actor, 0))
 
     # ---- rows (`row_retention.Holder`) ----
 
     def holds(self, window: Mapping[str, Any], trigger_id: str | None) -> bool:
-        """Return whether a message that is not done names these rows; `trigger_id`: only messages of this trigger."""
+        """Return whether an unfinished message (of `trigger_id`; None: of any trigger) names these rows."""
         return any(
             (each["actor_ids"], each["start"]) == (window["actor_ids"], window["start"])
             for message in tuple(self._open)
@@ -199,7 +201,7 @@ class Guard:
         return [actor for actor, start in pairs if self._gaps.get(actor) == start]
 
     def unread_from(self, actor: int) -> int:
-        """Return the first row of an actor that is in use or that a later message may name."""
+        """Return the first row of an actor that is in use, or that a later message may name."""
         found: list[int] = [*(leaf.next_of(actor) for leaf in self.takers), *self._held.get(actor, ())]
         return min(found)
 
@@ -221,11 +223,11 @@ class ConsumerThread:
 
     def __init__(self, flow: Flow, consumer: Consumer, queue: LocalQueue) -> None:
         self._flow, self._consumer, self.queue = flow, consumer, queue
-        self.unhandled: dict[int, str] = {}
+        self.unhandled: dict[int, DropCause | Literal[""]] = {}
         """By `id(message)`, why messages were not handled."""
         self.guard: Guard | None = None
         self.name = ""
-        """Id of its trigger."""
+        """Id of the consumer's trigger."""
         self._thread: threading.Thread | None = None
 
     def check_ended(self) -> None:
@@ -249,7 +251,8 @@ class ConsumerThread:
                 self._flow.wake()
 
     def _handle(self, message: Message) -> BaseException | None:
-        """Call the consumer unless the message became stale in the queue; return the exception that it raised."""
+        """Call the consumer, unless the message became stale in the queue. Return the exception that it raised, or
+        None."""
         if self.guard is not None and self.guard.is_stale(message):
             self.unhandled[id(message)] = "stale"
             self.guard.skip(message)
@@ -257,18 +260,18 @@ class ConsumerThread:
         try:
             with self._flow.handling():
                 self._consumer(message)
-        except BaseException as error:  # raised in the thread of `run` instead
+        except BaseException as error:  # the thread of `run` raises it
             self.unhandled[id(message)] = ""
             return None if self._flow.buffer.is_halted and isinstance(error, ClosedError) else error
         return None
 
     def close(self, drop: bool) -> None:
-        """Accept no more messages; with `drop`, cancel those in the queue, else let the thread handle them."""
+        """Accept no more messages. With `drop`, cancel queued messages; otherwise the thread still handles them."""
         for message in self.queue.close(drop):
             self.unhandled[id(message)] = "cancelled"
 
     def join(self, deadline: float) -> bool:
-        """Wait until the thread has ended, at most until `deadline` (`time.monotonic`); return whether it has."""
+        """Wait for the end of the thread, at most until `deadline` (`time.monotonic`). Return whether it has ended."""
         if self._thread is None:
             return True
         self._thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
@@ -277,8 +280,8 @@ class ConsumerThread:
     def error(self, waited_s: float) -> FarstepError:
         """Return the error to raise if the thread has not ended `waited_s` seconds after the run."""
         return FarstepError(
-            f"{self} has not returned {waited_s:g} s after the end of the run. Its thread continues, and this workflow "
-            "can run again once it has returned; if it needs longer, raise Workflow(end_s=...)."
+            f"{self} has not returned {waited_s:g} s after the end of the run. Its thread continues. This workflow can "
+            "run again after the consumer has returned. If the consumer needs more time, raise Workflow(end_s=...)."
         )
 
     def __str__(self) -> str:
@@ -286,7 +289,7 @@ class ConsumerThread:
 
 
 class Publisher:
-    """The delivery of `Workflow.publish`: publishes as soon as no consumer is in the middle of an update.
+    """The delivery to `Workflow.publish`: publishes as soon as no consumer is updating the agent.
 
     It runs in the thread of the loop and does not block while it waits for its turn.
     """
@@ -298,7 +301,7 @@ class Publisher:
         self._waiting: list[str] = []
         """Ids of messages that are not done."""
         self._done: list[str] = []
-        """Ids of messages that were done together with a later one and not yet returned by `finished`."""
+        """Ids of messages that became done together with a later message; `finished` has not returned them yet."""
         self._ends = self._drops = False
         self.failed: set[str] = set()
         """Ids of done messages for which nothing was published."""
@@ -329,7 +332,7 @@ class Publisher:
         return done
 
     def _published(self) -> bool:
-        """Publish if it is this publisher's turn, otherwise stay in the queue; return whether it published."""
+        """Publish if it is this publisher's turn; otherwise stay in the queue. Return whether it published."""
         if self._drops:
             self.failed.update(self._waiting)
             return False
@@ -351,11 +354,11 @@ class Publisher:
 
     @property
     def next_check(self) -> float | None:
-        """When the loop must call `finished` even if no other event occurs (`time.monotonic`); None: never."""
+        """When the loop must call `finished` even without another event (`time.monotonic`); None: never."""
         return None if self._turn is None else self._turn.next_check
 
     def close(self, drop: bool) -> None:
-        """End the run: leave the queue of the gate so that consumers can finish; then publish unless `drop`."""
+        """End the run. Leave the queue of the gate so that consumers can finish, then publish unless `drop`."""
         self._ends, self._drops = True, drop
         self._release()
 

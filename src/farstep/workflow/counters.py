@@ -1,4 +1,4 @@
-"""The counters of a workflow in `ClusterEnv.stats`: its buffer, its limiter, its triggers and their consumers."""
+"""The counters of a workflow in `ClusterEnv.stats`: buffer, limiter, triggers and consumers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from farstep.buffer.replay import Buffer
 from farstep.workflow.consumers import Guard
 from farstep.workflow.dispatch import Dispatcher, leaves_of
 from farstep.workflow.ledger import Actor, Ledger
-from farstep.workflow.triggers import DataKeyTrigger
+from farstep.workflow.triggers import DataKeyTrigger, TimeTrigger
 
 
-def buffer_counters(buffer: Buffer) -> dict[str, int]:
-    """Rows in the buffer, rows that fit, and bytes of its arrays."""
-    return {"fill": len(buffer), "capacity": buffer.capacity, "bytes": buffer.nbytes}
+def buffer_counters(buffer: Buffer, full_s: float) -> dict[str, float]:
+    """Rows in the buffer, rows that fit, bytes of its arrays, and seconds for which chunks waited for room.
+
+    Args:
+        buffer: The buffer.
+        full_s: Seconds for which a chunk waited, because consumers had not read the rows that it would overwrite.
+    """
+    return {"fill": len(buffer), "capacity": buffer.capacity, "bytes": buffer.nbytes, "full_s": full_s}
 
 
 def limiter_counters(buffer: Buffer, refused_s: float) -> dict[str, Any]:
@@ -22,7 +27,7 @@ def limiter_counters(buffer: Buffer, refused_s: float) -> dict[str, Any]:
 
     Args:
         buffer: The buffer.
-        refused_s: Seconds for which the limiter has refused the chunk that waits now.
+        refused_s: Seconds for which the limiter has refused the chunk that is waiting now.
     """
     limiter, waited_s = buffer.limiter, buffer.waited_s
     return {
@@ -33,8 +38,10 @@ def limiter_counters(buffer: Buffer, refused_s: float) -> dict[str, Any]:
 
 def trigger_counters(
     dispatcher: Dispatcher, guards: Iterable[tuple[str, Guard]], ledger: Ledger, num_envs: Mapping[Actor, int]
-) -> dict[str, dict[str, int | None]]:
-    """Per trigger: how often it fired, rows that it has not consumed yet, messages not done, lag of its consumer.
+) -> dict[str, dict[str, Any]]:
+    """For each trigger: number of firings, unconsumed rows, unfinished messages, and the lag of its consumer.
+
+    `waits_for` is the trigger as text; None if part of it is a `TimeTrigger`, which may be far from its next firing.
 
     Args:
         dispatcher: Evaluates the triggers.
@@ -42,14 +49,16 @@ def trigger_counters(
         ledger: The counters that triggers read.
         num_envs: The number of environments of each actor.
     """
-    found: dict[str, dict[str, int | None]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, guard in guards:
-        leaves = [leaf for leaf in leaves_of(dispatcher.trigger(name)) if isinstance(leaf, DataKeyTrigger)]
+        trigger = dispatcher.trigger(name)
+        leaves = [leaf for leaf in leaves_of(trigger) if isinstance(leaf, DataKeyTrigger)]
         pending = [steps * num_envs[actor] for leaf in leaves for actor, steps in leaf.pending(ledger).items()]
         found[name] = {
             "fired": dispatcher.fired(name),
             "pending_rows": sum(pending) if leaves else None,
             "outstanding": dispatcher.outstanding(name),
             "lag": guard.lag(),
+            "waits_for": None if any(isinstance(leaf, TimeTrigger) for leaf in leaves_of(trigger)) else repr(trigger),
         }
     return found

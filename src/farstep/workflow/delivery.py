@@ -1,8 +1,9 @@
-"""Deliveries: how a trigger's message reaches its consumer, by a call, in a thread or in another process.
+"""Deliveries: they bring a trigger's message to its consumer by a call, in a thread or in another process.
 
     Dispatcher ─ delivery(message) ─ ... ─ take() ─ consumer ─ done(message) ─ ... ─ delivery.finished()
 
-A delivery returns True if the message is done, and False if `finished` will report it later. All waits are bounded.
+A delivery returns True if the message is done, and False if `finished` will report it later. All waits have a time
+limit.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from farstep.wire.keys import KeyPair
 from farstep.wire.messages import decoded
 from farstep.workflow.dispatch import Message
 
-_PING_S = 0.5  # a dead receiver is detected only by sending to it
+_PING_S = 0.5  # only sending to a receiver detects that it is dead
 _SEND_S = 2.0
 _CLOSE_MS = 1000
 _MESSAGE, _PING, _BYE = b"M", b"P", b"B"
@@ -55,24 +56,24 @@ class Direct:
 
 
 class MessageObserver(Protocol):
-    """Receives a call when a thread starts to handle a message and when it has finished (see `consumers.Guard`)."""
+    """Notified when a thread starts to handle a message, and when it has finished (see `consumers.Guard`)."""
 
     def begin(self, message: Message) -> None:
         """Handle the start of a message in the calling thread."""
         ...
 
     def end(self, message: Message, raised: bool) -> None:
-        """Handle the end of a message, which raised or not."""
+        """Handle the end of a message; `raised`: whether handling it raised."""
         ...
 
 
 class LocalQueue:
-    """A queue of messages for consumer threads of this process; each message goes to one thread.
+    """A queue of messages for consumer threads of this process. Each message goes to one thread.
 
     The consumer calls `take`, handles the message and calls `done`.
 
     Args:
-        maxsize: Largest number of messages that no thread has taken yet; at least 1, default 1.
+        maxsize: Maximum number of queued messages that no thread has taken yet; at least 1, default 1.
 
     Raises:
         ConfigError: `maxsize` is not an integer of at least 1.
@@ -105,7 +106,7 @@ class LocalQueue:
             message: The message.
 
         Returns:
-            False: `finished` reports when it is done.
+            Always False: `finished` reports later that the message is done.
 
         Raises:
             DeliveryError: The queue is `full`.
@@ -130,7 +131,7 @@ class LocalQueue:
             timeout_s: Seconds to wait for a message.
 
         Returns:
-            The message, or None if the time is over.
+            The message, or None after `timeout_s` seconds.
 
         Raises:
             ClosedError: The queue is closed and empty.
@@ -152,7 +153,7 @@ class LocalQueue:
 
         Args:
             message: The message that `take` returned.
-            error: What handling it raised; default: it succeeded.
+            error: The exception that handling the message raised; None (default) if it succeeded.
         """
         if self.observer is not None:
             self.observer.end(message, error is not None)
@@ -168,10 +169,10 @@ class LocalQueue:
         """Return the messages that were done since the last call.
 
         Args:
-            timeout_s: Seconds to wait for a message to be done if there are outstanding ones; default: 0.
+            timeout_s: Seconds to wait if messages are outstanding and none is done; default 0.
 
         Returns:
-            Their ids: `message_id`, or `trigger_id` if they have none.
+            The ids of the done messages: `message_id`, or `trigger_id` for a message without an id.
 
         Raises:
             BaseException: The exception of a consumer, one per call.
@@ -191,7 +192,7 @@ class LocalQueue:
         """Accept no more messages; `take` raises `ClosedError` once the queue is empty.
 
         Args:
-            drop: Whether to remove the messages in the queue, which then count as done.
+            drop: Whether to remove queued messages; they then count as done.
 
         Returns:
             The removed messages.
@@ -224,11 +225,11 @@ _report: msgspec.msgpack.Decoder[_Report] = msgspec.msgpack.Decoder(_Report)
 
 
 class ZmqSender:
-    """Sends messages to one consumer in another process of this host, which uses a `ZmqReceiver`.
+    """Sends messages to one consumer in another process of this host. That process uses a `ZmqReceiver`.
 
-    Give `sender.invitation` to the other process: it contains the only key that is admitted, so use a private channel
-    such as a pipe, not a command line. Call a sender from one thread only. The receiver may take any time to handle a
-    message, but it must be connected within `connect_s` and stay connected until the message is done; otherwise
+    Give `sender.invitation` to the other process. It contains the only key that is admitted, so use a private channel
+    such as a pipe, not a command line. Use a sender in only one thread. The receiver may take any time to handle a
+    message, but it must connect within `connect_s` seconds and stay connected until the message is done. Otherwise
     `finished` raises `DeliveryError`.
 
     Args:
@@ -260,7 +261,7 @@ class ZmqSender:
             self._hub = Hub(_checked(endpoint), most_bytes=Limits.HEADER_BYTES)
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"cannot listen at {endpoint}: {error}. If it is in use, choose another one, or endpoint=None."
+                f"cannot listen at {endpoint}: {error}. If the address is in use, choose another, or endpoint=None."
             ) from error
         pair = self._hub.admit(0, 0)
         self._poll = select.poll()
@@ -281,7 +282,7 @@ class ZmqSender:
             message: The message: plain data and arrays.
 
         Returns:
-            False: `finished` reports when it is done.
+            Always False: `finished` reports later that the message is done.
 
         Raises:
             WireError: The message has values that cannot be sent.
@@ -296,7 +297,7 @@ class ZmqSender:
         return False
 
     def _send_unsent(self) -> None:
-        """Send the messages that waited for a receiver, if one is connected."""
+        """If a receiver is connected, send the messages that waited for it."""
         while self._unsent and self._session and self._sent([_MESSAGE, self._unsent[0][2]]):
             self._unsent.popleft()
 
@@ -321,10 +322,10 @@ class ZmqSender:
         """Return the messages that were done since the last call.
 
         Args:
-            timeout_s: Seconds to wait for a message to be done if there are outstanding ones; default: 0.
+            timeout_s: Seconds to wait if messages are outstanding and none is done; default 0.
 
         Returns:
-            Their ids: `message_id`, or `trigger_id` if they have none.
+            The ids of the done messages: `message_id`, or `trigger_id` for a message without an id.
 
         Raises:
             DeliveryError: A consumer raised (with its traceback), or the receiver ended before a message was done.
@@ -344,7 +345,7 @@ class ZmqSender:
         return done
 
     def _serve(self, timeout_s: float) -> None:
-        """Process the reports of receivers; if there are none, wait up to `timeout_s` for one."""
+        """Process the receiver's reports; if there are none, wait up to `timeout_s` seconds for one."""
         if not self._drain() and timeout_s > 0:
             self._poll.poll(timeout_s * 1000)
             self._drain()
@@ -381,7 +382,7 @@ class ZmqSender:
                 )
 
     def _check_alive(self) -> None:
-        """Ping the receiver every `_PING_S` seconds; raise `DeliveryError` if it ended with messages outstanding."""
+        """Ping the receiver every `_PING_S` seconds. Raise `DeliveryError` if it ended with messages outstanding."""
         now = time.monotonic()
         if not self._session:
             self._fail_sent("has ended")
@@ -390,11 +391,11 @@ class ZmqSender:
             return
         self._pinged = now
         if not self._sent([_PING]):
-            self._serve(0)  # reports that it sent before it ended
+            self._serve(0)  # process reports that it sent before it ended
             self._fail_sent("has ended")
 
     def _sent(self, frames: list[bytes]) -> bool:
-        """Send to the receiver and return whether that worked; otherwise wait for the hello of another receiver."""
+        """Send to the receiver. Return False if this fails; the sender then waits for the hello of another receiver."""
         if self._hub.send(0, frames):
             return True
         self._ended, self._session = bool(self._session) or self._ended, ""
@@ -409,8 +410,8 @@ class ZmqSender:
             self.failed.update(lost)
             raise DeliveryError(
                 f"the receiver at {self._hub.address} {how} before it was done with messages of "
-                f"{', '.join(map(_trigger_of, lost))}; see its output for the reason, and send them again to a new "
-                "receiver if they matter."
+                f"{', '.join(map(_trigger_of, lost))}; see its output for the reason. If these messages matter, send "
+                "them again to a new receiver."
             )
 
     def close(self) -> None:
@@ -438,8 +439,8 @@ class ZmqReceiver:
         if not isinstance(invitation, Mapping) or not all(isinstance(invitation.get(key), str) for key in known):
             what = sorted(map(str, invitation)) if isinstance(invitation, Mapping) else invitation
             raise ConfigError(
-                f"ZmqReceiver got {what}; expected a sender's invitation, with {', '.join(known)}: pass on "
-                "sender.invitation as it is, e.g. as JSON on the process's standard input."
+                f"ZmqReceiver got {what}; expected a sender's invitation, with {', '.join(known)}: pass "
+                "sender.invitation unchanged, e.g. as JSON on the process's standard input."
             )
         pair = KeyPair(invitation["public"].encode(), invitation["secret"].encode())
         self._session, self._closed, self._address = os.urandom(8).hex(), False, invitation["address"]
@@ -454,7 +455,7 @@ class ZmqReceiver:
             timeout_s: Seconds to wait for a message.
 
         Returns:
-            The message, or None if the time is over.
+            The message, or None after `timeout_s` seconds.
 
         Raises:
             ClosedError: The sender or this receiver is closed.
@@ -477,7 +478,8 @@ class ZmqReceiver:
 
         Args:
             message: The message that `take` returned.
-            error: What handling it raised, sent with its traceback; default: it succeeded.
+            error: The exception that handling the message raised, sent with its traceback; None (default) if it
+                succeeded.
 
         Raises:
             DeliveryError: The sender does not respond.
@@ -512,7 +514,7 @@ class ZmqReceiver:
 
 
 def _id_of(message: Message) -> str:
-    """Return the id that reports of a message use: its own, or its trigger's if it has none."""
+    """Return the id of a message in reports: its own id, or the id of its trigger if it has none."""
     return str(message.get("message_id") or message.get("trigger_id", ""))
 
 

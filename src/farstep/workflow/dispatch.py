@@ -3,7 +3,7 @@
     Ledger changes ─ Dispatcher.check: trigger.ready? ─ trigger.consume ─ delivery(message) ─ ... ─ done
 
 A trigger tests (`ready`) and commits (`consume`) in separate calls, so that `a & b` consumes from both or from neither.
-Nothing here blocks or reads a clock.
+This module neither blocks nor reads a clock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Message = Mapping[str, Any]
 class LazyMessage(Mapping[str, Any]):
     """A message that computes the list of all actors' steps only when a consumer reads it.
 
-    Computing it takes time in proportion to the number of actors, and consumers that sample rarely read it.
+    Computing this list takes time in proportion to the number of actors, and consumers that sample rarely read it.
     """
 
     COLUMNS = ("actor_ids", "start", "versions")
@@ -33,7 +33,7 @@ class LazyMessage(Mapping[str, Any]):
 
         Args:
             entries: All other entries.
-            columns: Returns the entries of `COLUMNS`; every call must return the same ones.
+            columns: Returns the entries of `COLUMNS`; every call must return the same entries.
         """
         self._entries, self._columns = entries, columns
 
@@ -65,22 +65,22 @@ def extended(message: Message, **more: object) -> Message:
 
 
 class Delivery(Protocol):
-    """Delivers a message to its consumer: a function of the message, or an object with optional further members.
+    """Delivers a message to its consumer. A delivery is a function of the message, or an object with further members.
 
-    Calling it returns False if the consumer handles the message later, and anything else if the message is done.
+    A call returns False if the consumer handles the message later. Any other value means that the message is done.
 
     Optional members:
-        finished() -> list[str]: Ids of the messages that were done since the last call; raises the error of one that
-            failed. Without it, the consumer must call `Dispatcher.done`.
-        failed: set[str]: Ids of done messages whose consumer raised or never handled them.
-        full: bool: Whether it cannot take another message now.
+        finished() -> list[str]: Ids of the messages that became done since the last call; raises the error of a message
+        that failed. Without this method, the consumer must call `Dispatcher.done`.
+        failed: set[str]: Ids of done messages that were not handled, or whose consumer raised.
+        full: bool: Whether the delivery cannot take another message now.
     """
 
     def __call__(self, message: Message, /) -> bool | None: ...
 
 
 class Trigger:
-    """Base class of triggers; your own trigger needs only `ready`.
+    """Base class of triggers. Your own trigger must define only `ready`.
 
     A trigger that does not override `consume` fires at most once per change of the ledger. `a & b` fires when both are
     ready, `a | b` when one of them is.
@@ -105,9 +105,9 @@ class Trigger:
 
         Args:
             state: The ledger that `ready` was called with.
-            message: What `ready` returned.
+            message: The message that `ready` returned.
         """
-        object.__setattr__(self, "_fired_at", state.changes)  # works for frozen dataclasses, too
+        object.__setattr__(self, "_fired_at", state.changes)  # also works for frozen dataclasses
 
     def deadline(self, state: Ledger) -> float | None:
         """Return when the trigger may become ready without any other change of the ledger.
@@ -155,8 +155,8 @@ class _Joined(Trigger):
 class AllOf(_Joined):
     """`a & b`: fires when all parts are ready, and consumes from all of them.
 
-    `message["all"]` is the list of their messages. A part without its own `consume` acts as a gate: it must be ready,
-    but does not count as fired.
+    `message["all"]` is the list of the parts' messages. A part without its own `consume` acts as a gate: it must be
+    ready, but does not count as fired.
 
     Args:
         parts: The triggers.
@@ -187,9 +187,10 @@ class AllOf(_Joined):
 
 
 class AnyOf(_Joined):
-    """`a | b`: fires when one of the parts is ready, and consumes only from that one.
+    """`a | b`: fires when one of the parts is ready, and consumes only from this part.
 
-    The message is that of the part, and `message["any"]` is the index of the part. Ready parts take turns.
+    The message is the message of the ready part, plus the index of this part as `message["any"]`. Ready parts take
+    turns.
 
     Args:
         parts: The triggers.
@@ -231,7 +232,8 @@ class _Entry:
 
 
 class Dispatcher:
-    """Evaluates triggers and delivers their messages, in rounds in which each trigger fires at most once."""
+    """Evaluates triggers and delivers their messages. It works in rounds; in a round, each trigger fires at most
+    once."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
@@ -243,9 +245,9 @@ class Dispatcher:
         """Register a trigger.
 
         Args:
-            trigger: The trigger; it and its parts can be registered only once.
+            trigger: The trigger. A trigger, and each part of it, can be registered only once.
             delivery: Delivers its messages.
-            trigger_id: Its id in messages; default: its class and a number, e.g. `TimeTrigger-1`.
+            trigger_id: Id of the trigger in messages; default: its class and a number, e.g. `TimeTrigger-1`.
             max_outstanding: The trigger does not fire while this many of its messages are not done.
 
         Returns:
@@ -266,7 +268,7 @@ class Dispatcher:
         for leaf in leaves_of(trigger):
             if leaf._registered or any(leaf is other for other in seen):
                 raise ConfigError(
-                    f"{leaf!r} is already registered; a trigger counts what it consumed, so create another one."
+                    f"{leaf!r} is already registered; a trigger counts what it has consumed, so create another trigger."
                 )
             seen.append(leaf)
         for leaf in seen:
@@ -288,9 +290,9 @@ class Dispatcher:
                 leaf.resume(state, paused_s)
 
     def check(self, state: Ledger) -> list[Message]:
-        """Fire triggers until none is ready, or the ready ones have `max_outstanding` messages.
+        """Fire triggers until none is ready, or all ready triggers have `max_outstanding` messages.
 
-        If a delivery calls it, it does nothing: the outer call processes the change.
+        If a delivery calls this method, it does nothing, because the outer call processes the change.
 
         Args:
             state: The ledger.
@@ -321,7 +323,7 @@ class Dispatcher:
             entry.trigger.consume(state, message)
             message = extended(message, trigger_id=entry.trigger_id)
             entry.fired += 1
-            entry.outstanding += 1  # count it first: it may be done before the delivery returns
+            entry.outstanding += 1  # count before the delivery, because the message may be done when it returns
             later = False
             try:
                 later = entry.delivery(message) is False
@@ -338,7 +340,7 @@ class Dispatcher:
             self.done(trigger_id)
 
     def settle(self) -> list[BaseException]:
-        """Record which messages are done, without firing; return the errors of their consumers."""
+        """Record which messages are done, without firing. Return the errors of their consumers."""
         errors: list[BaseException] = []
         for entry in self._entries.values():
             for _ in range(entry.outstanding + 1):  # `finished` raises one error at a time
@@ -366,7 +368,7 @@ class Dispatcher:
         entry.outstanding -= 1
 
     def outstanding(self, trigger_id: str | None = None) -> int:
-        """Return the number of messages that were delivered and are not done.
+        """Return the number of delivered messages that are not done.
 
         Args:
             trigger_id: Count only messages of this trigger; default: of all triggers.
@@ -399,7 +401,7 @@ class Dispatcher:
         return self._entries[trigger_id].trigger
 
     def deadline(self, state: Ledger) -> float | None:
-        """Return when to call `Ledger.tick` and `check` again if nothing else changes.
+        """Return when to call `Ledger.tick` and `check` again if no other event occurs.
 
         Args:
             state: The ledger.
@@ -433,14 +435,14 @@ def _evaluate(trigger: Trigger, state: Ledger) -> Message | None:
 
 
 def _settle(trigger: Trigger, changes: int, state: Ledger) -> None:
-    """Keep a trigger without its own `consume` from firing again for changes that its own message caused."""
+    """Prevent a trigger without its own `consume` from firing again for changes that its own message caused."""
     for leaf in leaves_of(trigger):
         if leaf._fired_at == changes:
             object.__setattr__(leaf, "_fired_at", state.changes)
 
 
 def leaves_of(trigger: Trigger) -> Iterator[Trigger]:
-    """Yield the triggers that `&` and `|` combine, or the trigger itself."""
+    """Yield the triggers that `&` and `|` combine; for a simple trigger, the trigger itself."""
     if isinstance(trigger, _Joined):
         for part in trigger.parts:
             yield from leaves_of(part)

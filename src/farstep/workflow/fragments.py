@@ -1,4 +1,4 @@
-"""Fragments: windows for which a `DataKeyTrigger` with stages has fired the first stage, but not the last one."""
+"""Fragments: windows of a `DataKeyTrigger` with stages whose first stage has fired, but not the last stage."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Fragment:
 
     number: int
     starts: dict[Actor, int]
-    """Per actor, the first step of its window."""
+    """For each actor, the first step of its window."""
     stage: int = 1
     missing: set[Actor] = field(default_factory=set)
-    """Actors that have not written all keys of the stage, as far as is known."""
+    """Actors that have not written all keys of the stage, as of the last `update`."""
     queued: bool = False
-    """Whether the queue of `Fragments` has an entry for it."""
+    """Whether the queue of `Fragments` has an entry for this fragment."""
 
 
 class Fragments:
@@ -34,7 +34,7 @@ class Fragments:
         self._open: dict[int, Fragment] = {}
         self._of: dict[Actor, dict[int, Fragment]] = {}
         self._queue: list[int] = []
-        """A heap of the numbers of fragments whose stage is ready to fire; entries may be stale."""
+        """A heap with the numbers of fragments whose stage is ready to fire. Entries may be outdated."""
 
     def __bool__(self) -> bool:
         return bool(self._open)
@@ -52,7 +52,7 @@ class Fragments:
         return list(self._of.get(actor, {}).values())
 
     def update(self, state: Ledger, actor: Actor) -> None:
-        """Check the fragments of an actor again, after its steps or the stage of a fragment have changed."""
+        """Check the fragments of an actor again, after its steps or the stage of a fragment changed."""
         for fragment in self._of.get(actor, {}).values():
             if state.written(actor, self._stages[fragment.stage]) < fragment.starts[actor] + self._size:
                 fragment.missing.add(actor)
@@ -74,7 +74,7 @@ class Fragments:
         return None
 
     def set_stage(self, fragment: Fragment, stage: int) -> Iterable[Actor]:
-        """Set the stage to fire next, or remove the fragment after its last stage; return the actors to update."""
+        """Set the stage to fire next, or remove the fragment after its last stage. Return the actors to update."""
         fragment.stage, fragment.missing = stage, set(fragment.starts)
         if stage < len(self._stages):
             return list(fragment.starts)
@@ -84,7 +84,7 @@ class Fragments:
         return ()
 
     def remove_actor(self, fragment: Fragment, actor: Actor) -> None:
-        """Remove an actor from a fragment, and the fragment if that was its last actor."""
+        """Remove an actor from a fragment. If it was the last actor, remove the fragment."""
         del fragment.starts[actor]
         fragment.missing.discard(actor)
         self._unlink(fragment, actor)

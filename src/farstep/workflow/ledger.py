@@ -1,4 +1,4 @@
-"""The state that triggers test: steps written, versions published, updates made, time passed.
+"""The state that triggers test: written steps, published versions, updates and time.
 
 Steps are counted per actor and key, from 0. A ledger is used by one thread, and its clock advances only by `tick`.
 """
@@ -13,9 +13,9 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from farstep.errors import ConfigError, unknown_name
 
 Actor = Hashable
-"""Id of an actor, e.g. the number of a worker; messages to other processes need ids of plain data."""
+"""Id of an actor, e.g. the index of a worker. In messages to other processes, ids must be plain data."""
 Span = tuple[int, int]
-"""The oldest and the newest version of some steps."""
+"""The oldest and the newest version among some steps."""
 
 _HISTORY = 2048  # writes kept individually per actor and key; older ones are merged
 
@@ -49,7 +49,7 @@ class _Track:
             del each[beyond]
 
     def arrival_of(self, steps: int) -> int:
-        """Return the change (`Ledger.changes`) by which the first `steps` steps were written."""
+        """Return the value of `Ledger.changes` at which the first `steps` steps were complete."""
         return self._arrivals[bisect_left(self._ends, steps)]
 
     def span(self, start: int, stop: int) -> Span:
@@ -58,10 +58,11 @@ class _Track:
 
 
 class Ledger:
-    """Steps written, versions published, updates made and time passed in a workflow.
+    """Written steps, published versions, updates and time of a workflow.
 
     Args:
-        keys: Names of all arrays of a row. Without names, every write is of all keys, and triggers may name any key.
+        keys: Names of all arrays of a row. Without names, every write counts for all keys, and triggers may name any
+            key.
         now: The time now, in seconds on the caller's clock.
     """
 
@@ -72,14 +73,14 @@ class Ledger:
         self.started = self.now = now
         """Time of creation and time now, in seconds on the caller's clock."""
         self.env_steps = 0
-        """Steps of single environments that were written with all keys."""
+        """Number of steps of single environments for which all keys were written."""
         self.learner_steps = 0
-        """Updates of the learner."""
+        """Number of updates of the learner."""
         self.versions: dict[str, int] = {}
         """The newest version of every published object."""
         self._tracks: dict[Actor, dict[str, _Track]] = {}  # by key; only "" while all keys have the same steps
         self._touched: dict[Actor, int] = {}
-        """Per actor, its last change; in order of change."""
+        """For each actor, its last change, in the order of changes."""
         self.present: frozenset[Actor] | None = None
         """The actors that `DataKeyTrigger(n="all")` waits for; None: `members` was not called."""
         self.quorum = 1
@@ -95,7 +96,7 @@ class Ledger:
         Args:
             actor: The actor.
             steps: Number of steps, at least 1.
-            version: The version that acted, or the oldest and the newest one.
+            version: The version that acted, or the oldest and the newest of several versions.
             keys: The keys that were written; default: all.
             envs: Environments per step; default: 1.
 
@@ -106,7 +107,8 @@ class Ledger:
             raise ConfigError(f"{actor!r} wrote {steps} steps of {envs} environments; expected at least 1 of each.")
         if keys is not None and not self.keys:
             raise ConfigError(
-                f"only the keys {list(keys)} were written, but the ledger does not know all keys: Ledger(keys=[...])."
+                f"only the keys {list(keys)} were written, but the ledger does not know all keys; use "
+                "Ledger(keys=[...])."
             )
         self._known(keys)
         tracks = self._tracks.setdefault(actor, {"": _Track()})
@@ -119,7 +121,7 @@ class Ledger:
         self.env_steps += (self.written(actor) - before) * envs
 
     def withdrew(self, actor: Actor) -> None:
-        """Remove the steps of an actor that were written on some keys but not on all, because they were lost.
+        """Remove the incomplete steps of an actor, which have only some of the keys, because they were lost.
 
         Args:
             actor: The actor.
@@ -147,7 +149,7 @@ class Ledger:
             self.changes += 1
 
     def published(self, name: str, version: int) -> None:
-        """Record the version of a published object; ignored unless it is newer.
+        """Record the version of a published object. An older version is ignored.
 
         Args:
             name: Name of the object.
@@ -202,7 +204,7 @@ class Ledger:
 
         Args:
             actor: The actor.
-            keys: Count only steps that were written on all of these keys; default: all keys.
+            keys: Count only steps for which all of these keys were written; default: all keys.
 
         Returns:
             The number of steps; 0 for an unknown actor.
@@ -218,7 +220,7 @@ class Ledger:
         Args:
             actor: The actor.
             steps: Number of steps, counted from 0.
-            keys: Count only steps that were written on all of these keys; default: all keys.
+            keys: Count only steps for which all of these keys were written; default: all keys.
 
         Returns:
             The value of `changes` after the write that reached this number; None if it was not reached yet.
@@ -237,8 +239,8 @@ class Ledger:
         Args:
             actor: The actor.
             start: The first step.
-            stop: The step after the last; all steps before it must be written.
-            keys: Keys on which they are written; default: all keys.
+            stop: The step after the last step; all earlier steps must be written.
+            keys: Use the versions of these keys; default: all keys.
 
         Returns:
             The oldest and the newest version.
@@ -250,7 +252,7 @@ class Ledger:
         return [tracks[""]] if "" in tracks else [tracks[name] for name in known]
 
     def _known(self, keys: Sequence[str] | None) -> Sequence[str]:
-        """Return these keys, or all for None; raise `ConfigError` for an unknown one."""
+        """Return these keys, or all keys for None. Raise `ConfigError` for an unknown key."""
         if keys is None or not self.keys:
             return self.keys
         for key in keys:

@@ -1,11 +1,11 @@
-"""The model block: named, versioned objects in shared memory (parameters, a noise scale, ...), published atomically.
+"""The model block: named, versioned objects in shared memory (parameters, a noise scale, ...).
 
-An object is an array, or mappings with strings as keys, tuples and lists of arrays. Torch tensors, e.g. of a
-`state_dict`, are read back as NumPy arrays, and lists as tuples.
+An object is an array, or arrays nested in mappings with string keys, tuples and lists. Readers get torch tensors, e.g.
+of a `state_dict`, as NumPy arrays, and lists as tuples.
 
-The memory starts with a description of the arrays, followed by two copies of them. A new version overwrites the older
-copy, then stamps it, then becomes the current one. A reader copies the current version and checks the stamp again. A
-reader in any process thus gets one version and never parts of two, even if the writer dies while writing.
+The memory holds a description of the arrays, then two copies of the arrays. To publish a version, the writer overwrites
+the older copy, stamps it, and makes it current. A reader copies the current version, then checks the stamp again. A
+reader in any process therefore gets one whole version, even if the writer dies while writing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Description(msgspec.Struct):
 
 
 class SharedObject:
-    """One object: the process that created it publishes versions; others `attach` and read."""
+    """One object. The process that created it publishes versions; other processes `attach` and read."""
 
     def __init__(self, memory: SharedMemory, schema: Schema, structure: Structure) -> None:
         self._memory, self._schema, self._structure = memory, schema, structure
@@ -52,7 +52,7 @@ class SharedObject:
 
     @classmethod
     def create(cls, value: Nested) -> SharedObject:
-        """Allocate memory for values like `value`, without publishing it.
+        """Allocate memory for values like `value`, without publishing `value`.
 
         Args:
             value: A value with the nesting, shapes and dtypes of all versions.
@@ -72,10 +72,10 @@ class SharedObject:
 
     @classmethod
     def attach(cls, path: str | Path) -> SharedObject:
-        """Map the object of another process of this host; nothing in the memory is executed.
+        """Map the object of another process of this host. No code from the memory is executed.
 
         Args:
-            path: `path` of the object in the other process.
+            path: The attribute `path` of the object in the other process.
 
         Returns:
             The same object, for reading.
@@ -106,12 +106,12 @@ class SharedObject:
 
     @property
     def path(self) -> str:
-        """Path of the memory for other processes of this user, valid while this process lives."""
+        """Path of the memory, for other processes of this user. Valid while this process lives."""
         return f"/proc/{os.getpid()}/fd/{self._memory.fd}"
 
     @property
     def version(self) -> int:
-        """The newest version; -1: none was published."""
+        """The newest version; -1 if none was published."""
         return int(self._words[2])
 
     def publish(self, value: Nested) -> int:
@@ -129,8 +129,8 @@ class SharedObject:
         """
         if os.getpid() != self._pid:
             raise ClosedError(
-                f"this object belongs to process {self._pid}; its fork {os.getpid()} can read it, but must publish "
-                "under another name."
+                f"this object belongs to process {self._pid}; its fork {os.getpid()} can read the object, but must "
+                "publish under another name."
             )
         schema, structure, arrays = _flattened(value)
         found = differences(self._schema, schema)
@@ -157,7 +157,7 @@ class SharedObject:
 
         Raises:
             ConfigError: No version was published yet.
-            BufferTimeout: For 10 s every copy was overwritten by newer versions while it was read.
+            BufferTimeout: For 10 s, newer versions overwrote every copy while it was read.
         """
         deadline = time.monotonic() + _READ_S
         while True:
@@ -170,7 +170,7 @@ class SharedObject:
             if self._words[_WORDS + version % 2] == version:
                 return version, nest(self._structure, copies)
             if time.monotonic() > deadline:
-                raise BufferTimeout(f"an object was published faster than it can be read, for {_READ_S:g} s.")
+                raise BufferTimeout(f"for {_READ_S:g} s, an object was published faster than it could be read.")
 
     def close(self) -> None:
         """Close the memory."""
@@ -189,17 +189,17 @@ class ModelBlock:
 
         Args:
             name: Its name.
-            value: A number, an array, a torch tensor, or mappings with strings as keys, tuples and lists of these; with
-                the same nesting, shapes and dtypes for every version.
+            value: A number, an array, a torch tensor, or mappings with string keys, tuples and lists of these. All
+                versions must have the same nesting, shapes and dtypes.
 
         Returns:
             The version: 0, 1, 2, ...
 
         Raises:
-            ConfigError: A part of `value` is not an array of numbers, or differs in nesting, shape or dtype from the
-                versions before.
+            ConfigError: A part of `value` is not an array of numbers, or its nesting, shape or dtype differs from
+                earlier versions.
         """
-        if hasattr(value, "__next__"):  # e.g. network.parameters(), which can be iterated only once
+        if hasattr(value, "__next__"):  # e.g. network.parameters(): can be iterated only once
             value = list(value)
         with self._making:
             if name not in self._objects:

@@ -1,8 +1,8 @@
-"""Parts of chunks that are still arriving, for triggers that need only some keys (dual-stage pipeline of ARTOS).
+"""Stores parts of incomplete chunks, for triggers that need only some keys (dual-stage pipeline of ARTOS).
 
-Rows are inserted into the buffer when their chunk is complete. Until then, copies of the arrays that arrived ahead are
-kept here, and the ledger counts their steps for their keys. If the chunk is lost, these steps are withdrawn from the
-ledger, and the arrays arrive again with another chunk.
+Rows are inserted into the buffer when their chunk is complete. Until then, this module keeps copies of the arrays that
+have arrived, and the ledger counts their steps for their keys. If the chunk is lost, its steps are withdrawn from the
+ledger; another chunk brings the arrays again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Chunk:
 
     ticket: int
     key: int
-    """Consecutive for chunks that follow each other without a gap."""
+    """Successive chunks without a gap have consecutive keys."""
     version: int
     batch: Batch
     start: int = 0
@@ -32,20 +32,22 @@ class _Chunk:
 
 
 class PartialChunks:
-    """The incomplete chunks of all actors; each is as long as the windows of `triggers`."""
+    """The incomplete chunks of all actors. Each chunk is as long as the windows of `triggers`."""
 
     def __init__(self, ledger: Ledger, triggers: Sequence[DataKeyTrigger]) -> None:
         self._ledger, self._triggers = ledger, triggers
         self._chunks: dict[int, list[_Chunk]] = {}
 
     def add(self, actor: int, ticket: int, key: int, version: int, batch: Batch) -> None:
-        """Add arrays of an actor's chunk; `batch` has all arrays of the chunk so far and must not change."""
+        """Add arrays of an actor's chunk. `batch` has all arrays of the chunk so far, and must not change."""
         chunks = self._chunks.setdefault(actor, [])
-        if any(each.ticket == ticket and each.key != key for each in chunks):  # the worker repeats the ticket's chunk
+        if any(
+            each.ticket == ticket and each.key != key for each in chunks
+        ):  # the worker rolls the chunk of this ticket again
             self._withdraw(actor, [each for each in chunks if each.ticket != ticket])
             chunks = self._chunks[actor]
         before = [each for each in chunks if each.ticket != ticket]
-        if before:  # the chunk before is incomplete, too
+        if before:  # the previous chunk is also incomplete
             batch = replace(batch, continues=np.full(len(batch.slots), before[-1].key == key - 1))
         if len(before) < len(chunks):
             chunks[-1].batch = batch
@@ -54,11 +56,11 @@ class PartialChunks:
         self._record(actor, chunks[-1])
 
     def _record(self, actor: int, chunk: _Chunk) -> None:
-        """Count the steps of a chunk in the ledger, for the keys that are new."""
+        """Count the steps of a chunk in the ledger, for newly arrived keys."""
         steps, _ = chunk.batch.shape
         chunk.start = self._ledger.written(actor) + steps * self._chunks[actor].index(chunk)
         new = [name for name in chunk.batch.arrays if name not in chunk.recorded]
-        # Steps that are counted for all keys must be in the buffer, so the last keys are recorded by `stored`.
+        # Steps with all keys must be in the buffer, so `stored` records the last keys.
         if new and len(chunk.recorded) + len(new) < len(self._ledger.keys):
             chunk.recorded.update(new)
             self._ledger.wrote(actor, steps, chunk.version, new)
@@ -79,7 +81,7 @@ class PartialChunks:
         self.void([(actor, each.ticket) for actor, chunks in self._chunks.items() for each in chunks])
 
     def _withdraw(self, actor: int, left: list[_Chunk]) -> None:
-        """Withdraw the incomplete steps of an actor from the ledger, and record those of the chunks that are left."""
+        """Withdraw the incomplete steps of an actor from the ledger, then record the steps of the chunks in `left`."""
         self._ledger.withdrew(actor)
         for trigger in self._triggers:
             trigger.withdrew(self._ledger, actor)
@@ -89,7 +91,7 @@ class PartialChunks:
             self._record(actor, chunk)
 
     def stored(self, actor: int, ticket: int) -> list[str] | None:
-        """Forget a chunk that is now in the buffer; return its keys that are not recorded yet (None: all)."""
+        """Forget a chunk that is now in the buffer. Return the keys that are not recorded yet (None: all)."""
         chunks = self._chunks.get(actor)
         if not chunks:
             return None

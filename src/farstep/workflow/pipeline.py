@@ -1,4 +1,4 @@
-"""The mini-batch pipeline: a learner computes gradients of the first workers' chunks while others are still arriving.
+"""The mini-batch pipeline: a learner computes gradients for the first chunks while other chunks still arrive.
 
     for minibatch in minibatches(env.parts(agent, steps=128), env.num_envs, mode="accumulate"):
         (loss(minibatch.batch) * minibatch.weight).backward()
@@ -6,7 +6,7 @@
             optimizer.step()
             optimizer.zero_grad()
 
-It does not depend on a framework: the caller computes gradients and steps the optimiser.
+It is independent of the framework: the caller computes gradients and steps the optimizer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Minibatch:
     weight: float
     """Factor for the loss of this mini-batch."""
     step: bool
-    """Whether the optimiser steps after this mini-batch."""
+    """Whether the optimizer steps after this mini-batch."""
 
 
 def minibatches(
@@ -43,20 +43,21 @@ def minibatches(
 ) -> Iterator[Minibatch]:
     """Turn the parts of a rollout into one mini-batch per worker, in order of arrival.
 
-    `"accumulate"` takes one optimiser step, after the last mini-batch:
+    `"accumulate"` takes one optimizer step, after the last mini-batch:
 
         weight = envs of the worker / num_envs,   sum_w weight_w * grad(loss_w) = grad(loss of the whole batch)
 
-    in any order of arrival, provided that the loss is a mean over all rows (filler rows count as 0) and that it
-    normalises with constants, e.g. advantages as they are or scaled with statistics of an earlier rollout.
+    This holds for any order of arrival, under two conditions: the loss is a mean over all rows (filler rows count as
+    0), and its normalization uses constants, e.g. statistics of an earlier rollout to scale advantages.
 
-    `"step"` takes an optimiser step after every mini-batch, each with weight 1, so the order of arrival matters.
+    `"step"` takes an optimizer step after every mini-batch, with weight 1. The order of arrival then affects the
+    result.
 
     Args:
         parts: The parts of one rollout, as `env.parts` yields them.
         num_envs: Number of environments of the whole rollout.
         mode: `"accumulate"` (default) or `"step"`.
-        prepare: Called with every part as it arrives, complete or not, before its mini-batch is yielded.
+        prepare: Called with every part when it arrives, before the mini-batch of its chunk is yielded.
 
     Yields:
         A mini-batch for each worker whose chunk is complete.

@@ -17,7 +17,7 @@ Columns = Mapping[str, tuple[Any, ...]]
 class ReadyActors:
     """Tracks which actors have the steps that a trigger waits for.
 
-    An update costs time in proportion to the number of actors that changed since the last one, not to all actors.
+    The time of an update is proportional to the number of actors that changed since the last update.
     """
 
     def __init__(self, state: Ledger) -> None:
@@ -25,12 +25,12 @@ class ReadyActors:
         self._checked_to = -1
         self._recheck: dict[Actor, None] = {}
         self._arrivals: dict[Actor, int] = {}
-        """Per ready actor, the change at which it became ready."""
+        """For each ready actor, the change at which it became ready."""
         self._order: list[tuple[int, int, Actor]] = []
-        """A heap of (arrival, index, actor); entries that are no longer in `_arrivals` are skipped."""
+        """A heap of (arrival, index, actor). Entries that are not in `_arrivals` any more are skipped."""
         self._pushed = 0
         self._missing: set[Actor] = set()
-        """The actors that are present and not ready."""
+        """The actors that are present but not ready."""
         self._present: frozenset[Actor] | None = None
 
     def to_check(self) -> list[Actor]:
@@ -56,7 +56,7 @@ class ReadyActors:
             heapq.heappush(self._order, (arrival, self._pushed, actor))
 
     def has(self, n: int | None) -> bool:
-        """Return whether `n` actors are ready; None: all that are present."""
+        """Return whether `n` actors (None: all present actors) are ready."""
         state = self.state
         if n is not None:
             return len(self._arrivals) >= n
@@ -71,7 +71,7 @@ class ReadyActors:
         return bool(self._arrivals) and not self._missing and len(state.present) >= state.quorum
 
     def first(self, n: int | None) -> list[Actor]:
-        """Return the `n` actors that were ready first, or all that are ready, in that order."""
+        """Return the `n` actors that became ready first (None: all ready actors), in this order."""
         if n is None:
             self._order = sorted((at, i, actor) for at, i, actor in self._order if self._arrivals.get(actor) == at)
             return list(dict.fromkeys(actor for _, _, actor in self._order))
@@ -86,18 +86,18 @@ class ReadyActors:
 
 
 class NewestSteps(ReadyActors):
-    """For replay: the newest `size` steps, on all of `keys`, of each actor that has written at least `size`."""
+    """For replay: the newest `size` steps of each actor that has written at least `size` steps with all of `keys`."""
 
     def __init__(self, state: Ledger, size: int, keys: Sequence[str] | None) -> None:
         super().__init__(state)
         self._size, self._keys = size, keys
         self.written = 0
-        """Steps of all actors together."""
+        """Total number of steps of all actors."""
         self._written: dict[Actor, int] = {}
         self._newest: dict[Actor, tuple[int, Span]] = {}
-        """Per ready actor, the first of its newest steps, and their versions."""
-        # An earlier copy of `_newest`, and all changes since: a message keeps references to both and applies the
-        # changes only when it is read. A new copy is made after as many changes as there are actors, so its cost per
+        """For each ready actor, the first of its newest steps, and the versions of these steps."""
+        # An earlier copy of `_newest`, and all changes since. A message refers to both, and applies the changes only
+        # when it is read. When the number of changes reaches the number of actors, a new copy is made, so the cost per
         # change is constant.
         self._before: dict[Actor, tuple[int, Span]] = {}
         self._changes: list[tuple[Actor, tuple[int, Span] | None]] = []
@@ -126,7 +126,7 @@ class NewestSteps(ReadyActors):
             self._newest[actor] = newest
 
     def snapshot(self) -> Callable[[], Columns]:
-        """Return a function that returns the newest steps as of now; it may be called later and from any thread."""
+        """Return a function that returns the newest steps as of now. It may be called later, in any thread."""
         before, changes, count, actors = self._before, self._changes, len(self._changes), self.state.actors
         return cache(lambda: _listed(before, changes[:count], actors))
 

@@ -1,7 +1,7 @@
-"""Tracks which workers of a workflow are present, and which of them were requested to roll.
+"""Tracks which workers of a workflow are present, and from which of them a rollout was requested.
 
-By default workers roll whenever the buffer has room. If `Workflow.next_rollout` is a consumer, they roll on demand: a
-request lets every present worker roll one window, and triggers with `n="all"` wait for exactly these workers.
+By default, workers roll whenever the buffer has room. If `Workflow.next_rollout` is a consumer, workers roll on demand:
+a request lets every present worker roll one window, and triggers with `n="all"` wait for exactly these workers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from farstep.head.tickets.records import FeedPlan
 from farstep.workflow.run_state import RunState
 from farstep.workflow.triggers import DataKeyTrigger
 
-_ABSENT_S = 5.0  # seconds without the workers that a trigger needs until a warning names the trigger
+_ABSENT_S = 5.0  # a trigger that has lacked workers for this many seconds causes a warning
 
 
 class RolloutRequests:
@@ -26,7 +26,7 @@ class RolloutRequests:
     Args:
         state: The state of the workflow.
         triggers: All `DataKeyTrigger`s; more may be added to this list.
-        consuming: Those of them that consume rows; more may be added to this list.
+        consuming: The triggers among them that consume rows; more may be added to this list.
         num_workers: Largest number of workers.
         emit: Receives warnings about triggers that wait for absent workers.
     """
@@ -44,14 +44,14 @@ class RolloutRequests:
         self.on_demand = False
         """Whether workers roll only when `next_rollout` is called."""
         self.warn_at = math.inf
-        """When `warn_if_absent` is due (`time.monotonic`)."""
+        """When to call `warn_if_absent` (`time.monotonic`)."""
         self._owed: Counter[int] = Counter()
-        """Per worker, requested chunks that have not arrived; kept between runs."""
+        """For each worker, the number of requested chunks that have not arrived; kept between runs."""
         self._present: frozenset[int] = frozenset()
         self._requested: frozenset[int] | None = None
-        """With `_waits_for_all`, the workers of the last request; None before the first."""
+        """With `_waits_for_all`, the workers of the last request; None before the first request."""
         self._waits_for_all = False
-        """Whether a trigger consumes the rows of all present workers, instead of a fixed number."""
+        """Whether a trigger consumes the rows of all present workers, not of a fixed number of workers."""
         self._quorum = self._chunk_steps = 1
 
     def plan(self, chunk_steps: int, max_staleness: int | None) -> FeedPlan:
@@ -77,14 +77,14 @@ class RolloutRequests:
         self._update_ledger()
 
     def _request_window(self, workers: Iterable[int], feed: Feed, unread: int = 0) -> None:
-        """Let these workers roll a window, of which `unread` chunks exist already."""
+        """Let these workers roll a window. `unread` chunks of the window already exist."""
         chunks = max((-(-leaf.size // self._chunk_steps) for leaf in self._consuming), default=1) - unread
         if chunks > 0:
             self._owed.update(dict.fromkeys(workers, chunks))
             feed.invite(workers, chunks)
 
     def _unread(self, worker: int, feed: Feed) -> int:
-        """Return how many chunks of a worker that left and rejoined are stored or pending, and not yet consumed."""
+        """Return the number of stored or pending chunks of a rejoined worker that are not yet consumed."""
         ledger = self._state.ledger
         rows = min((ledger.written(worker) - leaf.start_of(worker) for leaf in self._consuming), default=0)
         return rows // self._chunk_steps + feed.pending(worker)
@@ -94,7 +94,7 @@ class RolloutRequests:
         self._owed[worker] = max(0, self._owed[worker] - 1)
 
     def dropped(self, worker: int, chunks: int) -> None:
-        """Request chunks again that were dropped before they were consumed."""
+        """Request chunks again because they were dropped before they were consumed."""
         if self.on_demand:
             self._owed[worker] += chunks
 
@@ -115,19 +115,19 @@ class RolloutRequests:
         self._update_ledger()
 
     def drop_if_absent(self, worker: int, feed: Feed) -> None:
-        """Drop the incomplete window of a worker whose last chunk arrived after it had left."""
+        """Drop the incomplete window of a worker if the worker left before its last chunk arrived."""
         if worker not in self._present:
             self._drop_window(worker, feed)
 
     def _drop_window(self, worker: int, feed: Feed) -> None:
-        """Drop the incomplete window and the requests of a worker that has left, if triggers do not wait for it."""
+        """Drop the incomplete window and the requests of a departed worker, if triggers do not wait for it."""
         if self._waits_for_all:
             self._state.retention.left(worker)
             self._owed[worker] = 0
             feed.withdraw(worker)
 
     def _request_from_joined(self, feed: Feed) -> None:
-        """Request a rollout from workers that have joined if too few requested workers remain for a trigger to fire."""
+        """Request a rollout from joined workers if too few requested workers remain for a trigger to fire."""
         if self._requested is None:
             return
         needed = max([self._quorum, *(leaf.n for leaf in self._consuming if leaf.n is not None)])
@@ -138,7 +138,7 @@ class RolloutRequests:
                 self._request_window([worker], feed, self._unread(worker, feed))
 
     def _update_ledger(self) -> None:
-        """Record in the ledger which workers triggers wait for: on demand, only those that were requested to roll."""
+        """Record in the ledger for which workers triggers wait: on demand, only for workers with a request."""
         awaited = self._present if self._requested is None else self._requested & self._present
         self._state.ledger.members(awaited, self._quorum)
 
@@ -153,7 +153,7 @@ class RolloutRequests:
                 advice = (
                     "min_nodes requires them."
                     if trigger.n is None
-                    else 'DataKeyTrigger(n="all", ...) waits only for those that are present.'
+                    else 'DataKeyTrigger(n="all", ...) waits only for present workers.'
                 )
                 self._emit(
                     "warned",
@@ -163,5 +163,5 @@ class RolloutRequests:
 
 
 def _most_chunks(size: int, steps: int) -> int:
-    """Return the largest number of chunks of `steps` rows that one window of `size` rows can overlap."""
+    """Return the maximum number of chunks of `steps` rows that one window of `size` rows can overlap."""
     return 1 + -(-(size - math.gcd(size, steps)) // steps)

@@ -1,4 +1,4 @@
-"""Tracks which rows of a workflow its consumers still have to read, and where they are stored.
+"""Tracks which rows the consumers of a workflow still have to read, and where these rows are stored.
 
 Rows of complete chunks are in the buffer; parts of chunks that are still arriving are in `partial_chunks.py`.
 """
@@ -14,6 +14,7 @@ import numpy as np
 from farstep.batch import Batch, side_by_side
 from farstep.buffer.replay import Buffer
 from farstep.errors import ConfigError, FarstepError
+from farstep.head.tickets.records import DropCause
 from farstep.workflow.dispatch import Message
 from farstep.workflow.ledger import Ledger
 from farstep.workflow.partial_chunks import PartialChunks
@@ -22,21 +23,21 @@ from farstep.workflow.windows import Windows
 
 
 class Holder(Protocol):
-    """A consumer's messages that it has not finished handling; the rows that they name are retained.
+    """The unfinished messages of a consumer. The rows that these messages name are retained.
 
     Implemented by `consumers.Guard`.
     """
 
     def holds(self, window: Mapping[str, Any], trigger_id: str | None) -> bool:
-        """Return whether an unfinished message (of the given trigger; None: of any) names exactly this window."""
+        """Return whether an unfinished message (of `trigger_id`; None: of any trigger) names exactly this window."""
         ...
 
     def gaps_before(self, window: Mapping[str, Any]) -> list[int]:
-        """Return the actors whose rows just before this window were dropped, so that the window continues nothing."""
+        """Return the actors whose rows directly before this window were dropped."""
         ...
 
     def unread_from(self, actor: int) -> int:
-        """Return the first row of an actor that is in use or that a later message may name."""
+        """Return the first row of an actor that is in use, or that a later message may name."""
         ...
 
     def discard(self, state: Ledger) -> None:
@@ -49,10 +50,10 @@ class Holder(Protocol):
 
 
 class RowRetention:
-    """Keeps, for each actor, all rows from the oldest one that any holder still has to read.
+    """Retains, for each actor, all rows from the oldest row that a holder still has to read.
 
-    `freed(actor, chunks, cause)` is called when a number of chunks is no longer needed; `cause` is why they were
-    dropped, or None if they were read.
+    It calls `freed(actor, chunks, cause)` when chunks are no longer needed. `cause` is the reason if they were dropped,
+    or None if they were read.
     """
 
     def __init__(
@@ -60,14 +61,14 @@ class RowRetention:
         buffer: Buffer,
         ledger: Ledger,
         triggers: Sequence[DataKeyTrigger],
-        freed: Callable[[int, int, str | None], None],
+        freed: Callable[[int, int, DropCause | None], None],
     ) -> None:
         self._buffer, self._ledger, self._freed = buffer, ledger, freed
         self._windows = Windows(buffer)
         self.ahead = PartialChunks(ledger, triggers)
         self.holders: list[Holder] = []
         self._early: dict[int, Batch] = {}
-        """The rows of messages that were delivered before all their rows were in the buffer, by `message["ahead"]`."""
+        """The rows of messages that were delivered before all rows were in the buffer, by `message["ahead"]`."""
         self._num_early = 0
 
     def add(self, actor: int, ticket: int, version: int, batch: Batch) -> None:
@@ -84,7 +85,8 @@ class RowRetention:
             self.free({actor})  # consumers may have read all parts before the chunk was complete
 
     def has_room(self, actor: int, steps: int) -> bool:
-        """Return whether an actor's next `steps` rows overwrite only rows that no holder needs."""
+        """Return whether there is room for an actor's next `steps` rows without overwriting rows that a holder
+        needs."""
         if not self.holders:
             return True
         return self._ledger.written(actor) + steps - self._unread_from(actor) <= self._buffer.store.rows
@@ -92,7 +94,7 @@ class RowRetention:
     def _unread_from(self, actor: int) -> int:
         return min(holder.unread_from(actor) for holder in self.holders)
 
-    def free(self, actors: set[int], dropped: str | None = None) -> None:
+    def free(self, actors: set[int], dropped: DropCause | None = None) -> None:
         """Free the rows of these actors that no holder needs; `dropped` is the reason if they were dropped unread."""
         self._mark(actors)
         for actor in actors if self.holders else ():
@@ -112,17 +114,17 @@ class RowRetention:
         return [int(blocks.backlog(consumer).max()) for consumer in range(min(len(self.holders), len(blocks.cursors)))]
 
     def discard(self, actors: set[int]) -> None:
-        """Drop the rows that were not delivered, and free those of these actors."""
+        """Drop all rows that were not delivered, and free the rows of these actors."""
         self.ahead.void_all()
         for holder in self.holders:
             holder.discard(self._ledger)
         self.free(actors, "cancelled")
 
     def left(self, actor: int) -> None:
-        """Free the rows of the incomplete window of an actor that has left."""
+        """Free the rows of the incomplete window of a departed actor."""
         for holder in self.holders:
             holder.left(self._ledger, actor)
-        self.free({actor}, "worker left")
+        self.free({actor}, "worker_left")
 
     def batch(self, message: Message) -> Batch:
         """Return the rows that a message names.
@@ -135,30 +137,29 @@ class RowRetention:
         if len(windows) != 1:
             raise ConfigError(
                 f"the message names {len(windows)} windows of rows; expected one. Pass the message of a "
-                "DataKeyTrigger; if the trigger combines several, pass one entry of message['all']."
+                "DataKeyTrigger. If the trigger combines several triggers, pass one entry of message['all']."
             )
         window = windows[0]
         holder = next((each for each in self.holders if each.holds(window, message.get("trigger_id"))), None)
         if holder is None:
             raise FarstepError(
-                "the rows of this message are no longer retained. Either its consumer has returned: call batch() "
-                "before that. Or its trigger has consume=False: use buffer.sample()."
+                "the rows of this message are no longer retained. If its consumer has returned, call batch() earlier. "
+                "If its trigger has consume=False, use buffer.sample() instead."
             )
         if "ahead" in window:
             return self._early[window["ahead"]]
         return self._windows.batch(window["actor_ids"], window["start"], window["size"], holder.gaps_before(window))
 
     def located(self, message: Message, holder: Holder) -> Message:
-        """Return a copy of a message, with the location of its rows.
+        """Return a copy of a message that includes the location of its rows.
 
         Args:
             message: A message with any number of windows.
             holder: Its holder.
 
         Returns:
-            The copy. If all rows of a window are in the buffer, the window has `slots`, `rows`, `keys` and `path`, with
-            which another process finds them in shared memory; otherwise it has `ahead`, a number by which `batch` finds
-            them.
+            The copy. If all rows of a window are in the buffer, the window has `slots`, `rows`, `keys` and `path`, so
+            that another process can find the rows in shared memory. Otherwise it has `ahead`, a number for `batch`.
         """
         if "all" in message:
             return {**message, "all": [self.located(part, holder) for part in message["all"]]}
@@ -174,7 +175,7 @@ class RowRetention:
         return {**message, **found, "keys": message["keys"] or tuple(self._buffer.schema), "path": self._buffer.path}
 
     def _partial_batch(self, window: Mapping[str, Any], gaps: list[int]) -> Batch:
-        """Return a batch of complete chunks and the arrived parts of incomplete ones."""
+        """Return a batch of complete chunks and of the arrived parts of incomplete chunks."""
         found = []
         for actor, start, stop in rows_of(window):
             if self._ledger.written(actor) >= stop:
@@ -200,7 +201,7 @@ def windows_of(message: Message) -> Iterator[Mapping[str, Any]]:
 
 
 def rows_of(message: Message) -> Iterator[tuple[int, int, int]]:
-    """Yield the actors that a message names, each with the first row of its window and the row after the last."""
+    """Yield the actors that a message names, each with the first row and the end (exclusive) of its window."""
     for window in windows_of(message):
         for actor, start in zip(window["actor_ids"], window["start"], strict=True):
             yield actor, start, start + window["size"]

@@ -1,4 +1,4 @@
-"""The state of a workflow that its loop shares with its consumers."""
+"""The state of a workflow; its loop and its consumers share it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from farstep.buffer.replay import Buffer
 from farstep.core import Agent
 from farstep.head.collector import Collector
 from farstep.head.feed import Feed
+from farstep.head.tickets.records import DropCause
 from farstep.workflow.dispatch import Message
 from farstep.workflow.ledger import Ledger
 from farstep.workflow.row_retention import RowRetention, windows_of
@@ -22,7 +23,7 @@ class RunState:
     Args:
         agent: The agent that consumers train.
         buffer: The workflow's buffer.
-        max_staleness: Largest age, in versions, of rows that consumers get; None: any.
+        max_staleness: Maximum age in versions of rows that consumers get; None: any age.
         consuming: The triggers whose messages consume rows; more may be added to this list.
         freed: Called with worker, number of chunks and cause when rows are no longer needed (see `RowRetention`).
     """
@@ -33,7 +34,7 @@ class RunState:
         buffer: Buffer,
         max_staleness: int | None,
         consuming: Sequence[DataKeyTrigger],
-        freed: Callable[[int, int, str | None], None],
+        freed: Callable[[int, int, DropCause | None], None],
     ) -> None:
         self.agent, self.buffer = agent, buffer
         self.ledger = Ledger(now=time.monotonic())
@@ -55,15 +56,15 @@ class RunState:
         return current - oldest > self._max_staleness
 
     def wake(self) -> None:
-        """Make the loop check its triggers now; from any thread."""
+        """Make the loop check its triggers now. Any thread may call this."""
         if (feed := self.feed) is not None:
             feed.wake()
 
     def handling(self) -> AbstractContextManager[None]:
-        """Context manager: inside, a consumer thread handles a message, which counts as the learner's time."""
+        """Context manager: a consumer thread handles a message; this time counts as the learner's."""
         return nullcontext() if self.collector is None else self.collector.counters.learner.handling()
 
     def void_lost(self) -> None:
-        """Discard the early parts of chunks that were dropped."""
+        """Discard the parts of incomplete chunks that were dropped."""
         if self.feed is not None:
             self.retention.ahead.void(self.feed.voided())

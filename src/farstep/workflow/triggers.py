@@ -1,4 +1,4 @@
-"""The triggers of a workflow (ARTOS, table 3): rules over a `Ledger`. `dispatch.py` evaluates them."""
+"""The triggers of a workflow (ARTOS, table 3): conditions on a `Ledger`. `dispatch.py` evaluates them."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ Unit = Literal["seconds", "env_steps", "learner_steps"]
 class DataKeyTrigger(Trigger):
     """Fires when `n` actors (workers) each have `size` steps that the trigger has not consumed.
 
-    The message has `actor_ids`, the `n` actors that were ready first; `start`, the first step of each one's window;
-    `size`; `keys`; and `versions`, the oldest and newest version of each window. An actor's step is one row of all its
-    environments.
+    The message has `actor_ids`, the `n` actors that became ready first; `start`, the first step of each actor's window;
+    `size`; `keys`; and `versions`, the oldest and newest version of each window. A step of an actor is one row of all
+    its environments.
 
-    `n="all"` waits for all actors that are present. When an actor leaves, the trigger stops waiting for it: the next
-    messages include its complete windows, and the steps of an incomplete window are dropped.
+    `n="all"` waits for all present actors. When an actor leaves, the trigger stops waiting for it. The next messages
+    include the complete windows of this actor; the steps of its incomplete window are dropped.
 
-    With stages, `keys=((...), (...))`, the trigger fires for each stage of a window, in order, as soon as the keys of
-    the stage have arrived; the message also has `stage`, the index of the stage, and `fragment`, the number of the
-    window. If steps are lost between two stages, the trigger fires for all stages again.
+    With stages, `keys=((...), (...))`, the trigger fires once per stage, in order, as soon as the keys of the stage
+    have arrived. The message then also has `stage`, the index of the stage, and `fragment`, the number of the window.
+    If steps are lost between two stages, the trigger fires again for all stages.
 
-    For replay, `consume=False, min_new=k`, the trigger fires once `n` actors have `size` steps each, and from then on
-    for every `k` new steps of all actors together. `start` is the first of each actor's newest `size` steps.
+    For replay, use `consume=False, min_new=k`. The trigger first fires when `n` actors have `size` steps each, then
+    after every `k` new steps of all actors together. `start` is the first of each actor's newest `size` steps.
 
     Args:
         n: Number of actors to wait for, or `"all"`.
         size: Steps per actor, at least 1.
-        keys: Names of the arrays that must have arrived, or stages of them; default: all.
+        keys: Names of the arrays that must have arrived, or stages (a sequence of such names per stage); default: all.
         consume: Whether each step is consumed once; False: for replay. Default: True.
         min_new: For replay: number of new steps per firing.
 
@@ -69,7 +69,7 @@ class DataKeyTrigger(Trigger):
         min_new: int | None = None,
     ) -> None:
         self.n: int | None = None if n == "all" else _whole(self, "n", n, "a number of actors", ' (or "all")')
-        """Number of actors to wait for; None: all that are present."""
+        """Number of actors to wait for; None: all present actors."""
         self.size = _whole(self, "size", size, "a number of steps")
         self.staged = keys is not None and not isinstance(keys, str) and not any(isinstance(key, str) for key in keys)
         self.stages: tuple[tuple[str, ...] | None, ...] = (None,)
@@ -79,7 +79,7 @@ class DataKeyTrigger(Trigger):
         if not isinstance(consume, bool) or consume is not (min_new is None):
             raise ConfigError(
                 f"DataKeyTrigger has consume={consume!r} and min_new={min_new!r}; expected neither (each step is "
-                "consumed once), or consume=False with min_new=k (replay: it fires for every k new steps)."
+                "consumed once), or consume=False with min_new=k (replay: the trigger fires for every k new steps)."
             )
         if self.staged and not consume:
             raise ConfigError(
@@ -87,14 +87,14 @@ class DataKeyTrigger(Trigger):
                 "For replay, list all keys in one sequence."
             )
         self._consumed_to: dict[Actor, int] = {}
-        """Per actor, the first step that was not consumed."""
+        """For each actor, the first step that was not consumed."""
         self._cuts: dict[Actor, list[int]] = {}
-        """Per actor, the step counts at which it left: no window spans one of them."""
+        """For each actor, the step counts at which it left. No window spans such a count."""
         self._open = Fragments(self.size, self.stages)
         self._fragments = 0
         self._warm = False
         self._counted = 0
-        """For replay: steps of all actors that were already counted as new."""
+        """For replay: number of steps of all actors that were already counted as new."""
         self._ready: ReadyActors | None = None
         self._newest: NewestSteps | None = None
 
@@ -127,7 +127,7 @@ class DataKeyTrigger(Trigger):
 
     @property
     def is_warm(self) -> bool:
-        """For replay: whether it has fired before and now waits only for new steps of any actor."""
+        """For replay: whether the trigger has fired before, and now waits only for new steps of any actor."""
         return self._warm
 
     def _ready_of(self, state: Ledger) -> ReadyActors:
@@ -162,12 +162,12 @@ class DataKeyTrigger(Trigger):
             actor: The actor.
 
         Returns:
-            The number of the step, counted from 0; before `start_of` if later stages of a window have not fired.
+            The index of the step. It is below `start_of` if later stages of a window have not fired.
         """
         return min([self.start_of(actor), *(each.starts[actor] for each in self._open.of(actor))])
 
     def pending(self, state: Ledger) -> dict[Actor, int]:
-        """Return the steps that wait for a message; for replay, all steps since those of the last message.
+        """Return the steps that wait for a message. For replay: all steps since the last message.
 
         Args:
             state: The ledger.
@@ -188,7 +188,7 @@ class DataKeyTrigger(Trigger):
                 self._ready.recheck(actor)
 
     def withdrew(self, state: Ledger, actor: Actor) -> None:
-        """Handle the loss of an actor's incomplete steps: the stages that fired for them fire again.
+        """Handle the loss of an actor's incomplete steps. Stages that have fired for these steps fire again.
 
         Args:
             state: The ledger, after the steps were withdrawn.
@@ -203,7 +203,7 @@ class DataKeyTrigger(Trigger):
         self._recheck([actor])
 
     def left(self, state: Ledger, actor: Actor) -> None:
-        """Handle the departure of an actor: keep its complete windows, drop the steps of an incomplete one.
+        """Handle the departure of an actor: keep its complete windows, and drop the steps of its incomplete window.
 
         A trigger with a fixed `n` drops nothing: it waits until `n` actors are ready again.
 
@@ -215,7 +215,7 @@ class DataKeyTrigger(Trigger):
             return
         for fragment in self._open.of(actor):
             if state.written(actor) < fragment.starts[actor] + self.size:
-                self._open.remove_actor(fragment, actor)  # its later stages will not arrive: repeat the first one
+                self._open.remove_actor(fragment, actor)  # its later stages will not arrive, so repeat the first stage
                 if fragment.starts:
                     self._recheck(self._open.set_stage(fragment, 0))
         start, written = self.start_of(actor), state.written(actor)
@@ -224,7 +224,7 @@ class DataKeyTrigger(Trigger):
         self._recheck([actor])
 
     def discard(self, state: Ledger) -> None:
-        """Skip all steps that were written and not consumed; do nothing for replay.
+        """Skip all written steps that were not consumed. For replay, do nothing.
 
         Args:
             state: The ledger.
@@ -266,7 +266,7 @@ class DataKeyTrigger(Trigger):
 
 @dataclass(eq=False)
 class ObjectKeyTrigger(Trigger):
-    """Fires when a published object has a new version; several new versions cause one firing, with the newest.
+    """Fires when a published object has a new version. Several new versions cause one firing, with the newest version.
 
     The message has `key` and `version`.
 
@@ -298,10 +298,10 @@ class ObjectKeyTrigger(Trigger):
 
 @dataclass(eq=False)
 class TimeTrigger(Trigger):
-    """Fires when a period has passed since it last fired, or since the start of its first run.
+    """Fires periodically: when a period has passed since the last firing, or since the start of the first run.
 
     Several periods that pass at once cause one firing. Seconds between runs do not count. The message has `unit`; `at`,
-    the count or time now; and `elapsed`, the amount since the last firing.
+    the current count or time; and `elapsed`, the amount since the last firing.
 
     Args:
         period: Length of the period, in `unit`.

@@ -1,8 +1,8 @@
-"""Windows: the rows that a trigger names, as the `Batch` that `collect` would return.
+"""Windows: returns the rows that a trigger names as a `Batch`, like `collect`.
 
-Rows are views of the buffer if they are adjacent, otherwise copies. The data of chunks that is not in their rows (ended
-episodes, a recurrent state, whether a chunk continues the one before) is kept here until no consumer can need it. One
-thread adds and forgets chunks; any thread may request a batch.
+Adjacent rows are views of the buffer; other rows are copies. This module also keeps the data of chunks that rows do not
+have: ended episodes, recurrent states, and whether a chunk continues the previous chunk. One thread adds and forgets
+chunks; any thread may request a batch.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from farstep.schema import leaf_names, leaves, map_leaves, nest
 
 @dataclass(frozen=True)
 class _Chunk:
-    """The data of an actor's chunk that is not in its rows `[start, stop)`."""
+    """The data of an actor's chunk with the rows `[start, stop)`, apart from these rows."""
 
     start: int
     stop: int
     place: int
-    """Its first row, counted in the blocks of the buffer; differs from `start` if other rows were inserted before."""
+    """Index of its first row in the blocks of the buffer; differs from `start` if other rows were inserted before."""
     ended: Array
     """The last row of each episode that ended."""
     episodes: dict[str, Array]
     continues: Array
     last: dict[str, Array]
-    """The observations after the last row, from which the next actions are chosen. If an episode ended with the last
-    row, the buffer stores its final observation instead."""
+    """The observations after the last row, from which the next actions are chosen. The buffer does not have them if an
+    episode ended with the last row; it then stores the final observation."""
     state: Nested
 
 
@@ -48,7 +48,8 @@ class _Window:
     chunks: list[_Chunk]
 
     def ended(self, size: int) -> tuple[Array, dict[str, Array]]:
-        """Return the rows at which episodes ended, counted from the window's first row, and these episodes."""
+        """Return the rows at which episodes ended, relative to the window's first row, and the records of these
+        episodes."""
         rows = np.concatenate([chunk.ended for chunk in self.chunks]) - self.start
         here = (rows >= 0) & (rows < size)
         return rows[here], {k: np.concatenate([c.episodes[k] for c in self.chunks])[here] for k in EPISODE_KEYS}
@@ -60,17 +61,17 @@ class _Window:
 
 
 class Windows:
-    """The chunks of all actors of a workflow; an actor's rows are counted from 0 over all runs."""
+    """The chunks of all actors of a workflow. An actor's rows are counted from 0 over all runs."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer
         self._columns: dict[int, slice] = {}
         self._chunks: dict[int, deque[_Chunk]] = {}
         self._offsets: dict[int, int] = {}
-        """Per actor, the offset from the numbers of its rows to the rows of the blocks."""
+        """For each actor, the offset from its row numbers to the rows of the blocks."""
 
     def add(self, actor: int, start: int, batch: Batch) -> None:
-        """Add an actor's chunk, just inserted into the buffer, whose first row is `start`."""
+        """Add an actor's chunk that was just inserted into the buffer; `start` is its first row."""
         steps, width = batch.shape
         first = int(batch.slots[0])
         state = None if batch.initial_state is None else map_leaves(np.ndarray.copy, batch.initial_state)
@@ -83,7 +84,7 @@ class Windows:
             self._chunks.setdefault(actor, deque()).append(chunk)
 
     def forget(self, actor: int, upto: int) -> int:
-        """Forget an actor's chunks whose rows are all before row `upto`; return the number of these chunks."""
+        """Forget an actor's chunks before row `upto`. Return the number of forgotten chunks."""
         with self._buffer.locked():
             chunks, before = self._chunks.get(actor, ()), len(self._chunks.get(actor, ()))
             while chunks and chunks[0].stop <= upto:
@@ -91,7 +92,7 @@ class Windows:
             return before - len(chunks)
 
     def read(self, consumer: int, upto: dict[int, int]) -> None:
-        """Set the read cursors of a consumer, which other processes can see: per actor, its first unread row."""
+        """Set the read cursors of a consumer (the first unread row of each actor), which other processes can see."""
         if not self._chunks:
             return
         with self._buffer.locked():
@@ -100,13 +101,13 @@ class Windows:
                 cursors[consumer, self._columns[actor]] = upto[actor] + self._offsets[actor]
 
     def where(self, actor: int, start: int, size: int) -> tuple[tuple[int, int], int]:
-        """Return an actor's environment slots as (first, last + 1), and the first row of a window in the blocks."""
+        """Return an actor's environment slots as (first, end), and the first row of a window in the blocks."""
         with self._buffer.locked():
             window = self._window(actor, start, size)
             return (window.columns.start, window.columns.stop), window.place
 
     def batch(self, actors: Sequence[int], starts: Sequence[int], size: int, gaps: Container[int] = ()) -> Batch:
-        """Make a batch of one window per actor, in order of their environment slots.
+        """Make a batch of one window per actor, in the order of environment slots.
 
         Args:
             actors: The actors.
@@ -118,9 +119,9 @@ class Windows:
             The batch.
 
         Raises:
-            FarstepError: Rows are no longer retained, or another thread inserted into the buffer.
+            FarstepError: Rows are no longer retained, or other rows were inserted into the buffer.
         """
-        with self._buffer.locked():  # otherwise the row after the window might be written meanwhile
+        with self._buffer.locked():  # prevents concurrent writes to the row after the window
             return self._batch(actors, starts, size, gaps)
 
     def _batch(self, actors: Sequence[int], starts: Sequence[int], size: int, gaps: Container[int]) -> Batch:
@@ -183,7 +184,8 @@ def _rows(block: Array, windows: Sequence[_Window], size: int) -> Array:
 
 
 def _last(block: Array, name: str, window: _Window, size: int) -> Array:
-    """Return the observation after the window's last row, or after the reset that followed it."""
+    """Return the observation after the window's last row; if a reset followed, the first observation of the new
+    episode."""
     newest = window.chunks[-1]
     if newest.stop == window.start + size:
         return newest.last[name]

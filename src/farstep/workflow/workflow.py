@@ -1,9 +1,9 @@
-"""Workflows: an algorithm is a table of triggers over one buffer (ARTOS).
+"""Workflows: an algorithm as a set of triggers on one buffer (ARTOS).
 
     workers ─ chunks ─► buffer ─ triggers ─► consumers (yours) ─ publish ─► workers
 
-`run` is one loop: insert a chunk into the buffer, update the ledger, call the consumers whose triggers fire. It sleeps
-until a chunk arrives, a deadline passes, or another thread (e.g. that of a consumer) wakes it.
+`run` is a loop: insert a chunk into the buffer, update the ledger, call the consumers whose triggers fire. The loop
+sleeps until a chunk arrives, a deadline passes, or another thread (e.g. of a consumer) wakes it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from farstep.errors import ClosedError, ConfigError, FarstepError, described
 from farstep.head.chunks.incoming_chunks import EarlyPart
 from farstep.head.collector import Collector
 from farstep.head.feed import Feed
-from farstep.head.tickets.records import AcceptedChunk
+from farstep.head.tickets.records import AcceptedChunk, DropCause
 from farstep.workflow.binding import bind_buffer, check_limiter, check_triggers
 from farstep.workflow.consumers import Consumer, ConsumerThread, Guard, Publisher, name_of
 from farstep.workflow.counters import buffer_counters, limiter_counters, trigger_counters
@@ -43,21 +43,21 @@ from farstep.workflow.run_state import RunState
 from farstep.workflow.triggers import DataKeyTrigger
 
 _STEPS = 32  # steps per chunk if no trigger has a size
-_REMOTE_S = 0.05  # seconds between checks whether a consumer in another process is done
-_UNTIL_S = 0.5  # seconds between calls of `until`, whose condition may change without waking the loop
+_REMOTE_S = 0.05  # seconds between two checks of consumers in other processes
+_UNTIL_S = 0.5  # seconds between calls of `until`: its condition may change without waking the loop
 
 
 class Workflow:
-    """Connects environments, an agent and a buffer: consumers are called when triggers fire.
+    """Connects environments, an agent and a buffer, and calls consumers when their triggers fire.
 
     Args:
         env: The environments.
-        agent: The agent that workers act with and `publish` publishes.
+        agent: The agent. Workers act with it, and `publish` publishes its parameters.
         buffer: Receives all rows.
         steps: Steps of each environment per chunk. None: the smallest `size` of a `DataKeyTrigger`, otherwise 32.
-        max_staleness: Largest age, in versions, of rows that a consuming trigger delivers. None: any age; workers run
-            ahead as far as the buffer has room.
-        end_s: Seconds that `publish` and the end of a run wait for consumers to return; default 300.
+        max_staleness: Maximum age in versions of rows that a consuming trigger delivers. None: any age; workers roll
+            while the buffer has room.
+        end_s: Maximum time in seconds that `publish` and the end of a run wait for consumers to return; default 300.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -92,8 +92,8 @@ class Workflow:
     ) -> None:
         if not isinstance(env, ClusterEnv):
             raise ConfigError(
-                f"Workflow's env is {env!r}; expected a farstep.ClusterEnv, whose workers act by themselves. make_vec "
-                "is for a loop that steps."
+                f"Workflow's env is {env!r}; expected a farstep.ClusterEnv. make_vec is for "
+                "loops that choose the actions themselves."
             )
         if not isinstance(buffer, Buffer):
             raise ConfigError(f"Workflow's buffer is {buffer!r}; expected a farstep.Buffer(capacity, sampler).")
@@ -107,7 +107,7 @@ class Workflow:
         self._dispatcher = Dispatcher()
         self._by_data: list[DataKeyTrigger] = []
         self._consuming: list[DataKeyTrigger] = []
-        """The triggers whose messages name rows that must not be overwritten before the consumer is done."""
+        """Triggers that consume rows. Rows that their messages name are not overwritten before the consumer is done."""
         self._reading: list[str] = []
         """Names of the triggers of consumers that read rows, in the order of `RowRetention.holders`."""
         self._state = RunState(agent, buffer, self._max_staleness, self._consuming, self._freed)
@@ -121,14 +121,18 @@ class Workflow:
         self._guards: list[tuple[str, Guard]] = []
         """The name of each trigger, and the delivery to its consumer."""
         self._refused_at: float | None = None
-        """When the limiter refused the chunk that waits to be inserted."""
+        """Since when the limiter has refused the waiting chunk; None if no chunk waits."""
+        self._full_at: float | None = None
+        """When the buffer had no room for a chunk, because consumers had not read the rows that it would overwrite."""
+        self._full_s = 0.0
+        """Seconds for which chunks waited for room, without those since `_full_at`."""
         self._has_deliveries = self._keyed_elsewhere = False
         self._last_chunks: Array | None = None
-        """Per slot, the last chunk that was delivered when the last run ended; chunks may be rolled between runs."""
+        """For each slot, the last delivered chunk at the end of the last run. Other calls may collect between runs."""
         self._loop: int | None = None
         """Identifier of the thread in `run`."""
         self._calls: deque[Callable[[], None]] = deque()
-        """Calls that change the ledger, queued by other threads; the loop makes them."""
+        """Calls that change the ledger. Other threads queue them, and the loop executes them."""
 
     @property
     def stopped(self) -> bool:
@@ -154,11 +158,12 @@ class Workflow:
             trigger: When to call the consumer.
             consumer: A function of the message, or a `Delivery` (`farstep.workflow.delivery`), e.g. to another process.
             thread: Call the consumer in its own thread instead of the thread of `run`; default False.
-            max_outstanding: Largest number of unfinished messages; the trigger does not fire beyond it. Default 1.
-            samples: Rows that the consumer samples at once; it is called only when the buffer's limiter allows them.
-                None: 1 if the trigger is for replay, otherwise 0.
-            updates: Whether the consumer may change the agent, so that publishing waits until it has returned; default
-                True. Use False for a consumer that only evaluates or logs.
+            max_outstanding: Maximum number of unfinished messages; until one is done, the trigger does not fire.
+                Default 1.
+            samples: Number of rows that the consumer samples at once. The consumer is called only when the buffer's
+                limiter allows this many. None: 1 if the trigger is for replay, otherwise 0.
+            updates: Whether the consumer may change the agent. If so, publishing waits until the consumer has returned.
+                Default True. Use False for a consumer that only evaluates or logs.
             name: The trigger's name in errors and messages. None: its class and a number, e.g. `TimeTrigger-1`.
 
         Returns:
@@ -189,7 +194,7 @@ class Workflow:
         self._guards.append((found, guard))
         self._by_data += by_data
         if guard.takers:
-            guard.discard(self.ledger)  # it does not get rows of earlier runs
+            guard.discard(self.ledger)  # a new consumer does not get rows of earlier runs
             self._consuming += guard.takers
             self._state.retention.holders.append(guard)
             self._reading.append(found)
@@ -208,10 +213,10 @@ class Workflow:
     # ---- for consumers ----
 
     def batch(self, message: Message) -> Batch:
-        """Return the rows that a message of a `DataKeyTrigger` names; the arrays are valid until the consumer returns.
+        """Return the rows that a `DataKeyTrigger`'s message names. The arrays are valid until the consumer returns.
 
         Args:
-            message: The message that the consumer got.
+            message: The message that the consumer received.
 
         Returns:
             A batch of shape `[size, slots]`.
@@ -228,19 +233,19 @@ class Workflow:
         """Return how many rows each consumer still has to process.
 
         Returns:
-            By name of the trigger, the number of unprocessed rows of the environment slot that has the most.
+            For each trigger, by name: the largest number of unprocessed rows of any environment slot.
         """
         return dict(zip(self._reading, self._state.retention.backlog(), strict=False))
 
     def publish(self, message: Message | None = None) -> int:
-        """Publish the agent's parameters; fires `ObjectKeyTrigger("parameters")`. Can be a consumer itself.
+        """Publish the agent's parameters, which fires `ObjectKeyTrigger("parameters")`. May be used as a consumer.
 
-        The published parameters are consistent: the call waits until the other consumers have returned from their
-        messages (see `updates` of `on`). A consumer that calls it in the middle of its own update publishes the
-        parameters as they are.
+        The published parameters are consistent: the call waits until all other consumers that update the agent have
+        returned (see `updates` of `on`). If a consumer calls it in the middle of its own update, the current parameters
+        are published.
 
         Args:
-            message: Ignored, so that this method can be registered as a consumer.
+            message: Ignored; it allows registering this method as a consumer.
 
         Returns:
             The new version.
@@ -254,17 +259,18 @@ class Workflow:
         return version
 
     def next_rollout(self, message: Message | None = None) -> None:
-        """Let every present worker roll the largest window of a consuming trigger, or one chunk if there is none.
+        """Let every present worker roll one window (the largest of all consuming triggers), or one chunk without such
+        triggers.
 
-        If this method is a consumer, workers roll only when it is called. An absent worker rolls when it joins; with
-        `DataKeyTrigger(n="all")` it waits for the next call instead, unless fewer of the requested workers remain than
-        `min_nodes` requires.
+        If this method is a consumer, workers roll only when it is called. If a worker is absent during the call, it
+        rolls when it joins. With `DataKeyTrigger(n="all")`, it waits for the next call instead, unless too few
+        requested workers remain for `min_nodes`.
 
         Args:
-            message: Ignored, so that this method can be registered as a consumer.
+            message: Ignored; it allows registering this method as a consumer.
 
         Raises:
-            ConfigError: The workflow is not running, or does not have this method as a consumer.
+            ConfigError: The workflow is not running, or this method is not one of its consumers.
         """
         if self._state.feed is None or not self._requests.on_demand:
             raise ConfigError(
@@ -278,9 +284,9 @@ class Workflow:
             self._requests.request(feed)
 
     def put(self, name: str, value: Nested) -> int:
-        """Publish another object, such as a noise scale or a target network; fires `ObjectKeyTrigger(name)`.
+        """Publish another object, such as a noise scale or a target network. This fires `ObjectKeyTrigger(name)`.
 
-        `flow.objects.read(name)` returns it; another process finds it through `flow.objects.path(name)`.
+        `flow.objects.read(name)` returns the object; another process can map it by `flow.objects.path(name)`.
 
         Args:
             name: Name of the object; not `parameters`.
@@ -293,7 +299,7 @@ class Workflow:
             ConfigError: The name is invalid.
         """
         if not isinstance(name, str) or not name:
-            raise ConfigError(f"put got the name {name!r}; expected a string, as ObjectKeyTrigger's.")
+            raise ConfigError(f"put got the name {name!r}; expected a string, like the key of an ObjectKeyTrigger.")
         if name == "parameters":
             raise ConfigError("the agent's parameters are published with publish(); choose another name.")
         version = self.objects.publish(name, value)
@@ -303,7 +309,7 @@ class Workflow:
     def learned(self, steps: int = 1) -> None:
         """Count further updates of the learner for `TimeTrigger(unit="learner_steps")`.
 
-        Every message of a `DataKeyTrigger` that was handled counts as one update without this call.
+        Each handled message of a `DataKeyTrigger` counts as one update automatically.
 
         Args:
             steps: Number of updates; default 1.
@@ -315,7 +321,7 @@ class Workflow:
         self._in_loop(lambda: self.ledger.learned(steps))
 
     def stop(self) -> None:
-        """End the current `run`: no trigger fires any more. May be called from any thread."""
+        """End the current `run`; no trigger fires any more. Any thread may call this."""
         self._state.stopped = True
         self._state.wake()
 
@@ -328,7 +334,7 @@ class Workflow:
         dropped; `stats` counts them as cancelled.
 
         Args:
-            total_steps: Stop after this many environment steps, counted over all runs of this workflow. None: no limit.
+            total_steps: Stop after this many environment steps, summed over all runs of this workflow. None: no limit.
             until: Function without arguments; stop when it returns True. None: no such condition.
 
         Raises:
@@ -352,7 +358,7 @@ class Workflow:
         plan = self._requests.plan(steps, self._max_staleness)
         failure: BaseException | None = None
         try:
-            with collector.server.locked():  # defers Ctrl-C until the feed exists, so that it is closed below
+            with collector.server.locked():  # defers Ctrl-C until the feed exists and can be closed below
                 state.feed = feed = Feed(collector, steps, plan, self._fires_early(steps))
                 last_chunks = collector.last_chunks()
                 known = self._last_chunks is not None
@@ -376,7 +382,7 @@ class Workflow:
             failure = None  # break the reference cycle between the exception and this frame
 
     def _watch_updates(self, gate: UpdateGate) -> None:
-        """Make publishers wait while a consumer is in the middle of an update."""
+        """Make publishers wait while a consumer is updating the agent."""
         gate.limit_s = self._end_s
         self.buffer.between_updates = gate.between_updates
         for guard in self._updaters:
@@ -422,7 +428,7 @@ class Workflow:
             self._requests.drop_if_absent(worker, self._state.feed)
 
     def _store_early(self, early: EarlyPart) -> None:
-        """Record the keys of a chunk that arrived ahead of the rest; its rows are not in the buffer yet."""
+        """Record keys of a chunk that arrived before the rest. The rows of the chunk are not in the buffer yet."""
         issued, batch = early.ticket, early.part.so_far
         self._state.void_lost()
         if self._state.feed is not None and self._state.feed.is_live(issued.seq):
@@ -431,7 +437,7 @@ class Workflow:
 
     def _fire(self) -> None:
         """Update the ledger, and call the consumers whose triggers fire."""
-        if self._state.collector is not None:  # includes versions that env.publish has published
+        if self._state.collector is not None:  # includes versions published with env.publish
             self.ledger.published("parameters", self._state.collector.version())
         if self._state.feed is not None:
             self._requests.update(self._state.feed)
@@ -447,7 +453,8 @@ class Workflow:
     def _fires_early(self, steps: int) -> bool:
         """Return whether triggers may fire for keys that arrive before the rest of their chunk.
 
-        Their rows are not in the buffer yet, so windows must be exactly one chunk, and consumers in this process.
+        The rows of such keys are not in the buffer yet, so a window must be exactly one chunk, and consumers must run
+        in this process.
         """
         keyed = [leaf for leaf in self._by_data if leaf.stages != (None,)]
         taken = all(leaf.min_new is None and leaf.size == steps for leaf in keyed)
@@ -464,28 +471,35 @@ class Workflow:
         check_limiter(self.buffer, chunk_rows, self._most_samples)
 
     def _has_room(self, worker: int, steps: int, feed: Feed) -> bool:
-        """Return whether the limiter allows a worker's next chunk, and it overwrites no row that a consumer needs."""
+        """Return whether a worker's next chunk may be inserted: the limiter allows it, and no needed row is
+        overwritten."""
         rows, refused = steps * feed.record(worker).num_envs, self.buffer.refused_rows
         if not self.buffer.limiter.can_insert(rows):
             self._refused_at = self._refused_at or time.monotonic()
             self.buffer.refused_rows = rows if refused is None else min(rows, refused)
             return False
-        return self._state.retention.has_room(worker, steps)
+        if not self._state.retention.has_room(worker, steps):
+            self._full_at = self._full_at or time.monotonic()
+            return False
+        return True
 
     def _note_admitted(self) -> None:
-        """Count the time for which the limiter refused chunks; `Buffer.insert` did not wait."""
+        """Count the time for which the limiter refused chunks, or they had no room; `Buffer.insert` did not wait."""
         if self._refused_at is not None:
             self.buffer.waited_s["insert"] += time.monotonic() - self._refused_at
             self._refused_at = self.buffer.refused_rows = None
+        if self._full_at is not None:
+            self._full_s += time.monotonic() - self._full_at
+            self._full_at = None
 
     def _counters(self) -> dict[str, Any]:
         """Return the counters of buffer, limiter and triggers for `ClusterEnv.stats`; from any thread."""
-        refused_at, collector = self._refused_at, self._state.collector
+        refused_at, full_at, collector, now = self._refused_at, self._full_at, self._state.collector, time.monotonic()
         assert collector is not None
         num_envs: dict[Actor, int] = {record.worker: record.num_envs for record in collector.server.records}
         return {
-            "buffer": buffer_counters(self.buffer),
-            "limiter": limiter_counters(self.buffer, 0.0 if refused_at is None else time.monotonic() - refused_at),
+            "buffer": buffer_counters(self.buffer, self._full_s + (0.0 if full_at is None else now - full_at)),
+            "limiter": limiter_counters(self.buffer, 0.0 if refused_at is None else now - refused_at),
             "workflow": trigger_counters(self._dispatcher, self._guards, self.ledger, num_envs),
         }
 
@@ -494,16 +508,16 @@ class Workflow:
         if not feed.under_way:
             raise FarstepError(
                 "the workflow is in a deadlock: no worker is rolling, no chunk is waiting and no trigger has a "
-                "deadline. Is a trigger missing that calls next_rollout, or a consumer that publishes?"
+                "deadline. Check that a trigger calls next_rollout, and that a consumer publishes."
             )
         if (waiting := feed.waiting) and not any(self._has_room(worker, steps, feed) for worker in waiting):
             raise FarstepError(
-                f"the workflow is in a deadlock: chunks have arrived, but the buffer has no room for them "
-                f"({self.buffer.limiter}; {len(self.buffer)} of {self.buffer.capacity} rows), and no trigger fires "
-                "that would make room. Widen the limiter, raise capacity, or lower a trigger's n or size."
+                "the workflow is in a deadlock: chunks have arrived, but the buffer has no room for them "
+                f"({self.buffer.limiter}; {len(self.buffer)} of {self.buffer.capacity} rows), and no trigger that "
+                "would free rows can fire. Widen the limiter, raise capacity, or lower a trigger's n or size."
             )
 
-    def _freed(self, worker: int, chunks: int, dropped: str | None) -> None:
+    def _freed(self, worker: int, chunks: int, dropped: DropCause | None) -> None:
         """Handle chunks that are no longer needed; `dropped` is the reason if they were not consumed."""
         if dropped is not None:
             self._requests.dropped(worker, chunks)
@@ -513,7 +527,7 @@ class Workflow:
     # ---- threads ----
 
     def _in_loop(self, call: Callable[[], None]) -> None:
-        """Make a call that changes the ledger: now, or, if another thread runs the loop, in that thread."""
+        """Execute a call that changes the ledger. If another thread runs the loop, queue the call for that thread."""
         if self._loop in (None, threading.get_ident()):
             call()
         else:
@@ -521,13 +535,13 @@ class Workflow:
             self._state.wake()
 
     def _end(self, feed: Feed, failure: BaseException | None) -> None:
-        """End the run. If `failure` is None, raise the first error of a consumer; add all others to it as notes."""
+        """End the run. If `failure` is None, raise the first error of a consumer, with all other errors as notes."""
         errors: list[BaseException] = []
         try:
             deadline = time.monotonic() + self._end_s
             for publisher in self._publishers:
                 publisher.close(drop=failure is not None)
-            with self.buffer.halted():  # wakes threads that wait there for rows
+            with self.buffer.halted():  # wakes threads that wait for rows
                 if self._state.collector is not None:
                     self._state.collector.gate.ending_run()
                 for thread in self._threads:

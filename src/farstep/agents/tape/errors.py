@@ -14,7 +14,7 @@ from farstep.errors import described
 
 
 class Untraceable(Exception):
-    """A function cannot be replayed; the message is one clause, shown to the user after 'eager: '."""
+    """A function cannot be replayed. The message is one clause; users see it after 'eager: '."""
 
 
 class Unsupported(Exception):
@@ -23,7 +23,7 @@ class Unsupported(Exception):
 
 @contextmanager
 def untraceable_if_failing(what: str) -> Iterator[None]:
-    """Convert errors inside the context, which the eager call did not raise, to `Untraceable`."""
+    """Context manager: convert errors to `Untraceable`. The eager call did not raise them."""
     try:
         yield
     except Untraceable:

@@ -1,4 +1,4 @@
-"""Nested values, i.e. the mappings, lists and tuples that `act` takes and returns, and comparing two of them."""
+"""Helpers for the nested mappings, lists and tuples that `act` takes and returns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def aliases_of(value: Any) -> Any:
-    """Return a copy of a nested value whose tensors are aliases that share the memory."""
+    """Return a copy of a nested value, with new tensors over the same memory."""
     return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
 
 
@@ -29,7 +29,7 @@ def outline_of(value: Any) -> str:
 
 
 def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a nested value, each with the subscripts that reach it."""
+    """Yield the tensors of a nested value, each with its path of subscripts."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from leaves_of(item, f"{path}[{key!r}]")
@@ -41,7 +41,7 @@ def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def static_inputs(examples: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return contiguous copies of the examples, from which a recording reads its inputs."""
+    """Return contiguous copies of the examples. A recording reads its inputs from them."""
 
     def own(leaf: Any) -> Any:
         return leaf if leaf is None else torch.as_tensor(leaf).clone(memory_format=torch.contiguous_format)
@@ -62,7 +62,7 @@ def arrays_of(value: Any) -> Any:
 
 
 def equal_results(a: Any, b: Any, tolerance: float = 1e-5) -> str | None:
-    """Compare two nested results: None if they agree, else a clause with the first key that differs and by how much.
+    """Compare two nested results. Return None if they agree, otherwise a clause about the first difference.
 
     Floats agree within the tolerance (relative plus absolute), and NaN agrees with NaN; other values must be equal.
     """

@@ -21,11 +21,11 @@ class Op:
     reads: set[int] = field(default_factory=set)
     """Storages of the tensors among the arguments."""
     writes: set[int] = field(default_factory=set)
-    """Storages that it allocates or changes."""
+    """Storages that the operation allocates or changes."""
     mutates: bool = False
-    """Whether it changes its arguments."""
+    """Whether the operation changes its arguments."""
     is_random: bool = False
-    """Whether it draws from torch's random generator."""
+    """Whether the operation draws from torch's random generator."""
     initial: list[Tensor] | None = None
     """Copies of the outputs if they do not depend on any input, parameter or random number."""
 
@@ -39,7 +39,7 @@ class Op:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return an id of the storage of a tensor: equal for two tensors if and only if they may share memory."""
+    """Return the id of a tensor's storage. Tensors that may share memory have the same id."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -52,6 +52,6 @@ def producer(ops: Iterable[Op], tensor: Tensor) -> Op | None:
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors hold the same bits: NaN equals NaN here, and -0.0 is not 0.0."""
+    """Return whether two tensors hold the same bits. NaN then equals NaN, and -0.0 differs from 0.0."""
     a, b = a.detach().contiguous(), b.detach().contiguous()
     return a.shape == b.shape and torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))

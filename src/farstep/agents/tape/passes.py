@@ -1,4 +1,4 @@
-"""Passes over the operations of a tape before they are written: replacing sequences by single operations, dead code."""
+"""Passes over the operations of a tape before code generation: simplification and removal of dead code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _settled(ops: list[Op], tensor: Tensor) -> bool:
 
 
 def live(ops: list[Op], results: list[Tensor]) -> list[Op]:
-    """Return the operations that a result depends on, that draw random numbers, or that have no outputs (checks)."""
+    """Return the operations to keep: operations that results depend on, random draws, and checks (without outputs)."""
     wanted = {storage_of(tensor) for tensor in results}
     live = []
     for op in reversed(ops):

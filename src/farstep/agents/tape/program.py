@@ -29,8 +29,8 @@ class Program:
         exec(compile(source, "<farstep program>", "exec"), names)
         self.source = source
         self._function = names["act"]
-        # Silence NumPy's floating-point warnings, as torch has none. From NumPy 2.0 on, the error state is a context
-        # variable, so it is set once here; entering errstate in each call would cost 8 us.
+        # Silence NumPy's floating-point warnings, because torch has none. Since NumPy 2.0 the error state is a context
+        # variable, so setting it once suffices; entering errstate in each call would cost 8 us.
         self._context = copy_context()
         if np.lib.NumpyVersion(np.__version__) < "2.0.0":
             self._function = np.errstate(all="ignore")(self._function)
@@ -53,7 +53,7 @@ def compile_act(function: Callable[..., Any], *examples: Any) -> Program:
 
     Args:
         function: The function, e.g. `agent.act`.
-        examples: Its arguments: tensors or arrays of the shapes that the program will support, or nested ones.
+        examples: Example arguments: tensors or arrays, possibly nested. The program supports only their shapes.
 
     Returns:
         The program.
@@ -64,7 +64,7 @@ def compile_act(function: Callable[..., Any], *examples: Any) -> Program:
     start = torch.get_rng_state()
     with torch.inference_mode(False), torch.no_grad():
         try:
-            function(*static_inputs(examples))  # warm-up: creates lazily initialised modules and caches
+            function(*static_inputs(examples))  # warm-up: creates lazily initialized modules and caches
             seeds = [torch.get_rng_state()]
             expected = [arrays_of(function(*static_inputs(examples)))]
             tapes, before = [], python_state(function)
@@ -74,7 +74,7 @@ def compile_act(function: Callable[..., Any], *examples: Any) -> Program:
                     tapes.append(Tape(function, static_inputs(examples)))
                     expected.append(tapes[-1].expected)
                 if changed := difference(before, python_state(function)):
-                    raise Untraceable(f"act changes {changed}, and a replay would not")
+                    raise Untraceable(f"act changes {changed}, but a replay would not change it")
                 tapes[0].check_same(tapes[1])
                 source, names = write_source(tapes[0], function)
                 outside = [tensor for tensor, _ in tapes[0].outside.values()]
@@ -83,7 +83,7 @@ def compile_act(function: Callable[..., Any], *examples: Any) -> Program:
                 torch.set_rng_state(seed)
                 with untraceable_if_failing("a replay"):
                     replayed = program(*arrays_of(static_inputs(examples)))
-                # Loose tolerance: densities near the edge of their support amplify rounding; a wrong line is far off.
+                # The tolerance is loose, because densities near the edge of their support amplify rounding.
                 if why := equal_results(result, replayed, tolerance=1e-3):
                     raise Untraceable(f"the result of a replay differs from that of the eager call: {why}")
         finally:

@@ -39,7 +39,7 @@ class Tape:
         self.ops: list[Op] = []
         self.inputs = inputs
         self.outside: dict[int, tuple[Tensor, Tensor]] = {}
-        """Tensors that existed before the call, mostly parameters, by storage, each with a copy of its values."""
+        """Tensors from before the call (mostly parameters) by storage, each with a copy of its values."""
         self.constants: dict[int, tuple[Tensor, Tensor]] = {}
         """Tensors made from Python values, by storage, each with a copy of its values."""
         self.signature: list[Any] = []
@@ -74,7 +74,7 @@ class Tape:
         for tensor in tensors:
             self._register(tensor)
         reads = {storage_of(tensor) for tensor in tensors}
-        # Aliases, since squeeze_ and similar operations may change the shapes of the tensors themselves later.
+        # Keep aliases, because later operations such as squeeze_ may change the shapes of the tensors themselves.
         op_args, op_kwargs = aliases_of(args), aliases_of(kwargs)
         random_state = torch.get_rng_state()
         result = func(*args, **kwargs)
@@ -131,7 +131,7 @@ class Tape:
         return tensor
 
     def _register(self, tensor: Tensor) -> None:
-        """Register a tensor on its first use; one that no recorded operation made existed before the call."""
+        """Register a tensor on its first use. If no recorded operation made the tensor, it existed before the call."""
         self._check_kind(tensor)
         storage = storage_of(tensor)
         if storage not in self._numbers:
@@ -161,7 +161,7 @@ class Tape:
             self.refuse(f"act reads a tensor's value into Python, and may branch on it ({_caller()})")
 
     def _encode(self, func: Any, value: Any) -> None:
-        """Append an operation to the signature, which a second recording must repeat."""
+        """Append an operation to the signature; a second recording must have the same signature."""
         encoded = [
             (
                 self._numbers.get(storage_of(leaf)),
@@ -177,7 +177,7 @@ class Tape:
         self.signature.append((func, encoded, outline_of(value)))
 
     def _check_unchanged(self) -> None:
-        """Raise if an operation changed memory without declaring it, as batch norm does with its statistics."""
+        """Raise if an operation changed memory that its schema does not declare, as batch norm does."""
         for _, leaf in leaves_of(self.inputs):
             if not same_bytes(leaf, self._given[storage_of(leaf)]):
                 self.refuse("act changes its input in place")
@@ -210,11 +210,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the default imports torch._dynamo: 1.6 s
+        return False  # the default would import torch._dynamo, which takes 1.6 s
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():  # `_Escapes` must not see the tape's own calls
+        with torch._C.DisableTorchFunction():  # hide the tape's own calls from `_Escapes`
             if torch.is_inference_mode_enabled():
                 # In inference mode, torch does not decompose composite operations such as linear.
                 with self:
@@ -225,7 +225,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Escapes(TorchFunctionMode):
-    """Refuses calls that read values out of torch without an operation."""
+    """Refuses calls that read a tensor's values without an ATen operation."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ def _caller() -> str:
 
 
 def _is_validation() -> bool:
-    """Return whether the value is read only by torch's own validation of arguments."""
+    """Return whether only torch's own validation of arguments reads the value."""
     frame = _user_frame()
     path, function = Path(frame.f_code.co_filename), frame.f_code.co_name
     if path.parent == Path(torch.distributions.__file__).parent and path.name in _VALIDATES:
@@ -265,7 +265,7 @@ def _is_validation() -> bool:
         if inner is frame or inner.f_back is None:
             return False
         inner = inner.f_back
-    # one_hot with an explicit number of classes reads the smallest and largest index only to check them.
+    # If the number of classes is given, one_hot reads the smallest and largest index only to check them.
     name, given = getattr(inner.f_locals["func"], "__name__", ""), inner.f_locals["args"][1:]
     classes = [*given, *(inner.f_locals["kwargs"] or {}).values()]
     return name == "one_hot" and len(classes) == 1 and classes[0] > 0

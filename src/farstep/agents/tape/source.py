@@ -40,7 +40,7 @@ def write_source(tape: Tape, function: Callable[..., Any]) -> tuple[str, dict[st
             for output, initial in zip(op.outputs, op.initial, strict=True):
                 if op.writes & mutated:
                     w.line(f"{w.tensor(output)}.copy_({w.bind('initial', initial)})")
-                elif not same_bytes(output, initial):  # the eager call changed it after its last use
+                elif not same_bytes(output, initial):  # the eager call changed the tensor after its last use
                     w.names[w.tensor(output)].copy_(initial)
         else:
             _write_op(w, op)
@@ -51,7 +51,7 @@ def write_source(tape: Tape, function: Callable[..., Any]) -> tuple[str, dict[st
     def leaf_name(leaf: Any) -> str:
         if not isinstance(leaf, Tensor):
             return w.bind("constant", leaf)
-        # The next call overwrites the buffers of inputs, possibly with this result as its argument.
+        # Copy: the next call overwrites the input buffers, and this result may be its argument.
         return w.array(leaf) + (".copy()" if storage_of(leaf) in inputs else "")
 
     try:
@@ -91,7 +91,7 @@ def _write_op(w: Writer, op: Op) -> None:
 
 
 def _out_overload(op: Op) -> tuple[Any, list[str]] | None:
-    """Return the overload of an operation that writes into given tensors, and the names of these arguments."""
+    """Return the overload of an operation that writes into given tensors, and the names of its output arguments."""
     packet, schema = op.func.overloadpacket, op.func._schema
     plain = [(a.name, str(a.type)) for a in schema.arguments]
     if len(op.outputs) != len(schema.returns) or not all(str(r.type) == "Tensor" for r in schema.returns):
@@ -107,7 +107,7 @@ def _out_overload(op: Op) -> tuple[Any, list[str]] | None:
 
 
 def _labels(tape: Tape, function: Callable[..., Any]) -> dict[int, str]:
-    """Return names for the parameters, by storage: those that they have in their module, if any."""
+    """Return the names of parameters in their module, by storage."""
     owner = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
     named: list[tuple[str, Tensor]] = []
     if isinstance(owner, torch.nn.Module):

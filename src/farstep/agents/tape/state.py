@@ -1,4 +1,4 @@
-"""The Python state that a function keeps between calls, which a replay would neither read nor change."""
+"""Python state that a function keeps between calls. A replay would neither read nor change it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def python_state(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the state that a function can reach, by path: attributes of its owner and the values it closes over."""
+    """Return the state of a function, by path: attributes of its owner and variables of its closure."""
     state: dict[str, Any] = {}
     seen: set[int] = set()
 
@@ -63,7 +63,7 @@ def _is_full(cell: Any) -> bool:
 
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> str | None:
-    """Return a path whose value was changed, added or removed; None if there is none."""
+    """Return the path of a value that was changed, added or removed; None if there is none."""
     for path in before.keys() | after.keys():
         if before.get(path) != after.get(path):
             return path

@@ -36,7 +36,7 @@ class Writer:
         self.lines.append(text)
 
     def bind(self, name: str, value: Any) -> str:
-        """Give an object a new name, based on `name`, and return it."""
+        """Bind an object to a new name based on `name`, and return the new name."""
         unique, count = name, 1
         while unique in self.names or unique in self._reserved:
             count += 1
@@ -57,8 +57,9 @@ class Writer:
         if key not in self._known:
             storage = storage_of(tensor)
             label = self.labels.setdefault(storage, f"v{len(self.labels)}")
-            # Detach, since an operation on a parameter that requires grad would build a graph. A tensor made in
-            # inference mode may not be written outside of it, but another tensor over the same memory may.
+            # Detach, because an operation on a parameter that requires grad would build a graph. Outside inference
+            # mode, torch refuses to write to a tensor that was made inside it, but allows another tensor over the same
+            # memory.
             alias = from_dlpack(tensor) if tensor.is_inference() else tensor.detach()
             self._known[key] = self.bind(label + ("_t" if kind == "torch" else ""), view(alias))
         return self._known[key]
@@ -68,7 +69,7 @@ class Writer:
         return self.bind("scratch", as_array(torch.empty(tuple(shape), dtype=dtype)))
 
     def number(self, value: Any, dtype: torch.dtype) -> str:
-        """Return the name of a Python number as a 0-d array, which is faster in ufuncs than the number itself."""
+        """Bind a Python number as a 0-d array and return its name; ufuncs are faster with arrays than with numbers."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise Unsupported
         if isinstance(value, float) and dtype not in FLOATS:
@@ -84,7 +85,8 @@ class Writer:
         return self._known[key]
 
     def operand(self, value: Any, dtype: torch.dtype) -> str:
-        """Return the name of a tensor or number as an operand of exactly this dtype, so that NumPy promotes nothing."""
+        """Return the name of a tensor or number as an operand of exactly this dtype, to avoid type promotion in
+        NumPy."""
         if not isinstance(value, Tensor):
             return self.number(value, dtype)
         if value.dtype != dtype:

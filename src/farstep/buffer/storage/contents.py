@@ -1,7 +1,7 @@
-"""The contents of a buffer: its rows, and the selectors of its sampler and remover, kept consistent with each other.
+"""The contents of a buffer: keeps its rows and the selectors of its sampler and remover consistent.
 
-Waiting, limiting and locking are left to `Buffer`. Methods that put rows return the numbers of new and evicted items,
-for the counters of the limiter.
+`Buffer` does the waiting, limiting and locking. Methods that put rows return the numbers of new and evicted items, for
+the counters of the limiter.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from farstep.schema import Schema, Structure, leaves
 class Contents:
     """Up to `capacity` rows of `schema`, in one column per environment slot.
 
-    Without `remover`, rows stay in order and the oldest are evicted. They form a ring until a row other than the oldest
-    is removed; from then on links record their order. With `remover`, a new row goes into any free cell; once there is
-    no free cell, the remover chooses an item to evict.
+    Without `remover`, rows stay in order, and the oldest rows are evicted. The rows form a ring until a row that is not
+    the oldest is removed; from then on, links record their order. With `remover`, a new row goes into any free cell. If
+    there is no free cell, the remover chooses an item to evict.
     """
 
     def __init__(
@@ -53,25 +53,26 @@ class Contents:
         tails = [name for name in schema if name.split(".")[0] == "obs"] if follow else []
         self.store = Store(schema, rows, columns, tails)
         self.is_pinned = False
-        """Whether rows must stay in ring order because readers access the cells directly: the cell of a removed row is
-        reused only when it is the oldest."""
+        """Whether rows must stay in ring order, because readers access the cells directly. The cell of a removed row is
+        then reused only when it is the oldest cell."""
         self._span = sampler.span(self.store)
         self.selector: Selector = sampler.selector(self.store.table)
         """Chooses the items of batches."""
         self._remover = None if remover is None else remover.selector(self.store.table)
         self._removes_oldest = isinstance(remover, FIFO)
         self._free = FreeCells(self.store.table.cells)
-        """Cells for new rows; always empty for a ring, which overwrites its oldest rows."""
+        """Cells for new rows; always empty for a ring, because a ring overwrites its oldest rows."""
         if not self.is_cyclic:
             self._free.push(np.arange(rows))
         self._episodes = Episodes(self.store)
         self._slots: Array = np.full(columns, -1, np.int64)
-        """Per column, the environment slot of its newest row."""
+        """For each column, the environment slot of its newest row."""
         self._has_priorities = PRIORITY in schema and schema[PRIORITY].shape == ()
         """Whether rows are inserted with their initial priorities."""
         further = tails or "valid" in schema or self._has_priorities or isinstance(self.selector, EpisodeSelector)
         self.is_plain = columns == 1 and not further
-        """Whether items are single rows of one column, without filler rows, episodes or priorities to track."""
+        """Whether contents are plain: items are single rows of one column, without filler rows, episodes or initial
+        priorities."""
 
     @property
     def size(self) -> int:
@@ -99,7 +100,8 @@ class Contents:
             raise ConfigError("this buffer stores the next observations of batches: insert batches, not rows.")
 
     def rows_of(self, batch: Batch) -> dict[str, Array]:
-        """Return the arrays `[T, N, ...]` of a batch to store; raise `ConfigError` if they do not match or fit."""
+        """Return the arrays `[T, N, ...]` of a batch to store. Raise `ConfigError` if they do not match or do not
+        fit."""
         store = self.store
         values = arrays_of(batch, with_next=any(name.startswith("next_obs") for name in store.schema))
         check_rows(values, store.schema, leading=2, slots=batch.slots.tolist())
@@ -107,7 +109,7 @@ class Contents:
         if self.is_cyclic and batch.shape[0] > store.rows:
             raise ConfigError(
                 f"a batch of {batch.shape[0]} steps does not fit: a capacity of {self.capacity} rows for "
-                f"{store.columns} environment slots leaves {store.rows} rows for each. Raise capacity."
+                f"{store.columns} environment slots gives only {store.rows} rows per slot. Raise capacity."
             )
         return values
 
@@ -117,7 +119,7 @@ class Contents:
             as_priorities(given, np.arange(len(given)))
 
     def warn_if_shared(self, batch: Batch) -> None:
-        """Warn the caller of `Buffer.insert` if slots share a column."""
+        """Warn the caller of `Buffer.insert` if two slots share a column."""
         if batch.slots.max() >= self.store.columns:
             warnings.warn(
                 f"slot {batch.slots.max()} was inserted into a buffer for {self.store.columns} slots and shares a "
@@ -126,7 +128,7 @@ class Contents:
             )
 
     def put_rows(self, values: Mapping[str, Array], count: int) -> tuple[Array, int]:
-        """Put rows `[count, ...]` into plain contents; return their keys and the number of evicted items."""
+        """Put rows `[count, ...]` into plain contents. Return their keys and the number of evicted items."""
         if not self.is_cyclic:
             keys, _, evicted = self.put_anywhere(values, count)
             return keys, evicted
@@ -143,12 +145,12 @@ class Contents:
     def put(
         self, values: Mapping[str, Array], first: int = 0, continues: Array | None = None
     ) -> tuple[Array, int, int]:
-        """Put rows `[T, n, ...]`, in order, into columns from `first` on.
+        """Put rows `[T, n, ...]`, in order, into `n` columns from `first` on.
 
         Args:
             values: The arrays of the rows.
             first: The first column.
-            continues: Per column, whether the first new row follows the row that was newest before; None: yes.
+            continues: For each column, whether the first new row follows the previous newest row; None: all do.
 
         Returns:
             The keys `[T, n]` of the rows, the number of new items, and the number of evicted items.
@@ -166,7 +168,7 @@ class Contents:
         filler: Array | None = None
         if valid is not None and valid.ndim == 2 and not valid.all():  # filler rows are resets, not steps
             filler = ~valid.astype(bool).reshape(-1)
-            self._take_out(cells[filler])  # selectors may still list the items that these cells held before
+            self._take_out(cells[filler])  # selectors may still list the old items of these cells
             cells, new = cells[~filler], new[~filler]
         for selector in self._selectors():
             selector.inserted(cells, new)
@@ -181,7 +183,7 @@ class Contents:
     def put_anywhere(self, values: Mapping[str, Array], count: int) -> tuple[Array, int, int]:
         """Put rows `[count, ...]`, in order, each into a free cell.
 
-        Once the contents are full, the remover chooses after each row which item to evict, possibly the new one.
+        If the contents are full, the remover chooses an item to evict after each row; it may choose the new row.
 
         Returns:
             The keys of the rows, the number of new items, and the number of evicted items.
@@ -202,7 +204,9 @@ class Contents:
         """Put rows `[count, ...]` without filler; return their keys and the number of evicted items."""
         table, keys, evicted = self.store.table, np.empty(count, np.int64), 0
         missing = count - (self.capacity - table.size)
-        if missing > 0 and count <= self.capacity and self._removes_oldest:  # evict at once: no new row is among them
+        if (
+            missing > 0 and count <= self.capacity and self._removes_oldest
+        ):  # evict all at once, because no new row is among the oldest
             assert self._remover is not None
             oldest, _ = self._remover.select(missing, self.rng)
             self._take_out(oldest)
@@ -233,7 +237,7 @@ class Contents:
                 selector.updated(cells, priorities)
 
     def _displace(self, values: Mapping[str, Array], rows: Array, keys: Array) -> int:
-        """Put rows into a full store, one after the other; return the number of evicted items."""
+        """Put rows into a full store, one after the other. Return the number of evicted items."""
         assert self._remover is not None
         table, evicted = self.store.table, 0
         while evicted < len(rows):
@@ -263,12 +267,12 @@ class Contents:
         keys = np.empty(batch.shape, np.int64)
         inserted = evicted = 0
         columns = batch.slots % store.columns
-        for a, b in _neighbours(columns):
+        for a, b in _neighbors(columns):
             first = int(columns[a])
             slots = self._slots[first : first + b - a]
             part = {name: values[name][:, a:b] for name in store.schema}
             follows = batch.continues[a:b] & (slots == batch.slots[a:b])
-            # The previous batch of these slots may not have been inserted into this buffer.
+            # The previous batch of these slots may be missing in this buffer.
             follows &= store.continues_with(slice(first, first + b - a), {name: v[0] for name, v in part.items()})
             slots[:] = batch.slots[a:b]
             found, new_items, evicted_items = self.put(part, first, follows)
@@ -283,7 +287,7 @@ class Contents:
         structure, final = self.structures["obs"], batch.final_obs
         ours = np.flatnonzero((final.slot >= a) & (final.slot < b))
         ends = cells[final.row[ours], final.slot[ours] - a]
-        # A filler row that no item needs was removed at once, and its cell is free for another row.
+        # A filler row that no item needs has already been removed, and its cell is free.
         unfinished = np.flatnonzero(~np.isin(cells[-1], ends) & ~self._free.is_free[cells[-1]])
         last = {name: value[unfinished + a] for name, value in leaves(structure, batch.last_obs)}
         self.store.keep_tails(cells[-1, unfinished], last)
@@ -293,7 +297,7 @@ class Contents:
     # ---- updating and removing ----
 
     def update(self, keys: Array, priorities: Array) -> int:
-        """Set the priorities of items; return how many of them still exist."""
+        """Set the priorities of items. Return how many of these items still exist."""
         table = self.store.table
         cells = keys % table.cells
         exists = (keys >= 0) & (table.keys.take(cells) == keys)
@@ -304,11 +308,11 @@ class Contents:
         return len(cells)
 
     def remove(self, cells: Array, are_oldest: bool = False) -> int:
-        """Remove items; an episode is removed with all its rows.
+        """Remove items. If items are episodes, remove all their rows.
 
         Args:
             cells: The cells of the items, without duplicates.
-            are_oldest: Whether these are the oldest items, whose cells a ring reuses next anyway.
+            are_oldest: Whether these are the oldest items. A ring reuses their cells next anyway.
 
         Returns:
             The number of rows removed.
@@ -333,7 +337,7 @@ class Contents:
             self._free.push(cells)
 
     def _with_episodes(self, cells: Array, selector: EpisodeSelector) -> Array:
-        """Return the given cells, and those of all further rows of the episodes that start there."""
+        """Return the cells of all rows of the episodes that start at the given cells."""
         table, found = self.store.table, [cells]
         at = cells[selector.weights[cells] > 0]
         while len(at := self.store.following(at[~self.store.flat_cut[at]])):
@@ -370,7 +374,7 @@ class Contents:
             return 0
         assert self._remover is not None and self.store.links is not None
         oldest, _ = self._remover.select(missing, self.rng)
-        # Evicting an item also frees the rows kept for it, since all older items are evicted before it.
+        # Evicting an item also frees the rows that were kept for it, because all older items are already evicted.
         freed = np.cumsum(1 + self.store.links.rows_kept_for(oldest))
         evicted = oldest[: int(np.searchsorted(freed, missing)) + 1]
         self._take_out(evicted)
@@ -392,10 +396,10 @@ class Contents:
         return arrays, {"rng": self.rng.bit_generator.state, "free": self._free.cells.tolist()}
 
     def restore(self, arrays: Mapping[str, Array], plain: Mapping[str, Any]) -> None:
-        """Apply what `state` returned to empty contents.
+        """Restore a state from `state` into empty contents.
 
         Raises:
-            Refused: The state is inconsistent; discard these contents then.
+            Refused: The state is inconsistent. The caller must discard these contents.
         """
         store, table = self.store, self.store.table
         if self.is_cyclic and "store/after" in arrays:
@@ -468,23 +472,23 @@ class FreeCells:
         self._stack: Array = np.zeros(cells, np.int64)
         self._count = 0
         self.is_free: Array = np.zeros(cells, bool)
-        """Per cell, whether it is on the stack."""
+        """For each cell, whether it is on the stack."""
 
     def __len__(self) -> int:
         return self._count
 
     @property
     def next(self) -> int:
-        """The cell that `pop` returns first."""
+        """The cell that `pop` returns next."""
         return int(self._stack[self._count - 1])
 
     @property
     def cells(self) -> Array:
-        """All free cells; `pop` returns the last one first."""
+        """All free cells; `pop` starts with the last."""
         return self._stack[: self._count]
 
     def push(self, cells: Array) -> None:
-        """Add distinct cells; `pop` returns the first of them first."""
+        """Add distinct cells; `pop` returns them in the given order."""
         self._stack[self._count : self._count + len(cells)] = cells[::-1]
         self._count += len(cells)
         self.is_free[cells] = True
@@ -504,19 +508,19 @@ def cells_of(capacity: int, columns: int, is_cyclic: bool) -> int:
 
 
 def _spare_rows(is_cyclic: bool) -> int:
-    """Return the rows beyond the capacity: 1 if a remover chooses, since it evicts after the new item is stored."""
+    """Return the number of rows beyond the capacity: 1 with a remover, since it evicts after the new item is stored."""
     return 0 if is_cyclic else 1
 
 
 def fitting_capacity(schema: Schema, capacity: int, columns: int, is_cyclic: bool, max_bytes: int | None) -> int:
-    """Return the largest capacity, at most `capacity`, that `max_bytes` allows, as a multiple of `columns`."""
+    """Return the largest multiple of `columns` that neither `capacity` nor `max_bytes` exceeds."""
     row_bytes = max(1, sum(spec.nbytes for spec in schema.values()))
     if max_bytes is not None:
         capacity = min(capacity, max_bytes // row_bytes - _spare_rows(is_cyclic))
     if capacity < columns:
         raise ConfigError(
-            f"capacity or max_bytes leave room for {capacity} rows of {row_bytes} bytes, less than one for each of "
-            f"{columns} environment slots. Raise capacity or max_bytes."
+            f"capacity or max_bytes leave room for only {capacity} rows of {row_bytes} bytes, less than one per "
+            f"environment slot ({columns}). Raise capacity or max_bytes."
         )
     capacity -= capacity % columns
     if (needed := capacity * row_bytes) > available_memory():
@@ -533,7 +537,7 @@ def _last_occurrences(values: Array) -> Array:
     return np.sort(len(values) - 1 - from_end)
 
 
-def _neighbours(slots: Array) -> list[tuple[int, int]]:
+def _neighbors(slots: Array) -> list[tuple[int, int]]:
     """Return the ranges of entries whose slots are consecutive."""
     cuts = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
     return [(a, b) for a, b in pairwise(cuts) if b > a]

@@ -1,13 +1,13 @@
-"""Cyclic blocks: per key one array `[rows, columns, ...]` in shared memory, and a header of cursors.
+"""Cyclic blocks: one array `[rows, columns, ...]` per key in shared memory, and a header of cursors.
 
-Every column (an environment slot) has one writer and its own cursors, which count rows from 0 and never decrease: row
-`p` of a column is stored at `p % rows`. A writer first *claims* rows, which invalidates their previous contents, then
-writes them and *commits* them, all keys at once or key by key. A reader thus never uses a half-written row, even if
-the writer was killed while writing it. A column that changes its writer gets a new generation, and the new writer
+Every column (an environment slot) has one writer and its own cursors. Cursors count rows from 0 and never decrease; row
+`p` of a column is stored at `p % rows`. A writer first *claims* rows, which invalidates their old contents, then writes
+the rows, and finally *commits* them, all keys at once or key by key. So a reader never uses a half-written row, even if
+the writer was killed while writing. When a column changes its writer, it gets a new generation, and the new writer
 continues after the last committed row.
 
-A reader in another process maps the memory and copies rows. `read` checks the claim again after copying and discards a
-copy that was overwritten meanwhile. Registered consumers have read cursors in the header, for `backlog`.
+A reader in another process maps the memory and copies rows. After copying, `read` checks the claim again, and discards
+the copy if the rows were overwritten. The header also has read cursors of registered consumers, for `backlog`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _own = threading.local()
 
 
 class _Description(msgspec.Struct):
-    """What a process needs to know to map the blocks."""
+    """The information that a process needs to map the blocks."""
 
     rows: Annotated[int, msgspec.Meta(ge=1)]
     columns: Annotated[int, msgspec.Meta(ge=1)]
@@ -44,7 +44,7 @@ class _Description(msgspec.Struct):
 
 
 class CyclicBlocks:
-    """The blocks of one buffer, in this process or mapped from another."""
+    """The blocks of one buffer, of this process or mapped from another process."""
 
     def __init__(self, memory: SharedMemory, description: _Description) -> None:
         self.memory = memory
@@ -53,13 +53,13 @@ class CyclicBlocks:
         words = np.frombuffer(memory.map, np.int64, offset=_PAGE, count=_header_words(description))
         columns, keys = self.columns, max(1, len(self.keys))
         self.generation: Array = words[:columns]
-        """Per column, how often a writer joined or left; odd while it has a writer."""
+        """For each column, how often a writer joined or left; odd while the column has a writer."""
         self.claimed: Array = words[columns : 2 * columns]
-        """Per column, the end of the rows that may be half written."""
+        """For each column, the end of the rows that may be half written."""
         self.written: Array = words[2 * columns : (2 + keys) * columns].reshape(keys, columns)
-        """Per key and column, the number of committed rows."""
+        """For each key and column, the number of committed rows."""
         self.cursors: Array = words[(2 + keys) * columns :].reshape(description.consumers, columns)
-        """Per consumer and column, the number of rows it has read."""
+        """For each consumer and column, the number of rows that the consumer has read."""
         start = _PAGE + _pages(words.nbytes)
         blocks = _layout(description).views(memory.map[start:])
         self.arrays: dict[str, Array] = {name: block[0] for name, block in blocks.items()}
@@ -86,7 +86,7 @@ class CyclicBlocks:
 
     @classmethod
     def attach(cls, path: str | Path) -> CyclicBlocks:
-        """Map the blocks of another process of this host; nothing in the memory is executed.
+        """Map the blocks of another process of this host. No code from the memory is executed.
 
         Args:
             path: `Buffer.path` of the other process, e.g. `message["path"]` of a workflow.
@@ -123,7 +123,7 @@ class CyclicBlocks:
 
     @property
     def path(self) -> str:
-        """Path of the memory for other processes of this user, valid while this process lives."""
+        """Path of the memory, for other processes of this user. Valid while this process lives."""
         if self.memory.fd < 0:
             raise ClosedError("these blocks are closed.")
         return f"/proc/{os.getpid()}/fd/{self.memory.fd}"
@@ -133,7 +133,7 @@ class CyclicBlocks:
     def join(self, first: int, count: int) -> Writer:
         """Become the writer of these columns and keep their committed rows."""
         if not 0 <= first <= first + count <= self.columns or count < 1:
-            raise ConfigError(f"columns {first} to {first + count} are not within the {self.columns} reserved ones.")
+            raise ConfigError(f"columns {first} to {first + count} are not within the {self.columns} reserved columns.")
         columns = slice(first, first + count)
         if (self.generation[columns] % 2).any():
             raise ConfigError(f"columns {first} to {first + count} have a writer; it must leave first.")
@@ -143,12 +143,12 @@ class CyclicBlocks:
         return Writer(self, first, count)
 
     def leave(self, first: int, count: int) -> None:
-        """Release columns whose writer is gone; the next one continues after its last committed row."""
+        """Release columns whose writer has ended. The next writer continues after the last committed row."""
         columns = slice(first, first + count)
         self.generation[columns] += self.generation[columns] % 2
 
     def committed(self, columns: slice = slice(None)) -> Array:
-        """Return per column the number of rows that are committed with all their keys."""
+        """Return for each column the number of rows that are committed with all keys."""
         committed: Array = self.written[:, columns].min(axis=0)
         return committed
 
@@ -163,12 +163,12 @@ class CyclicBlocks:
 
         Args:
             column: The environment slot.
-            start: Number of the first row, counted since the start of the column.
+            start: Index of the first row, counted from the start of the column.
             count: Number of rows.
             keys: Names of the arrays; default: all.
 
         Returns:
-            Arrays `[count, ...]` by name, or None if some of the rows are not committed yet or already overwritten.
+            Arrays `[count, ...]` by name. None if some of the rows are not committed yet, or are already overwritten.
         """
         names = list(self.schema if keys is None else keys)
         generation = self.generation[column]
@@ -178,21 +178,21 @@ class CyclicBlocks:
         fence()
         copies = {name: self.arrays[name][places, column] for name in names}
         fence()
-        # A writer that joined meanwhile may have withdrawn rows that its predecessor committed only in part.
+        # A new writer may have withdrawn rows that its predecessor committed only in part.
         return copies if start >= self.oldest(column) and self.generation[column] == generation else None
 
     def backlog(self, consumer: int) -> Array:
-        """Return per column the number of committed rows that a consumer has not read."""
+        """Return for each column the number of committed rows that a consumer has not read."""
         backlog: Array = self.committed() - self.cursors[consumer]
         return backlog
 
     def close(self) -> None:
-        """Close the memory; it is unmapped with the last array that views it."""
+        """Close the memory. It is unmapped when no array views it any more."""
         self.memory.close()
 
 
 class _Run:
-    """Adjacent columns of one writer with equal cursors, and their part of the header."""
+    """Adjacent columns of one writer that have equal cursors, and their part of the header."""
 
     __slots__ = ("claimed", "columns", "start", "written")
 
@@ -211,20 +211,20 @@ class Writer:
         self._first = first
         self._runs = [_Run(blocks, *run) for run in self._of(blocks.committed(self._columns))]
         self._reached = int(blocks.claimed[self._columns].max())
-        """The end of the rows that were ever claimed, in any of these columns."""
+        """The highest end of all claims so far, in any of these columns."""
 
     def claim(self, rows: int) -> list[tuple[slice, int]]:
         """Invalidate the next `rows` rows before writing them.
 
         Returns:
-            Runs of adjacent columns with equal cursors, and the number of the first row to write in each run.
+            Runs of adjacent columns with equal cursors, each with the index of the first row to write.
         """
         blocks = self._blocks
         if rows > blocks.rows:
             raise ConfigError(f"{rows} rows at once do not fit into a block of {blocks.rows} rows.")
         self._check_ours()
         for run in self._runs:
-            # Never decrease it: a writer that died may have started to overwrite rows beyond these.
+            # Never decrease the claim: a dead writer may have started to overwrite later rows.
             until = run.start + rows
             if until >= self._reached:
                 run.claimed.fill(until)
@@ -235,7 +235,7 @@ class Writer:
         return [(run.columns, run.start) for run in self._runs]
 
     def commit(self, rows: int, keys: Sequence[str] | None = None) -> None:
-        """Make the claimed rows readable: all their arrays, or those of `keys`."""
+        """Make the claimed rows readable: all arrays, or only those in `keys`."""
         self._check_ours()
         fence()
         if keys is None:
@@ -279,10 +279,10 @@ class Writer:
 
 
 def spans(place: int, count: int, rows: int) -> Iterator[tuple[slice, slice]]:
-    """Split `count` rows, written from `place` on, where a cyclic block wraps around.
+    """Split `count` rows from `place` on at the point where a cyclic block wraps around.
 
     Yields:
-        Pairs (rows of the block, rows of the values), one or two.
+        One or two pairs (rows of the block, rows of the values).
     """
     until = min(count, rows - place)
     yield slice(place, place + until), slice(0, until)
@@ -291,10 +291,10 @@ def spans(place: int, count: int, rows: int) -> Iterator[tuple[slice, slice]]:
 
 
 def fence() -> None:
-    """Issue a full memory barrier: earlier reads and writes of this thread complete before later ones.
+    """Issue a full memory barrier: earlier reads and writes of this thread complete before later reads and writes.
 
-    It releases and acquires a lock, which is a full barrier on all processors that Python runs on. NumPy has no
-    barrier, and ARM may reorder plain stores.
+    Releasing and acquiring a lock is a full barrier on all processors that Python supports. NumPy has no barrier, and
+    ARM may reorder plain stores.
     """
     try:
         gate = _own.gate

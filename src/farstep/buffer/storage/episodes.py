@@ -9,12 +9,12 @@ from farstep.core import Array
 
 
 class Episodes:
-    """Remembers where the running episode of each column began, and finds the episodes that an insertion completes."""
+    """Stores where the running episode of each column began, and finds the episodes that an insertion completes."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self.begun: Array = np.full(store.columns, -1, np.int64)
-        """Per column, the key of the first row of the running episode; -1 if no episode is running, or if its
+        """For each column, the key of the first row of the running episode; -1 if no episode is running, or if the
         first row is unknown."""
 
     def completed(self, keys: Array, columns: slice, continues: Array | None) -> Array:
@@ -23,11 +23,10 @@ class Episodes:
         Args:
             keys: Keys `[T, n]` of the inserted rows.
             columns: Their columns.
-            continues: Per column, whether the first inserted row is the step after the column's previous newest row;
-                None: in all columns.
+            continues: For each column, whether the first inserted row follows the previous newest row; None: all do.
 
         Returns:
-            For each completed episode whose rows are all stored, the cell (index in the store) of its first row.
+            The cell (index in the store) of the first row of each completed episode whose rows are all stored.
         """
         store = self._store
         cells, begun = keys % store.table.cells, self.begun[columns]
@@ -40,11 +39,11 @@ class Episodes:
             assert ends is not None
             begins = np.vstack([begun < 0, ends[:-1]])
         whole = []
-        if ends is None:  # the row before a start is an end; a start in the first row completes the running episode
+        if ends is None:  # the row before a start is an end, and a start in the first row ends the running episode
             ends = np.vstack([begins[1:], np.zeros_like(begins[:1])])
             whole.append(begun[begins[0]])
-        # Prepend a row for the episode that was running before. An end completes the episode that began at
-        # the latest start before it, or in the same row; if another end lies between them, its start is unknown.
+        # Prepend a row for the episode that was already running. An end completes the episode that began at the latest
+        # start, which may be in the same row. If another end lies between them, the start is unknown.
         begins, all_keys = np.vstack([begun >= 0, begins]), np.vstack([begun, keys])
         ends = np.vstack([np.zeros_like(begins[:1]), ends])
         at = np.arange(len(begins))[:, None]

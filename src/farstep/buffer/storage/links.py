@@ -1,7 +1,7 @@
-"""A doubly linked list of rows, which keeps their order while free cells are reused in any order.
+"""A doubly linked list of rows. It keeps the order of rows although free cells are reused in any order.
 
-A ring needs no links: the next row is in the next cell. A store switches to links the first time that a row other than
-the oldest is removed. A row whose item was removed is kept while the sequence of an earlier item includes it.
+A ring needs no links, because the next row is in the next cell. When a row that is not the oldest is first removed, the
+store switches to links. A row whose item was removed is kept while the sequence of an earlier item includes it.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from farstep.core import Array
 
 
 class Links:
-    """Per cell of a table, the cells of the previous and the next row; `cut` marks rows without a next row."""
+    """For each cell of a table, the cells of the previous and the next row; `cut` marks rows without a next row."""
 
     def __init__(self, table: Table, cut: Array) -> None:
         self._table, self._cut = table, cut
         self.after: Array = np.arange(table.cells)
-        """Per cell, the cell of the next row; the cell itself if its row is cut."""
+        """For each cell, the cell of the next row; the cell itself if its row is cut."""
         self._before: Array = np.arange(table.cells)
 
     def join(self, cells: Array, after: Array) -> None:
-        """Make the rows of `after` the next rows of those of `cells`."""
+        """Link the rows of `after` as the next rows of the rows of `cells`."""
         self.after[cells], self._before[after] = after, cells
         self._cut[cells] = False
 
     def release(self, cells: Array) -> None:
-        """Remove rows from the list; the rows before them are cut."""
+        """Remove rows from the list, and cut the rows before them."""
         before, after = self._before[cells], self.after[cells]
         self.after[before], self._before[after] = before, after
         self._cut[before] = True
@@ -51,7 +51,7 @@ class Links:
         return cells
 
     def rows_kept_for(self, items: Array) -> Array:
-        """Return for each of these items the number of rows directly after it that have no item themselves."""
+        """Return for each of these items the number of rows without an item directly after it."""
         counts, places, at = np.zeros(len(items), np.int64), np.arange(len(items)), items
         while len(places):
             at, places = self._next_without_item(at, places)
@@ -59,7 +59,7 @@ class Links:
         return counts
 
     def unneeded_after(self, removed: Array, span: int) -> Array:
-        """Find the rows that no item needs any more after a removal.
+        """Find the rows that no item needs after a removal.
 
         Args:
             removed: Cells whose items were removed.
@@ -71,7 +71,7 @@ class Links:
         is_removed = np.zeros(self._table.cells, bool)
         is_removed[removed] = True
         at, is_short = removed, span < len(removed)
-        if not is_short:  # start only at the first row of each run of removed rows, and walk through the whole run
+        if not is_short:  # start at the first row of each run of removed rows, and walk through the run
             before = self._before[removed]
             at = removed[(before == removed) | ~is_removed[before]]
         found, since = [], self._distance_to_item(at, span)
@@ -83,7 +83,7 @@ class Links:
         return np.unique(np.concatenate(found)) if len(found) > 1 else found[0]
 
     def unneeded(self, span: int) -> Array:
-        """Return all cells that have no item and whose row no other item needs, in ascending order."""
+        """Return, in ascending order, all cells without an item whose row no other item needs."""
         is_free = self._table.keys < 0
         at = np.flatnonzero(~is_free)
         for _ in range(1, span):
@@ -94,7 +94,7 @@ class Links:
         return np.flatnonzero(is_free)
 
     def _next_without_item(self, cells: Array, values: Array) -> tuple[Array, Array]:
-        """Return the next rows of `cells`, where they exist and have no item, and the matching entries of `values`."""
+        """Return the next rows of `cells` that exist and have no item, and the matching entries of `values`."""
         after = self.after[cells]
         more = (after != cells) & (self._table.keys[after] < 0)
         return after[more], values[more]
@@ -114,10 +114,10 @@ class Links:
         return since
 
     def restore(self, after: Array) -> None:
-        """Restore the links of a checkpoint; `cut` must be restored already.
+        """Restore the links of a checkpoint. `cut` must already be restored.
 
         Raises:
-            Refused: `after` is not a set of links that agrees with `cut`.
+            Refused: `after` has invalid links, or does not agree with `cut`.
         """
         cells = np.arange(self._table.cells)
         require(((after >= 0) & (after < len(cells))).all(), "after names a cell that does not exist")

@@ -1,5 +1,4 @@
-"""Checks and conversions of a buffer's input (rows, batches, keys, priorities) before it changes anything, and nesting
-of its output."""
+"""Checks and converts the input of a buffer (rows, batches, keys, priorities), and nests its output."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from farstep.schema import ArraySpec, Schema, Structure, first_misfit, leaf_name
 
 
 def as_spec(name: object, value: object) -> ArraySpec:
-    """Return shape and dtype of an array's rows, given `(shape, dtype)`, an `ArraySpec` or an example row."""
+    """Return shape and dtype of an array's rows. `value` is `(shape, dtype)`, an `ArraySpec` or an example row."""
     if isinstance(value, ArraySpec):
         return value
     try:
@@ -59,7 +58,7 @@ def as_arrays(rows: object) -> dict[str, Array]:
 
 
 def count_plain(rows: object, kinds: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]]) -> int:
-    """Return the number of rows if all arrays have exactly these dtypes and shapes; -1 if they need conversion."""
+    """Return the number of rows if all arrays have exactly these dtypes and shapes; -1 if conversion is needed."""
     if type(rows) is not dict or len(rows) != len(kinds):
         return -1
     count = -1
@@ -90,9 +89,9 @@ def check_rows(values: Mapping[str, Array], schema: Schema, leading: int = 1, sl
 
     Args:
         values: Arrays `[rows, ...]`, or `[rows, slots, ...]` with `leading=2`.
-        schema: What the buffer holds.
-        leading: Axes before those of a row.
-        slots: With `leading=2`, the environment slots, for the error.
+        schema: The arrays of the buffer.
+        leading: Number of leading axes that do not belong to a row.
+        slots: With `leading=2`, the environment slots, for error messages.
     """
     for name, spec in schema.items():
         if name not in values:
@@ -106,13 +105,13 @@ def check_rows(values: Mapping[str, Array], schema: Schema, leading: int = 1, sl
         if got.dtype != spec.dtype and (place := first_misfit(got, np.dtype(spec.dtype))) is not None:
             where = f"row {place[0]}" if leading == 1 else f"row {place[0]} of slot {slots[place[1]]}"
             raise ConfigError(
-                f"insert got {got[place]} in {name!r}, {where}; this buffer holds {spec}, which cannot hold this "
+                f"insert got {got[place]} in {name!r}, {where}; this buffer holds {spec}, which cannot represent this "
                 "number. Give the buffer a wider dtype (spec), or clip the values."
             )
 
 
 def _converts(given: np.dtype[Any], held: np.dtype[Any]) -> bool:
-    """Return whether fitting values are converted: within the same kind, and between signed and unsigned integers."""
+    """Return whether values may be converted: within the same kind, or between signed and unsigned integers."""
     return np.can_cast(given, held, "same_kind") or (given.kind in "iu" and held.kind in "iu")
 
 
@@ -162,7 +161,7 @@ def as_priorities(priorities: object, keys: Array) -> Array:
 
 
 def nested(batch: dict[str, Array], structures: Mapping[str, Structure]) -> dict[str, Nested]:
-    """Add nested observations and actions, as the environment has them, to the flat arrays of a batch."""
+    """Add observations and actions, nested as in the environment, to the flat arrays of a batch."""
     found: dict[str, Nested] = dict(batch)
     for name, structure in structures.items():
         if not isinstance(structure, str):

@@ -1,9 +1,9 @@
 """The rows of a buffer in cyclic blocks, and their order.
 
-A row has a next row unless it is *cut*: its episode ended, rows after it were lost, or it is the newest of its column.
-The next row is in the next cell of the column or, once the store is linked (see `links.py`), in any cell. The
-observation after a cut row is stored separately as its *tail*. Every row of a rollout thus has a next observation, and
-no observation is stored twice.
+A row without a next row is *cut*: its episode ended, the rows after it were lost, or it is the newest row of its
+column. The next row is in the next cell of the column or, if the store is linked (see `links.py`), in any cell. The
+observation after a cut row is stored separately, as the *tail* of the row. So every row of a rollout has a next
+observation, and no observation is stored twice.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from farstep.core import Array
 from farstep.schema import Schema
 
 CONSUMERS = 16
-"""Number of readers whose cursors fit into the header of the blocks."""
+"""Maximum number of readers with cursors in the header of the blocks."""
 
-_MANY, _RUNS = 128, 8  # at least 128 cells in at most 9 runs of adjacent cells are copied run by run
+_MANY, _RUNS = 128, 8  # if at least 128 cells form at most 9 runs of adjacent cells, copy run by run
 
 ENDINGS = ("terminated", "truncated", "done")
 """Arrays that mark the last row of an episode."""
@@ -60,14 +60,14 @@ class Tails:
         self._of[cells] = -1
 
     def fill(self, name: str, cells: Array, values: Array) -> None:
-        """Overwrite `values` where a cell has a tail."""
+        """Overwrite the entries of `values` whose cells have a tail."""
         places = self._of.take(cells)
         have = np.flatnonzero(places >= 0)
         if len(have):
             values[have] = self._pool[name][places[have]]
 
     def equal(self, cells: Array, values: Mapping[str, Array]) -> Array:
-        """Return per cell whether its tail equals the observation in `values`; False for -1, which means no cell."""
+        """Return for each cell whether its tail equals the observation in `values`; False for -1 (no cell)."""
         places = np.where(cells >= 0, self._of[cells], -1)
         same = places >= 0
         for name, pool in self._pool.items():
@@ -98,11 +98,11 @@ class Store:
         self.cut: Array = np.ones((rows, columns), bool)
         self.flat_cut: Array = self.cut.reshape(-1)
         self._open: Array = np.zeros(columns, bool)
-        """Return per column whether the episode of its newest row is still running."""
+        """For each column, whether the episode of its newest row is still running."""
         self._newest: Array = np.full(columns, -1, np.int64)
-        """Per column, the cell of its newest row."""
+        """For each column, the cell of its newest row."""
         self.links: Links | None = None
-        """The next row of each row; None: the store is a ring, and the next row is in the next cell of its column."""
+        """The links between rows; None for a ring, in which the next row is in the next cell of the column."""
         self._writers: dict[tuple[int, int], Writer] = {}
         self.kinds = [(name, np.dtype(spec.dtype), spec.shape) for name, spec in schema.items()]
         """Name, dtype and shape of each array of a row."""
@@ -115,9 +115,9 @@ class Store:
         """Append rows to a ring.
 
         Args:
-            values: Arrays `[T, n, ...]`, with at most as many rows as a column has.
+            values: Arrays `[T, n, ...]`; T must not exceed the number of rows of a column.
             first: The first column.
-            continues: Per column, whether the first new row follows the row that was newest before; None: yes.
+            continues: For each column, whether the first new row follows the previous newest row; None: all do.
 
         Returns:
             The keys `[T, n]` of the rows, and the number of evicted items.
@@ -143,7 +143,7 @@ class Store:
         return keys, evicted
 
     def append_rows(self, values: Mapping[str, Array], count: int) -> tuple[Array, int]:
-        """Return a faster `append` of rows `[n, ...]` to the only column, for inserting few rows at a time."""
+        """Append rows `[n, ...]` to the only column; faster than `append` for few rows."""
         writer = self._writer(0, 1)
         ((_, start),) = writer.claim(count)
         place, cut = start % self.rows, self.flat_cut
@@ -179,7 +179,7 @@ class Store:
     # ---- linked ----
 
     def link(self) -> Links:
-        """Switch from a ring to links: from now on a row can be put into any cell.
+        """Switch from a ring to links, so that a row can be put into any cell.
 
         Other processes can no longer read the rows in place.
         """
@@ -187,7 +187,7 @@ class Store:
         for first, width in list(self._writers):
             self._release(first, width)
         self.blocks.written[:] = 0
-        self.blocks.generation[:] += 2  # readers that are copying rows right now discard their copies
+        self.blocks.generation[:] += 2  # makes readers that are copying rows discard their copies
         follows = np.flatnonzero(~self.flat_cut)
         after = self.following(follows)
         self.links = Links(self.table, self.flat_cut)
@@ -195,7 +195,7 @@ class Store:
         return self.links
 
     def rows_by_age(self) -> Array:
-        """Return the cells of all rows in a ring; those with the most newer rows in their column come first."""
+        """Return the cells of all rows in a ring. Rows with more newer rows in their column come first."""
         written = self.blocks.committed()
         cells = np.arange(self.table.cells)
         row, column = np.divmod(cells, self.columns)
@@ -206,7 +206,7 @@ class Store:
     def put_linked(
         self, values: Mapping[str, Array], cells: Array, first: int = 0, continues: Array | None = None
     ) -> Array:
-        """Append rows to a linked store, in the given free cells `[T, n]`; return the keys."""
+        """Append rows to a linked store, in the given free cells `[T, n]`. Return the keys."""
         assert self.links is not None
         columns, flat = slice(first, first + cells.shape[1]), cells.reshape(-1)
         self.write(flat, {name: values[name].reshape(-1, *held.shape[1:]) for name, held in self.flat.items()})
@@ -238,7 +238,7 @@ class Store:
 
         Args:
             cells: The cells of the rows.
-            is_free: Per cell of the store, whether it is free, these included.
+            is_free: For each cell of the store, whether it is free; the given cells already count as free.
         """
         assert self.links is not None
         self.links.release(cells)
@@ -256,7 +256,8 @@ class Store:
     def _update_cuts(
         self, start: int, count: int, columns: slice, begins: Array | None, continues: Array | None
     ) -> None:
-        """Mark after an append which rows are cut: rows before an episode's start, and the newest of each column."""
+        """Mark the rows that are cut after an append: rows before the start of an episode, and the newest of each
+        column."""
         before, newest = (start - 1) % self.rows, (start + count - 1) % self.rows
         follows = self._open[columns]
         if begins is not None:  # the start of an episode cuts the row before it
@@ -265,7 +266,7 @@ class Store:
             self.cut[(start + t) % self.rows, columns.start + k] = True
         if continues is not None:
             follows = follows & continues
-        if count < self.rows:  # otherwise the row before is overwritten
+        if count < self.rows:  # otherwise the previous row is overwritten
             self.cut[before, columns] &= ~follows
             if self.tails is not None and follows.any():
                 self.tails.drop(before * self.columns + columns.start + np.flatnonzero(follows))
@@ -274,7 +275,7 @@ class Store:
         self._newest[columns] = newest * self.columns + np.arange(columns.start, columns.stop)
 
     def ended(self, cells: Array) -> Array | None:
-        """Return whether each row is the last of its episode; None if rows have no array that marks it."""
+        """Return for each row whether it is the last of its episode; None if no array marks the ends of episodes."""
         ended = None
         for name in self._endings:
             flags = self.flat[name].take(cells).astype(bool, copy=False)
@@ -282,7 +283,8 @@ class Store:
         return ended
 
     def continues_with(self, columns: slice, first: Mapping[str, Array]) -> Array | bool:
-        """Return per column whether `first` is the observation after its newest row; True if tails are not stored."""
+        """Return for each column whether `first` is the observation after its newest row; True if there are no
+        tails."""
         return True if self.tails is None else self.tails.equal(self._newest[columns], first)
 
     def keep_tails(self, cells: Array, values: Mapping[str, Array]) -> None:
@@ -293,7 +295,7 @@ class Store:
     def _writer(self, first: int, width: int) -> Writer:
         writer = self._writers.get((first, width))
         if writer is None:
-            self._release(first, width)  # an earlier writer may have some of these columns
+            self._release(first, width)  # an earlier writer may own some of these columns
             writer = self._writers[first, width] = self.blocks.join(first, width)
         return writer
 
@@ -305,7 +307,7 @@ class Store:
     # ---- reading ----
 
     def cells(self, rows: slice, columns: slice) -> Array:
-        """Return the numbers of a rectangle of cells, row by row."""
+        """Return the indices of a rectangle of cells, row by row."""
         grid = np.arange(rows.start, rows.stop)[:, None] * self.columns + np.arange(columns.start, columns.stop)
         return grid.reshape(-1)
 
@@ -346,7 +348,7 @@ class Store:
         return values
 
     def state(self) -> dict[str, Array]:
-        """Return everything except rows and item table, for a checkpoint."""
+        """Return the state for a checkpoint, without rows and item table."""
         tails = {} if self.tails is None else self.tails.state()
         own = {"cut": self.cut, "open": self._open, "newest": self._newest, "written": self.blocks.written}
         links = {} if self.links is None else {"after": self.links.after}
@@ -365,7 +367,7 @@ class Store:
             self.tails.restore(state)
 
     def _check(self, state: Mapping[str, Array]) -> None:
-        """Refuse a state that does not belong to these rows, or that no sequence of insertions produces."""
+        """Refuse a state that does not fit these rows, or that no sequence of insertions can produce."""
         check_like(state, self.state())
         cut, written = state["cut"], state["written"][0]
         require((state["written"] == written).all(), "written differs between arrays of the same rows")
@@ -373,7 +375,7 @@ class Store:
         if self.tails is not None:
             cells = state["tails"]
             is_cell = ((cells >= 0) & (cells < self.table.cells)).all() and (np.diff(cells) > 0).all()
-            require(is_cell and cut.reshape(-1)[cells].all(), "tails names a row that cannot have one")
+            require(is_cell and cut.reshape(-1)[cells].all(), "tails names a row that cannot have a tail")
             require(
                 all(len(v) == len(cells) for n, v in state.items() if n.startswith("tails")), "tails differ in length"
             )
@@ -394,10 +396,10 @@ class Store:
         require((cut | ~must).all(), "cut lets a row follow the last one of its episode or column")
         self._check_open(state, ended)
         if self.tails is not None:
-            require(is_used.reshape(-1)[state["tails"]].all(), "tails names a row that cannot have one")
+            require(is_used.reshape(-1)[state["tails"]].all(), "tails names a row that cannot have a tail")
 
     def _ends_and_starts(self) -> tuple[Array, Array]:
-        """Return for each cell whether its row is the last of an episode, and whether it is the first."""
+        """Return for each cell whether its row is the last row, and whether it is the first row, of an episode."""
         ended, starts = np.zeros_like(self.cut), np.zeros_like(self.cut)
         ended[...] = self._ended(slice(None), slice(None))
         if "episode_start" in self.schema:
@@ -425,7 +427,7 @@ class Store:
         is_end = ended.reshape(-1)[linked] | starts.reshape(-1)[after]
         require(not is_end.any(), "after lets a row follow the last one of its episode")
         if self.tails is not None:
-            require(not is_free[state["tails"]].any(), "tails names a row that cannot have one")
+            require(not is_free[state["tails"]].any(), "tails names a row that cannot have a tail")
 
     def close(self) -> None:
         self.blocks.close()
@@ -435,7 +437,8 @@ def runs(cells: Array) -> list[tuple[slice | Array, slice]]:
     """Split cells into runs of adjacent cells, if there are many cells in few runs.
 
     Returns:
-        Pairs (cells, slice of the entries of `cells`); the cells of a run are a slice, which is faster to copy.
+        Pairs (cells, slice of the entries of `cells`). The cells of a run are a slice, because slices are faster to
+        copy.
     """
     ends = np.flatnonzero(cells[1:] - cells[:-1] != 1) + 1 if len(cells) >= _MANY else ()
     if len(cells) < _MANY or len(ends) > _RUNS:

@@ -1,8 +1,8 @@
-"""The item table: which cells of a store hold an item, its key, and how often it was sampled.
+"""The item table: which cells of a store hold an item, the key of each item, and how often it was sampled.
 
-A cell is the place of one row, numbered `row * columns + column`. A key identifies an item for the lifetime of the
-buffer: `key = cell + lap * cells`, where `lap` grows each time that the cell is reused. The cell of a key is thus
-computed without a dictionary, and the key of a removed item is recognised.
+A cell is the place of one row, with the index `row * columns + column`. A key identifies an item for the lifetime of
+the buffer: `key = cell + lap * cells`, where `lap` grows each time the cell is reused. So the cell of a key can be
+computed without a dictionary, and keys of removed items are recognized.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ class Table:
 
     def __init__(self, rows: int, columns: int) -> None:
         self.rows, self.columns, self.cells = rows, columns, rows * columns
-        # A cell without an item keeps its last key, made negative by `~`.
+        # A cell without an item keeps its last key as `~key`, which is negative.
         self.keys: Array = ~np.arange(self.cells, dtype=np.int64)
-        self.times, self._mark = np.zeros((2, self.cells), np.int32)  # one allocation gets huge pages earlier
+        self.times, self._mark = np.zeros(
+            (2, self.cells), np.int32
+        )  # one allocation, because larger allocations get huge pages
         self.size = 0
         self.used: Array = np.zeros(columns, np.int64)
-        """Return per column the number of rows that have ever held an item."""
+        """For each column, the number of rows that have ever held an item."""
         self._full = False
         self._keys, self._times = self.keys.reshape(rows, columns), self.times.reshape(rows, columns)
         self._lap, self._next = 0, -1
-        """The highest lap of any key; and, with one column, the first row whose key has a lower lap (-1: unknown)."""
+        """The highest lap of any key and, with one column, the first row whose key has a lower lap (-1: unknown)."""
 
     def put(self, rows: slice, columns: slice) -> tuple[Array, int]:
         """Put new items into a rectangle of cells.
@@ -56,7 +58,7 @@ class Table:
         return keys, replaced
 
     def put_rows(self, rows: slice) -> tuple[Array, int]:
-        """Put new items into rows of a table of one column, as `put` does."""
+        """Like `put`, for a table with one column."""
         if rows.start != self._next:
             self._lap += 1
         self._next = rows.stop
@@ -74,7 +76,7 @@ class Table:
     def put_cells(self, cells: Array, is_distinct: bool = True) -> Array:
         """Put new items into cells, in order; return their keys.
 
-        With `is_distinct=False` a cell may occur more than once; the last item put into it stays.
+        With `is_distinct=False`, a cell may occur more than once; its last item stays.
         """
         held = self.keys[cells]
         empty = held < 0
@@ -97,7 +99,7 @@ class Table:
         self.size -= len(cells)
 
     def count(self, cells: Array) -> Array:
-        """Count one sample per entry of `cells`, which may repeat; return the new count of each entry's item."""
+        """Count one sample per entry of `cells`; cells may repeat. Return the new count of each entry's item."""
         times: Array = self.times.take(cells)
         times += 1
         self.times[cells] = times
@@ -122,7 +124,7 @@ class Table:
         self._lap, self._next = map(int, state["laps"])
 
     def _check(self, state: Mapping[str, Array]) -> None:
-        """Refuse a state that no sequence of insertions and removals produces."""
+        """Refuse a state that no sequence of insertions and removals can produce."""
         check_like(state, self.state())
         keys, used, (lap, first_left) = state["keys"], state["used"], state["laps"].tolist()
         cells = np.arange(self.cells)
@@ -145,7 +147,7 @@ class Table:
         return issued
 
     def find(self, keys: Array) -> Array:
-        """Return the cells of the keys whose items are in the table; other keys are ignored."""
+        """Return the cells of those keys whose items are in the table. Ignore other keys."""
         keys = keys[keys >= 0]
         cells = keys % self.cells
         found: Array = cells[self.keys[cells] == keys]

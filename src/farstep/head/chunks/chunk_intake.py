@@ -1,4 +1,4 @@
-"""Receives workers' chunks and parts, and decides which worker may send."""
+"""Receives chunks and parts from workers, and decides which workers may send."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from farstep.wire import messages as m
 
 
 class ChunkIntake:
-    """Checks what workers send for the current request, stores it and reports it to the tickets.
+    """Checks and stores the chunks that workers send for the current request, and reports them to the tickets.
 
     Args:
         server: The workers and their tickets.
         publisher: Knows the current version, and keeps rows for probes.
-        counters: Counts bytes and what workers report.
-        warnings: Warns the user about what workers report.
-        continuity: Which slots of a part continue the rows delivered last.
-        max_senders: How many workers may send their last stage at a time; None: all.
+        counters: Counts bytes and the workers' reports.
+        warnings: Warns the user about the workers' reports.
+        continuity: Knows which slots of a part continue the rows that were delivered last.
+        max_senders: Maximum number of workers that send their last stage at the same time; None: all.
     """
 
     def __init__(
@@ -53,12 +53,13 @@ class ChunkIntake:
         self._rollouts = rollouts
 
     def end(self) -> None:
-        """End the current request, whose tickets were cancelled."""
+        """End the current request after its tickets were cancelled."""
         self._send_queue.clear()
+        self._counters.workers.cancelled()
         self.request = Request()
 
     def take_chunk(self, record: WorkerRecord, chunk: m.Chunk, received: Received) -> None:
-        """Check a complete chunk and accept it, unless its ticket was cancelled meanwhile."""
+        """Check a complete chunk and accept it, unless its ticket has been cancelled."""
         tickets, request = self._server.tickets, self.request
         if self._send_queue.done(record.worker):
             self._grant_sends()
@@ -69,7 +70,7 @@ class ChunkIntake:
             self._warnings.note_unmeasured(chunk.unmeasured)
         issued = tickets.outstanding(chunk.ticket)
         if issued is None or issued.worker != record.worker:
-            return  # cancelled, or the worker was declared lost: counted as dropped then
+            return  # cancelled, or the worker was declared lost; already counted as dropped
         if chunk.syncs and chunk.divergence is not None:
             self._warnings.note_remaining(chunk.divergence)
         if chunk.infos and not request.infos:
@@ -82,16 +83,18 @@ class ChunkIntake:
             self._counters.receive_s += time.monotonic() - began
         self._counters.received(record.worker, info.nbytes, request.steps * record.num_envs)
         tickets.accept(record.worker, chunk.ticket, chunk.passed, info)
+        if not self._server.shares_memory:
+            self._counters.workers.accepted(record.worker, time.monotonic(), tickets.has_open(record.worker))
         if publisher.prober is not None and request.steps:
             publisher.prober.remember(record, chunk, rollouts.rows(record, issued.lane), request.steps)
         record.resume[:], record.clock = info.resume, chunk.clock
         if request.on_part is not None:
             self._notify(issued, info.stage, None, info.ends, info.key, chunk.passed)
         if request.num_chunks is not None:
-            self._server.grant()  # so that a fast worker continues while the learner is busy
+            self._server.grant()  # lets a fast worker continue while the learner is busy
 
     def take_part(self, record: WorkerRecord, part: m.Part, received: Received) -> None:
-        """Store some arrays of a chunk that a remote worker sends ahead of the rest."""
+        """Store a part of a chunk: arrays that a remote worker sends before the rest."""
         issued = self._server.tickets.outstanding(part.ticket)
         if issued is None or issued.worker != record.worker:
             return
@@ -107,7 +110,7 @@ class ChunkIntake:
             self._notify(issued, part.stage, part.stage + 1, ends, key_of(record, part.index), part.passed)
 
     def _notify(self, issued: IssuedTicket, stage: int, stop: int | None, ends: Array, key: int, version: int) -> None:
-        """Call `on_part`: the stages from `stage` to before `stop` are complete."""
+        """Call `on_part` for the complete stages, from `stage` to `stop` (exclusive)."""
         request = self.request
         assert self._rollouts is not None and request.on_part is not None
         continues = self._continuity.continues(issued.worker, key)
@@ -119,9 +122,9 @@ class ChunkIntake:
     def queue_send(self, record: WorkerRecord, message: m.RequestSend) -> None:
         """Queue a worker that wants to send the last stage of its chunk."""
         if self._max_senders is None:
-            raise WireError("a request for a turn, although all workers send at once (TransferTrigger.max_senders).")
+            raise WireError("a request for a turn to send, although TransferTrigger.max_senders sets no limit.")
         issued = self._server.tickets.outstanding(message.ticket)
-        if issued is not None and issued.worker == record.worker:  # else the ticket was cancelled meanwhile
+        if issued is not None and issued.worker == record.worker:  # otherwise the ticket has been cancelled
             self._send_queue.request(record.worker, record.incarnation, message.index)
             self._grant_sends()
 

@@ -1,4 +1,4 @@
-"""Which slots of a chunk continue the rows that the learner received last."""
+"""Knows which slots of a chunk continue the rows that the learner received last."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from farstep.head.tickets.records import AcceptedChunk
 
 
 class Continuity:
-    """Per slot, the chunk that the learner received last (`ChunkInfo.key`); -1 if the next one does not continue it."""
+    """For each slot, the key of the last chunk that the learner received; -1 if the next chunk cannot continue it."""
 
     def __init__(self, records: Sequence[WorkerRecord]) -> None:
         self._records = records
         self.last = np.full(records[-1].stop, -1, np.int64)
 
     def continues(self, worker: int, key: int) -> Array:
-        """For each slot of a worker: whether the chunk with this key follows the one that was delivered last."""
+        """For each slot of a worker, whether the chunk with this key directly follows the last delivered chunk."""
         continues: Array = self.last[self._records[worker].columns] == key - 1
         return continues
 
     def deliver(self, accepted: AcceptedChunk, steps: int) -> Array:
-        """Record that the learner receives a chunk; returns `continues` for it."""
+        """Record that the learner receives a chunk; return `continues` of this chunk."""
         columns = self._records[accepted.ticket.worker].columns
         key = accepted.info.key
         continues: Array = self.last[columns] == key - 1
@@ -33,5 +33,5 @@ class Continuity:
         return continues
 
     def interrupt(self, slots: Array | slice = slice(None)) -> None:
-        """Mark these slots, so that their next chunk continues no earlier rows."""
+        """Record that the next chunk of these slots does not continue earlier rows."""
         self.last[slots] = -1

@@ -1,4 +1,4 @@
-"""Checks the arrays of a remote worker's chunk and copies them into its columns, whole or in parts."""
+"""Checks the arrays of a remote worker's chunk, and copies them into the worker's columns."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from farstep.wire.compression import unpack
 
 @dataclass(frozen=True)
 class EarlyPart:
-    """The complete stages of a chunk, while others may be missing."""
+    """The complete stages of a chunk whose later stages may be missing."""
 
     ticket: IssuedTicket
     key: int
-    """Consecutive for chunks of one worker process that follow each other without a gap."""
+    """Key of the chunk; successive chunks of one worker process without a gap have consecutive keys."""
     version: int
-    """The version that its staleness is counted from."""
+    """The version from which the staleness of the chunk is counted."""
     part: Part
 
 
@@ -37,14 +37,14 @@ class IncomingChunk:
         self.stages = 0
         """Number of complete stages."""
         self.ends: Array | None = None
-        """Episode ends, which arrive with the first stage."""
+        """Episode ends; they arrive with the first stage."""
         self.nbytes = 0
         self._num_envs = rows.num_envs
         self._tables = rows.tables(steps)
         self._per_step = {name for name in rows.row if not is_final(name)}
         """Arrays that may arrive in several messages."""
         self._rows: Counter[str] = Counter()
-        """Per array, rows that have arrived."""
+        """For each array, the number of rows that have arrived."""
 
     def add(self, keys: Sequence[str], frames: Sequence[BytesLike], first: int = 0, codecs: Sequence[str] = ()) -> None:
         """Copy a message's arrays into the columns.
@@ -52,8 +52,8 @@ class IncomingChunk:
         Args:
             keys: Names of the arrays.
             frames: Their bytes.
-            first: First row of arrays that have a row per step.
-            codecs: Compression of each; empty: none is compressed.
+            first: Index of the first row, for arrays with one row per step.
+            codecs: Compression of each array; empty: none is compressed.
         """
         codecs = codecs or [""] * len(keys)
         if len(frames) != len(keys) or len(codecs) != len(keys):
@@ -97,7 +97,7 @@ class IncomingChunk:
 
 
 def decode_ends(ends: BytesLike, record: WorkerRecord, steps: int) -> Array:
-    """Decode a chunk's episode ends; raises `WireError` if they lie outside its rows or columns."""
+    """Decode a chunk's episode ends. Raise `WireError` if an end lies outside the rows or columns of the chunk."""
     if len(ends) % ENDS.itemsize or len(ends) // ENDS.itemsize > steps * record.num_envs:
         raise WireError("a chunk with more episode ends than steps.")
     records = np.frombuffer(ends, ENDS).copy()  # a view would keep the whole message alive

@@ -1,4 +1,4 @@
-"""The head's view of the blocks: allocates them, stores chunks that arrive, and assembles batches."""
+"""The head's side of the blocks: allocates them, stores incoming chunks, and assembles batches."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from farstep.wire.channels.memory import SharedMemory
 from farstep.wire.codec import unpack
 
 MAX_STEP_BYTES = 2**28
-"""Most bytes that an agent may return per environment and step."""
+"""Maximum number of bytes that an agent may return per environment and step."""
 
 
 def base_rows(obs: Schema, reward_dtype: str = "<f4") -> Schema:
-    """The arrays of a row without those that an agent adds."""
+    """The arrays of a row, without the outputs of an agent."""
     flag = ArraySpec((), "|b1")
     return {
         **obs,
@@ -47,29 +47,29 @@ class ChunkInfo:
     """Metadata of a chunk, whose arrays are in the blocks."""
 
     ends: Array
-    """Episodes that ended in it, as `ENDS` records."""
+    """Episodes that ended in the chunk, as `ENDS` records."""
     resume: Array
-    """Per environment, the episode that a restarted worker would begin with."""
+    """For each environment, the episode with which a restarted worker would begin."""
     infos: list[Any] | None
-    """Per environment, its info; None if its ticket requested none."""
+    """One info per environment; None if the ticket did not request infos."""
     key: int
-    """Consecutive for chunks of one worker process that follow each other without a gap."""
+    """Successive chunks of one worker process without a gap have consecutive keys."""
     nbytes: int
     version: int
     """The version that acted."""
     stage: int = 0
-    """The first stage that arrived with the chunk itself; earlier stages arrived as parts."""
+    """The first stage in the `Chunk` message; earlier stages arrived as parts."""
 
 
 class Rollouts:
-    """Blocks of one layout at a time; a new layout gets new memory, so batches of the old one stay readable.
+    """The blocks of the current layout. A new layout gets new memory, so batches of the old layout stay readable.
 
-    A chunk of a `remote` worker, which shares no memory, is complete when all of its parts have arrived. A worker rolls
-    one ticket after the other, so at most one chunk per worker is incomplete; data of another chunk discards it.
+    A chunk of a remote worker is complete when all of its parts have arrived. A worker rolls one ticket at a time, so
+    at most one chunk per worker is incomplete. When data of another chunk arrives, the incomplete chunk is discarded.
 
     Args:
         records: All workers.
-        obs: How observations nest.
+        obs: How observations are nested.
         obs_schema: Arrays of an observation.
         remote: Whether workers send arrays instead of writing into shared memory.
         transfer: How chunks are divided into stages.
@@ -96,10 +96,10 @@ class Rollouts:
         self.state: Structure | None = None
 
     def fit(self, lanes: int, steps: int, rows: Schema, chunks: Schema) -> m.SetLayout | None:
-        """Allocate blocks if the current ones do not fit; returns the message to announce if the layout changed.
+        """Allocate new blocks if the current blocks do not fit. Return the message to announce a changed layout.
 
         Args:
-            lanes: Chunks per worker that are stored at a time.
+            lanes: Number of chunks per worker that are stored at the same time.
             steps: Rows per chunk.
             rows: Arrays per row.
             chunks: Arrays per chunk.
@@ -110,7 +110,8 @@ class Rollouts:
         if self.layout is not None and (self.layout.rows, self.layout.chunks) == (rows, chunks):
             lanes, steps = max(lanes, self.layout.lanes), max(steps, self.layout.steps)
         layout = Layout(lanes, steps, self._slots, rows, chunks)
-        # The blocks of final observations have room for an episode end in every row; most of it is never touched.
+        # The blocks of final observations have room for an episode end in every row. The kernel does not allocate
+        # untouched pages.
         touched = {name: spec for name, spec in rows.items() if not is_final(name)}
         needed = Layout(lanes, steps, self._slots, touched, chunks).nbytes
         check_memory(needed, f"rollouts of {steps} steps of {self._slots} environments, {lanes} at a time,")
@@ -122,17 +123,17 @@ class Rollouts:
         return layout.message()
 
     def adopt(self, structures: Mapping[str, Structure], state: Structure | None) -> None:
-        """Set how the outputs and the state of the agent nest in batches."""
+        """Set how outputs and state of the agent are nested in batches."""
         self.structures, self.state = {"obs": self._obs, **structures}, state
 
     def take(
         self, record: WorkerRecord, issued: IssuedTicket, steps: int, chunk: m.Chunk, received: Received, version: int
     ) -> ChunkInfo:
-        """Check a chunk, and copy arrays that a remote worker sends with it into its columns.
+        """Check a chunk. Copy the arrays in the message of a remote worker into the worker's columns.
 
         Args:
-            record: The worker that sent it.
-            issued: Its ticket.
+            record: The sender.
+            issued: The ticket of the chunk.
             steps: Rows that the ticket requests.
             chunk: The header.
             received: The whole message.
@@ -165,11 +166,11 @@ class Rollouts:
     def take_part(
         self, record: WorkerRecord, issued: IssuedTicket, steps: int, part: m.Part, received: Received
     ) -> Array | None:
-        """Copy arrays that a remote worker sends ahead of its chunk into its columns.
+        """Copy the arrays of a part into the columns of its remote worker.
 
-        Returns the chunk's episode ends if a stage is complete, otherwise None.
+        Return the chunk's episode ends if a stage is complete, otherwise None.
         """
-        key_of(record, part.index)  # raises if it is out of range
+        key_of(record, part.index)  # raises if the index is out of range
         early = self._remote and (part.stage >= 0 or self._transfer.sends_early)
         if not early or not -1 <= part.stage < len(self._stages) - 1:
             raise WireError(f"a part of stage {part.stage}, which EnvConfig.transfer does not send ahead.")
@@ -190,7 +191,7 @@ class Rollouts:
     def _incoming_chunk(
         self, record: WorkerRecord, issued: IssuedTicket, steps: int, message: m.Part | m.Chunk
     ) -> IncomingChunk:
-        """The chunk that the message belongs to; a retry of its ticket starts with an empty one."""
+        """The chunk that the message belongs to. A retry of the ticket starts with an empty chunk."""
         incoming = self._incoming.get(record.worker)
         if incoming is None or incoming.id != (issued.seq, message.index):
             incoming = IncomingChunk(self.rows(record, issued.lane), steps, issued.seq, message.index)
@@ -215,7 +216,7 @@ class Rollouts:
     def part(
         self, issued: IssuedTicket, steps: int, stage: int, stop: int | None, ends: Array, continues: Array
     ) -> Part:
-        """The stages of a worker's chunk from `stage` to before `stop` (None: the end), as views of its columns."""
+        """The stages of a worker's chunk from `stage` to `stop` (exclusive; None: the end), as views of its columns."""
         record, stop = self._records[issued.worker], stop or len(self._stages)
         accepted = AcceptedChunk(issued, -1, ChunkInfo(ends, record.resume, None, 0, 0, -1))
         whole = self._views([accepted], record.columns, steps, continues)
@@ -310,12 +311,12 @@ class Rollouts:
         if self.memory is not None:
             self.memory.close()
             self.memory = None
-            self.blocks = {}  # the views in batches keep the memory alive
+            self.blocks = {}  # batches are views, which keep the memory alive
             self._incoming.clear()
 
 
 def key_of(record: WorkerRecord, index: int) -> int:
-    """The key of a worker's chunk, see `ChunkInfo.key`."""
+    """The key of a worker's chunk (see `ChunkInfo.key`)."""
     if not 0 <= index < 1 << 40:
         raise WireError(f"a chunk with the index {index}.")
     return record.incarnation << 40 | index
@@ -335,10 +336,10 @@ def _infos(frame: BytesLike, num_envs: int) -> list[Any]:
 
 
 def agent_structures(answer: m.AgentReady, actions: Schema) -> tuple[dict[str, Structure], Structure | None]:
-    """How an agent's outputs and its state nest; raises `WireError` if they cannot be stored."""
+    """How an agent's outputs and state are nested. Raise `WireError` if they cannot be stored."""
     structure, state = unpack(answer.structure), unpack(answer.state_structure) or None
     if not isinstance(structure, dict) or not _is_structure(structure) or not _is_structure(state or ""):
-        raise WireError("an agent whose outputs do not nest as mappings and tuples.")
+        raise WireError("an agent whose outputs are not nested mappings and tuples.")
     if sorted(leaf_names(structure)) != sorted(answer.schema):
         raise WireError("an agent whose outputs are not the arrays that it declares.")
     if sorted(leaf_names(state) if state else []) != sorted(answer.state):

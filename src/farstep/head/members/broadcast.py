@@ -19,8 +19,8 @@ class Broadcast:
 
     Args:
         server: The workers.
-        without_lost: Whether a call returns None for a lost worker; otherwise it waits until the loss ends the run and
-            raises that failure.
+        without_lost: True: a call returns None for a lost worker. False: a call waits until the loss ends the run, then
+            raises the error of the run.
     """
 
     def __init__(self, server: Server, *, without_lost: bool) -> None:
@@ -48,7 +48,7 @@ class Broadcast:
         return [self._answers[worker] for worker in sorted(self._answers)]
 
     def replied(self, record: WorkerRecord, reply: m.Reply, received: Received) -> None:
-        """Store a worker's answer; an answer to an earlier call is ignored."""
+        """Store a worker's answer. Ignore answers to earlier calls."""
         if reply.request > self._request:
             raise WireError(f"a reply to call {reply.request}; the latest call is {self._request}.")
         if reply.request != self._request:
@@ -58,7 +58,7 @@ class Broadcast:
         self._answers[record.worker] = unpack(received.frames[1])
 
     def failed(self, record: WorkerRecord, failure: m.Failure, error: WorkerError) -> None:
-        """Make the current call raise the error, if the failure belongs to it."""
+        """Make the current call raise the error if the failure belongs to this call."""
         if failure.request == self._request:
             self._answers[record.worker] = error
 

@@ -1,10 +1,11 @@
-"""The life cycle of every worker, as a state machine without I/O.
+"""The life cycle of each worker, as a state machine without I/O.
 
     starting ─hello─► constructing ─ready─► alive
         └───────────────┴────── stuck, gone ──┴─► dying ─ended─► waiting ─back-off over─► starting (next incarnation)
 
-The supervisor reports events (`handle`), calls `tick` regularly, and performs the actions that both return. A worker is
-restarted only after its process has certainly ended, so that two incarnations never write into the same columns.
+The supervisor reports events with `handle`, calls `tick` periodically, and performs the actions that both return. A
+worker is restarted only after its process has certainly ended, so that two incarnations never write to the same
+columns.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from enum import Enum
 from farstep.config.launch import RESTART_WINDOW_S
 
 STACKS_S = 2.0
-"""Maximum seconds between the request for a stuck worker's stack traces and its kill; a remote one sends them then."""
+"""Maximum seconds from the request for a stuck worker's stack traces to its kill; a remote worker needs this time to
+send them."""
 DEATH_S = 60.0
-"""Seconds that a killed process may take to end. If the kernel cannot end it (hung file system), the run fails."""
+"""Seconds for a killed process to end. If the kernel cannot end it in time (hung file system), the run fails."""
 _BACKOFF_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0)
 """Seconds before a restart, by number of consecutive failures."""
 
@@ -50,37 +52,38 @@ class Ready:
 
 @dataclass(frozen=True)
 class Gone:
-    """Its connection closed; the process may still run."""
+    """The worker's connection closed; its process may still run."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Its process has certainly ended."""
+    """The worker's process has certainly ended."""
 
     worker: int
     blameless: bool = False
-    """Whether it ended with its node: uses no restart budget."""
+    """Whether the process ended because its node did; this uses no restart budget."""
 
 
 @dataclass(frozen=True)
 class NotStarted:
-    """Its process could not be started for lack of descriptors, processes or memory; a retry may succeed."""
+    """The worker could not be started for lack of file descriptors, processes or memory; a retry may succeed."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Its environment raised; the worker continued with other episodes."""
+    """An environment of the worker raised; the worker continued with other episodes."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What a worker's progress words say: a phase (empty if it owes nothing) and counters that change with progress."""
+    """A worker's progress words: its phase (empty if the worker has nothing to do), and counters that change with
+    progress."""
 
     worker: int
     phase: str
@@ -102,12 +105,12 @@ class Start:
 class Kill:
     worker: int
     stuck_in: str = ""
-    """The phase it made no progress in; empty if its connection closed."""
+    """The phase in which the worker made no progress; empty if its connection closed."""
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Its tickets must be reclaimed."""
+    """The tickets of the worker must be reclaimed."""
 
     worker: int
 
@@ -118,12 +121,12 @@ class GiveUp:
 
     worker: int
     failures: int = 0
-    """Failures that exceeded the budget; 0 for any other reason."""
+    """Number of failures if they exceeded the budget; 0 for any other reason."""
 
 
 @dataclass(frozen=True)
 class RequestStacks:
-    """Its stack traces must be requested: without progress, it is declared stuck within `STACKS_S` seconds."""
+    """Stack traces must be requested: without progress, the worker is declared stuck within `STACKS_S` seconds."""
 
     worker: int
 
@@ -138,20 +141,20 @@ class Member:
     state: State = State.WAITING
     incarnation: int = -1
     since: float = 0.0
-    """Time of the last change of state, or of the last progress since."""
+    """Time of the last change of state or, if later, of the last progress."""
     seen: tuple[str, tuple[int, ...]] = ("", ())
     """Phase and counters of the last `Observed`."""
     restart_at: float = 0.0
     failures: int = 0
     """Consecutive failures, for the back-off; reset to 0 when the worker becomes ready."""
     stacks_requested: bool = False
-    """Whether its stacks were requested since it last made progress."""
+    """Whether the stacks were requested since the worker last made progress."""
     blameless: bool = False
-    """Whether it last ended because its node did."""
+    """Whether the last process ended because its node did."""
     attempts: int = 0
     """Consecutive starts that failed for lack of resources."""
     short_since: float = 0.0
-    """Time of the first of these starts."""
+    """Time of the first of these failed starts."""
 
 
 class Membership:
@@ -159,8 +162,8 @@ class Membership:
 
     Args:
         workers: Number of workers.
-        limits_s: Per phase, seconds without progress after which a worker counts as stuck.
-        restart_budget: Failures tolerated within `RESTART_WINDOW_S` seconds; one more fails the run.
+        limits_s: For each phase, seconds without progress after which a worker counts as stuck.
+        restart_budget: Number of failures tolerated within `RESTART_WINDOW_S` seconds; one more fails the run.
     """
 
     def __init__(self, workers: int, limits_s: dict[str, float], restart_budget: int) -> None:
@@ -182,7 +185,7 @@ class Membership:
         return [self._start(worker, now) for worker in range(len(self.members))]
 
     def stop(self) -> None:
-        """Expect workers to end, and restart none."""
+        """Expect workers to end, and do not restart them."""
         self.stopping = True
 
     def handle(self, event: Event, now: float) -> Sequence[Action]:
@@ -249,7 +252,7 @@ class Membership:
         return Start(worker, member.incarnation)
 
     def _not_started(self, worker: int, now: float) -> Sequence[Action]:
-        """Retry until the time limit of a start. Uses no restart budget: the worker did not fail."""
+        """Retry until the time limit of a start. This uses no restart budget, because the worker did not fail."""
         member = self.members[worker]
         if self.stopping:
             self._enter(member, State.STOPPED, now)
@@ -281,7 +284,7 @@ class Membership:
         return self._spend(event.worker, now)
 
     def _spend(self, worker: int, now: float) -> Sequence[Action]:
-        """Charge a failure to the restart budget, which counts only a time window, so that rare ones never add up."""
+        """Charge a failure to the restart budget. Old failures are forgotten, so that rare failures do not add up."""
         if self.stopping:
             return []
         while self._recent and now - self._recent[0] > RESTART_WINDOW_S:

@@ -1,7 +1,7 @@
-"""Which messages a worker may send, in which state and over which channel.
+"""Rules for messages from workers: in which state and over which connection each type is valid.
 
-A worker whose message breaks a rule is replaced (`Supervisor.reject`). The contents of a message are checked where
-they are used.
+The head replaces a worker whose message breaks a rule (`Supervisor.reject`). The code that uses a message checks its
+contents.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ class Rule:
 
     states: tuple[State, ...] = (State.ALIVE,)
     only_remote: bool = False
-    """Only workers without shared memory send it."""
+    """Whether only workers without shared memory send it."""
     heartbeat: bool = False
-    """Whether it is sent on the heartbeat connection, which carries nothing else."""
+    """Whether it is sent over the heartbeat connection, which carries no other messages."""
     frames: tuple[int, int | None] = (0, 0)
-    """Minimum and maximum number of frames after the header; None: no maximum here, because the header lists them."""
+    """Minimum and maximum number of frames after the header; None: no fixed maximum, because the header lists the
+    frames."""
     shared_frames: tuple[int, int] | None = None
-    """The same for workers with shared memory, if different."""
+    """The same for workers with shared memory; None: as `frames`."""
 
 
 RULES: Mapping[type, Rule] = {
@@ -50,7 +51,7 @@ def check_message(message: m.FromWorker, received: Received, state: State, share
     Args:
         message: The decoded header frame.
         received: The message as it arrived.
-        state: The worker's state; `is_late` handles messages of a worker that no longer runs.
+        state: The worker's state. Messages of a worker that no longer runs are checked with `is_late` instead.
         shares_memory: Whether the worker shares memory with the head.
     """
     rule, kind = RULES[type(message)], type(message).__name__
@@ -67,5 +68,5 @@ def check_message(message: m.FromWorker, received: Received, state: State, share
 
 
 def is_late(message: m.FromWorker, state: State) -> bool:
-    """Whether to ignore a message because its worker was declared lost; a `Failure` is kept, as it may say why."""
+    """Whether to ignore a message because its worker was declared lost. A `Failure` is kept: it may have the reason."""
     return state not in RUNNING and not isinstance(message, m.Failure)

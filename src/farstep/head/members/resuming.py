@@ -1,4 +1,4 @@
-"""Replays the current episodes of a saved run on the workers of this one."""
+"""Replays the episodes in progress of a saved run on the workers of this run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from farstep.head.members.worker_records import WorkerRecord
 
 
 class ReplayResult(IntEnum):
-    """The result of replaying a slot's current episode."""
+    """The result of replaying a slot's episode."""
 
     NONE = 0
-    """Not replayed: it must be reset."""
+    """Not replayed: the slot must be reset."""
     OTHER = 1
-    """Replayed to a state that differs from the saved one; it continues from there."""
+    """Replayed to a state that differs from the saved state; the slot continues from there."""
     SAME = 2
     """Replayed to the saved state."""
 
@@ -33,19 +33,19 @@ def replay_episodes(
     actions: Sequence[Mapping[str, Array]],
     emit: Emit,
 ) -> Array:
-    """Send workers their saved state and the actions of their current episodes; returns a `ReplayResult` per slot.
+    """Send workers their saved state and the actions of their episodes. Return a `ReplayResult` per slot.
 
     Args:
         records: All workers.
         calls: Sends the calls.
         root: Seed of slots that cannot be replayed.
-        workers: Per worker, its saved state; None for one that was being restarted.
-        actions: Per slot, the actions of its current episode.
+        workers: The saved state of each worker; None for a worker that was being restarted.
+        actions: For each slot, the actions of its episode in progress.
         emit: Receives an event for each episode that cannot be replayed.
     """
     parts = _parts(records, workers, actions, emit)
     for record, part in zip(records, parts, strict=True):
-        if part is not None:  # used if the worker is restarted, and for seeds in error messages
+        if part is not None:  # for a restart of the worker, and for seeds in error messages
             record.roots[:] = part["roots"]
             record.resume[:] = [episode + bool(n) for episode, n in zip(part["episodes"], part["steps"], strict=True)]
     results = np.full(records[-1].stop, ReplayResult.NONE, np.int8)
@@ -69,7 +69,7 @@ def replay_episodes(
 def _parts(
     records: Sequence[WorkerRecord], workers: Sequence[Any], actions: Sequence[Mapping[str, Array]], emit: Emit
 ) -> list[Any]:
-    """What to send to each worker; None if it has nothing to replay."""
+    """What to send to each worker; None if the worker has nothing to replay."""
     fitting = len(workers) == len(records) and len(actions) == records[-1].stop
     if not fitting or any(
         w and len(w["episodes"]) != record.num_envs for w, record in zip(workers, records, strict=True)

@@ -1,7 +1,7 @@
 """Checks a state that `ClusterEnv.save` returned before workers resume from it.
 
-Workers trust the head, so an invalid value, such as a generator position outside its table or an action outside its
-space, would reach native code on a worker.
+Workers trust the head. Without this check, an invalid value (a generator position outside its table, an action outside
+its space) would reach native code on a worker.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Worker(msgspec.Struct, forbid_unknown_fields=True):
     steps: list[Count | None]
     obs: dict[str, np.ndarray]
     agent: dict[str, Any]
-    """As `_Acting`; empty if no agent had been sent."""
+    """An `_Acting` as plain data; empty if no agent had been sent."""
     generators: _Generators | None = None
     """None if the worker shared the head's process."""
 
@@ -80,7 +80,7 @@ def check_saved(
     obs_schema: Schema,
     action_space: spaces.Space[Any],
 ) -> None:
-    """Raise `Refused` if the state does not fit the agent and the spaces; the number of workers may differ."""
+    """Raise `Refused` if the state does not fit the agent and the spaces. The number of workers may differ."""
     found = converted("env", saved, _Saved)
     for i, worker in enumerate(found.workers):
         if worker is not None:
@@ -88,7 +88,7 @@ def check_saved(
     known = [worker for worker in found.workers if worker is not None]
     slots = sum(len(worker.episodes) for worker in known)
     if actions and known and len(known) == len(found.workers) and len(actions) != slots:
-        raise Refused(f"actions of {len(actions)} slots were saved, and workers with {slots}")
+        raise Refused(f"actions of {len(actions)} slots were saved, but the saved workers have {slots} slots")
     parts = leaf_spaces(action_space, "action")
     for slot, taken in enumerate(actions):
         if taken:
@@ -119,7 +119,7 @@ def _check_acting(where: str, acting: _Acting, agent: Any, count: int) -> None:
         # NumPy agents may start with float64 zeros and continue in float32; torch modules have one dtype.
         loose = isinstance(leaf, np.ndarray) and array.dtype.kind == leaf.dtype.kind
         check_array(f"{where}.state[{i}]", array, as_array(leaf).shape, array.dtype if loose else as_array(leaf).dtype)
-        if np.isfinite(as_array(leaf)).all():  # else infinity has a meaning for this agent
+        if np.isfinite(as_array(leaf)).all():  # otherwise this agent uses infinity
             check_finite(f"{where}.state[{i}]", array)
     if len(acting.generators) not in (0, count):
         raise Refused(f"{where} has {len(acting.generators)} generators; expected 0 or {count}")
@@ -157,7 +157,7 @@ def _check_actions(where: str, actions: Mapping[str, Array], parts: Mapping[str,
 
 
 def _bounds(space: spaces.Space[Any]) -> tuple[Any, Any]:
-    """The smallest and the largest action; None for floats, which the environment may clip."""
+    """The smallest and the largest action; None for floats, because environments may clip them."""
     match space:
         case spaces.Discrete():
             return space.start, space.start + space.n - 1

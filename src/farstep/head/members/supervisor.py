@@ -22,16 +22,16 @@ from farstep.wire.messages import Stop, encode
 
 log = logging.getLogger("farstep")
 _MESSAGES_AT_ONCE = 64
-"""Messages read from one worker before the next one is served."""
+"""Maximum number of messages read from one worker before the next worker is served."""
 _PHASES = {
     "connect": "importing modules",
     "idle": "idle with work to do",
     "load": "loading weights",
     "transfer": "sending",
 }
-"""How a running worker's phases are described that are not a call into an environment or the policy."""
+"""Descriptions of phases in which a running worker calls neither an environment nor the policy."""
 _EXIT_GRACE_S = 1.0
-"""Seconds that a worker has to end by itself after its connection closed, so that its exit status explains why."""
+"""Seconds for a worker to end by itself after its connection closed; its exit status then explains the cause."""
 
 
 class Listener(Protocol):
@@ -42,19 +42,19 @@ class Listener(Protocol):
         ...
 
     def expected(self, record: WorkerRecord) -> str:
-        """What this worker still owes if it is idle (see `worker_records.expected`)."""
+        """What the head still expects of this worker if it is idle (see `worker_records.expected`)."""
         ...
 
     def lost(self, record: WorkerRecord) -> None:
-        """Reclaim the worker's tickets: its process died or is about to be killed."""
+        """Reclaim the worker's tickets, because its process died or is about to be killed."""
         ...
 
     def absent(self, record: WorkerRecord) -> None:
-        """Continue without the worker: it has no node."""
+        """Continue without the worker, because it has no node."""
         ...
 
     def draining(self, record: WorkerRecord) -> None:
-        """Issue no new tickets to the worker: its node is about to leave."""
+        """Issue no new tickets to the worker, because its node is about to leave."""
         ...
 
     def fail(self, error: FarstepError) -> None:
@@ -63,7 +63,7 @@ class Listener(Protocol):
 
 
 class Supervisor:
-    """The processes of all workers of a run. Every method must be called with the event loop's lock held."""
+    """The processes of all workers of a run. Callers must hold the event loop's lock."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Supervisor:
         self.records = records
         self.launcher = launcher
         self._timeouts, self._event_loop, self._listener, self._emit = timeouts, event_loop, listener, emit
-        # Progress that is reported by message is up to a heartbeat old, and the message may be late.
+        # Progress that arrives by message is up to one heartbeat old, and the message may be late.
         slack_s = 0.0 if launcher.shares_memory else 3 * BEAT_S
         phases = [*(phase.label for phase in Phase if phase is not Phase.QUEUED), "transfer"]
         limits = {phase: getattr(timeouts, f"{phase}_s") + slack_s for phase in phases}
@@ -89,7 +89,7 @@ class Supervisor:
 
     def start(self) -> None:
         try:
-            with self._event_loop.interruptible():  # Ctrl-C stops waiting for an engine that does not answer
+            with self._event_loop.interruptible():  # Ctrl-C must work while an engine does not answer
                 self.launcher.prepare()
         except LaunchError as error:
             self._listener.fail(error)
@@ -97,7 +97,7 @@ class Supervisor:
         self._perform(self.membership.start(time.monotonic()))
 
     def stop(self) -> None:
-        """Expect workers to end, and restart none."""
+        """Expect workers to end, and do not restart them."""
         self.membership.stop()
         self.launcher.stop()
 
@@ -115,12 +115,12 @@ class Supervisor:
         self.launcher.close()
 
     def whereabouts(self) -> str:
-        """What the head is waiting for: nodes, and workers that start or have not finished their work."""
+        """What the head is waiting for: nodes, and workers that are starting or still working."""
         pending = [found for record in self.records if (found := self._pending(record)) is not None]
         return describe(pending, self.launcher.waiting())
 
     def _pending(self, record: WorkerRecord) -> PendingWorker | None:
-        """What a worker is doing; None if it has nothing to do, or no node."""
+        """What a worker is doing; None if it has no work or no node."""
         member, phase = self.membership.members[record.worker], record.phase
         if phase == "queued":
             return None
@@ -138,7 +138,7 @@ class Supervisor:
     # ---- reading ----
 
     def read_shared(self) -> bool:
-        """Read connections that have no descriptor per worker; returns whether anything had arrived."""
+        """Read connections that several workers share. Return whether a message had arrived."""
         received = self.launcher.drain(self._listener.receive)
         if self.launcher.driven:
             for record in self.records:
@@ -146,7 +146,7 @@ class Supervisor:
         return received
 
     def _drive(self, record: WorkerRecord) -> bool:
-        """Run a worker that shares this thread; Ctrl-C must reach its environments, which may hang."""
+        """Run a worker that shares this thread. Deliver Ctrl-C, because its environments may hang."""
         progressed = False
         while record.link is not None:
             with self._event_loop.interruptible():
@@ -156,7 +156,7 @@ class Supervisor:
             progressed = True
             self._listener.receive(record.worker, received)
             if self.membership.stopping:
-                break  # the run has failed: take no further step before the caller gets the error
+                break  # the run has failed: do not step again before the caller gets the error
         if record.handle is not None and record.handle.poll() is not None:
             self._process_ended(record)
         return progressed
@@ -211,14 +211,16 @@ class Supervisor:
     # ---- supervising ----
 
     def tick(self) -> None:
-        """Check the progress of all workers, and perform actions that are due."""
+        """Check the progress of all workers, and perform the actions that are due."""
         for record in self.records:
             if record.handle is None or self.launcher.driven:
-                continue  # a worker that runs in this thread is stuck only if the head is
+                continue  # a worker in this thread can only be stuck if the head is stuck
             if time.monotonic() - record.silent_since > _EXIT_GRACE_S:
                 record.silent_since = math.inf
                 self.act_on(membership.Gone(record.worker))
-            if self.launcher.shares_memory and self.membership.is_running(record.worker):  # the worker writes its words
+            if self.launcher.shares_memory and self.membership.is_running(
+                record.worker
+            ):  # the worker itself writes its words
                 try:
                     check_words(record.words)
                 except WireError as error:
@@ -243,11 +245,11 @@ class Supervisor:
     def _stop_drained(self, record: WorkerRecord) -> None:
         """Stop a worker whose node is leaving and that has finished its work."""
         if record.ready and record.link is not None:
-            record.ready = False  # it gets no ticket
+            record.ready = False  # so that it gets no ticket
             record.link.send([encode(Stop())])
 
     def act_on(self, event: membership.Event) -> None:
-        """Report an event to the membership, and do what it decides."""
+        """Report an event to the membership, and perform the actions that it returns."""
         self._perform(self.membership.handle(event, time.monotonic()))
 
     def _perform(self, actions: Sequence[membership.Action]) -> None:
@@ -265,7 +267,9 @@ class Supervisor:
                     if record.handle is not None:
                         record.handle.kill()
                 case membership.RequestStacks():
-                    if record.handle is not None and self.launcher.nodes():  # local: see `WorkerRecord.stuck`
+                    if (
+                        record.handle is not None and self.launcher.nodes()
+                    ):  # for local workers, `WorkerRecord.stuck` does this
                         record.handle.dump_stacks()
                 case membership.Lost():
                     record.ready = False
@@ -311,7 +315,7 @@ class Supervisor:
             self._listener.absent(record)
 
     def _not_started(self, record: WorkerRecord, error: ResourceError) -> None:
-        """Retry a restart later; fail the run if it was the first start."""
+        """Retry a restart later. If the first start failed, fail the run."""
         if not record.incarnation:
             self._listener.fail(error)
             return
@@ -323,7 +327,7 @@ class Supervisor:
         self.act_on(membership.NotStarted(record.worker))
 
     def send_failed(self, record: WorkerRecord, error: OSError) -> None:
-        """Restart a worker to which a message could not be sent; its replacement gets the message."""
+        """Restart a worker because a message could not be sent to it. Its replacement gets the message."""
         record.error = WorkerError(str(error), record.where(record.phase))
         self.emit_failure("lost", record.error, "; restarting the worker")
         self.act_on(membership.Gone(record.worker))
@@ -332,7 +336,7 @@ class Supervisor:
         ended = record.handle.poll() if record.handle is not None else None
         if ended is None or record.handle is None:
             return
-        self.launcher.drain(self._listener.receive)  # messages sent before it ended still count
+        self.launcher.drain(self._listener.receive)  # messages that the worker sent before it ended still count
         if record.link is not None and record.link.fileno() >= 0:
             self._read(record, limit=None)
         if record.error is None and not self.membership.stopping and not ended.blameless:
@@ -341,7 +345,7 @@ class Supervisor:
             self.emit_failure("lost", record.error)
         self._event_loop.unregister(record.handle.exit_fd)
         self.act_on(membership.Ended(record.worker, ended.blameless))
-        if ended.blameless:  # it ended with its node: batches continue without it until it joins again
+        if ended.blameless:  # its node ended: batches continue without the worker until it rejoins
             self._listener.absent(record)
 
     def emit_failure(self, kind: EventKind, error: WorkerError, consequence: str = "") -> None:

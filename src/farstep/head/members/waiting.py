@@ -1,4 +1,4 @@
-"""One short line about the workers that the head is waiting for, however many there are."""
+"""Describes the workers that the head waits for in one short line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 _MAX_NAMED = 3
-"""Largest group whose slots or workers are listed."""
+"""Maximum size of a group whose slots or workers are listed."""
 
 
 @dataclass(frozen=True)
@@ -15,9 +15,9 @@ class PendingWorker:
 
     worker: int
     state: str
-    """What it is doing, e.g. `in step`, `starting` or `lost`."""
+    """What the worker is doing, e.g. `in step`, `starting` or `lost`."""
     slot: int | None = None
-    """The environment slot that it is working on; None: none in particular."""
+    """The environment slot that it is working on; None: no particular slot."""
 
 
 def describe(workers: Iterable[PendingWorker], missing_nodes: str = "") -> str:
@@ -25,7 +25,7 @@ def describe(workers: Iterable[PendingWorker], missing_nodes: str = "") -> str:
 
     Args:
         workers: The workers that have not finished.
-        missing_nodes: The launcher's report on nodes that are not connected; empty: all are.
+        missing_nodes: The launcher's report on nodes that are not connected; empty if all are connected.
 
     Returns:
         A phrase that follows "waiting 20 s for", e.g. `14 workers: 13 in act, 1 in step (slot 37)`.

@@ -28,32 +28,32 @@ class WorkerRecord:
     first: int
     stop: int
     roots: list[int]
-    """Per environment, the seed that its episodes' seeds derive from."""
+    """For each environment, the root seed of its episodes."""
     resume: Array
-    """Per environment, the episode that a restarted worker begins with."""
+    """For each environment, the episode with which a restarted worker begins."""
     words: memoryview
     """Its progress words."""
     clock: int = 0
-    """Rows since environments were staggered, modulo the horizon; a restarted worker continues from here."""
+    """Rows since environments were staggered, modulo the horizon. A restarted worker continues with this value."""
     incarnation: int = 0
     handle: WorkerHandle | None = None
     link: HeadLink | None = None
     host: str = "?"
     pid: int = 0
     ready: bool = False
-    """Whether its environments are built and it may get tickets."""
+    """Whether its environments are built, so that it may get tickets."""
     error: WorkerError | None = None
     """Its last failure."""
     shortage: ResourceError | None = None
     """Why its replacement could not be started yet."""
     owes_reply: bool = False
-    """Whether it was sent an agent or a call and has not answered yet."""
+    """Whether it has not yet answered a message with an agent or a call."""
     num_messages: int = 0
     """Messages received from it, without heartbeats."""
     silent_since: float = math.inf
     """Time at which its connection closed while its process was still running; otherwise infinity."""
     _suspect: tuple[int, int] | None = None
-    """Environment and episode in which it last died or was stuck."""
+    """Environment and episode in which it last died or got stuck."""
 
     @property
     def num_envs(self) -> int:
@@ -80,7 +80,7 @@ class WorkerRecord:
         )
 
     def _where_in_env(self, phase: str) -> Where:
-        """As `where`, with the environment and the seed of the episode that its progress words name."""
+        """Like `where`, but also with the environment and the episode seed from its progress words."""
         i, episode = self._current_episode(phase)
         if i is None:
             return self.where(phase)
@@ -89,12 +89,12 @@ class WorkerRecord:
         return self.where(phase, slot=slot, seed=seed)
 
     def current_slot(self, phase: str) -> int | None:
-        """The environment slot that its progress words name; None if this phase has none."""
+        """The environment slot in its progress words; None if this phase has no slot."""
         i, _ = self._current_episode(phase)
         return None if i is None else self.first + i
 
     def _current_episode(self, phase: str) -> tuple[int | None, int | None]:
-        """Index of its current environment and the episode there, each None if unknown."""
+        """Index and episode of its current environment; each is None if unknown."""
         i = int(self.words[SLOT])
         if phase not in _ENV_PHASES or not 0 <= i < self.num_envs:
             return None, None
@@ -102,7 +102,8 @@ class WorkerRecord:
         return i, None if phase == "construct" or episode < 0 else episode
 
     def blame(self, phase: str) -> None:
-        """Record the episode in which it died or got stuck; the second time in the same episode, skip that episode."""
+        """Record the episode in which it died or got stuck. If this happens twice in the same episode, skip the
+        episode."""
         i, episode = self._current_episode(phase)
         if i is not None and episode is not None:
             if self._suspect == (i, episode):
@@ -115,10 +116,10 @@ class WorkerRecord:
         return WorkerDied(f"a worker {ended}", self._where_in_env(self.phase), output=output)
 
     def stuck(self, phase: str, limit_s: float) -> WorkerError:
-        """The error for a process that makes no progress; requests its stack traces first."""
+        """Request stack traces, and return the error for a process that makes no progress."""
         output = ""
         if self.handle is not None:
-            if self.handle.pid:  # a local one; remote ones got `membership.RequestStacks` earlier
+            if self.handle.pid:  # local; for remote workers, `membership.RequestStacks` did this earlier
                 self.handle.read_output()
                 self.handle.dump_stacks()
                 _wait_for_output(self.handle)
@@ -148,9 +149,9 @@ class ResetRequest:
     """How environments are to be reset."""
 
     seeds: Sequence[int | None] | None
-    """Per slot; None: continue with the slot's current seed."""
+    """One seed per slot; None: the slot keeps its current seed."""
     mask: Array | None
-    """Per slot, whether to reset it; None: all."""
+    """For each slot, whether to reset it; None: reset all."""
     options: bytes | None
     """Packed options for `Env.reset`."""
 
@@ -161,7 +162,8 @@ class ResetRequest:
 
 
 def expected(record: WorkerRecord, ticket: int | None) -> str:
-    """What an idle worker still owes: to start (`idle`), to finish sending (`transfer`), or nothing (empty).
+    """What the head still expects of an idle worker: to start (`idle`), to finish sending (`transfer`), or nothing
+    (empty).
 
     Args:
         record: The worker.
@@ -173,18 +175,18 @@ def expected(record: WorkerRecord, ticket: int | None) -> str:
 
 
 def _wait_for_output(handle: WorkerHandle, timeout_s: float = 0.5) -> None:
-    """Wait up to about a second for a process to write its stack traces; a suspended one never does."""
+    """Wait about a second for a process to write its stack traces. A suspended process never does."""
     if handle.output_fd < 0:
         return
     poll = select.poll()
     poll.register(handle.output_fd, select.POLLIN)
     deadline = time.monotonic() + 2 * timeout_s
     while poll.poll(timeout_s * 1000) and handle.read_output() and time.monotonic() < deadline:
-        timeout_s = 0.05  # it writes in several pieces, and is done after a pause of 50 ms
+        timeout_s = 0.05  # the output comes in several pieces; a pause of 50 ms means that it is complete
 
 
 def split(nodes: int, envs_per_node: int, workers: int, root: int) -> Sequence[WorkerRecord]:
-    """Divide the slots among workers in order; sizes of the workers of one node differ by at most one."""
+    """Divide the slots among workers in order. Within a node, workers differ by at most one slot."""
     per_node = workers // nodes
     records: list[WorkerRecord] = []
     first = 0

@@ -1,14 +1,14 @@
-"""Which workers have a node and therefore take part in batches."""
+"""Tracks which workers have a node and therefore take part in batches."""
 
 from __future__ import annotations
 
 
 class Presence:
-    """Absent workers have no node; draining ones finish their tickets before their node leaves.
+    """The present, draining and absent workers. A draining worker finishes its tickets before its node leaves.
 
     Args:
-        num_workers: All workers of the run.
-        quorum: Workers that must be present to continue.
+        num_workers: Number of all workers of the run.
+        quorum: Number of workers that must be present to continue.
     """
 
     def __init__(self, num_workers: int, quorum: int) -> None:
@@ -16,7 +16,7 @@ class Presence:
         self.absent: set[int] = set()
         self._draining: set[int] = set()
         self.departed: set[int] = set()
-        """Workers that left since `Feed.members` last cleared this."""
+        """Workers that left since `Feed.members` last cleared this set."""
         self.changes = 0
         """Increases whenever a worker joins, drains or leaves."""
 
@@ -41,7 +41,7 @@ class Presence:
             self.changes += 1
 
     def join(self, worker: int) -> bool:
-        """Mark a worker as present; returns whether it was absent."""
+        """Mark a worker as present. Return whether it was absent."""
         was_absent = worker in self.absent
         self.changes += was_absent or worker in self._draining
         self._draining.discard(worker)

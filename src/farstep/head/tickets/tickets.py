@@ -1,13 +1,13 @@
-"""Decides which worker may roll a chunk, and accepts each chunk once. No I/O, no clock.
+"""Decides which workers may roll chunks, and accepts each chunk once. It uses neither I/O nor a clock.
 
-A session yields batches. With `num_chunks=None` every worker rolls one chunk per round, and a batch is the chunks of
-the next `rollouts` rounds. Otherwise a batch is the first `num_chunks` chunks to arrive. In both cases the batches that
-are outstanding, unread or held by the learner never exceed `max_staleness + 1`, so a learner that publishes once per
-batch never receives a row that is too old. If it publishes more often, rows that became too old are dropped, counted
-and collected again.
+A session yields batches. With `num_chunks=None`, every worker rolls one chunk per round, and a batch consists of the
+chunks of the next `rollouts` rounds. Otherwise a batch consists of the first `num_chunks` chunks to arrive. In both
+cases, at most `max_staleness + 1` batches are outstanding, unread or held by the learner. Therefore a learner that
+publishes once per batch never receives a row that is too old. If the learner publishes more often, rows that became too
+old are dropped, counted and collected again.
 
-A workflow opens a feed instead. It takes chunks one by one as they arrive, and each counts as held until its rows are
-consumed. Feeds are limited by windows (see `worker_queue.py`); without a staleness bound, by free lanes only. With
+A workflow opens a feed instead. It takes chunks one by one as they arrive, and each chunk counts as held until its rows
+are consumed. Windows limit a feed (see `worker_queue.py`); without a staleness bound, only free lanes do. With
 invitations, a worker rolls only the chunks that `invite` allows.
 """
 
@@ -19,12 +19,12 @@ from itertools import islice
 from typing import Any
 
 from farstep.head.tickets.presence import Presence
-from farstep.head.tickets.records import AcceptedChunk, FeedPlan, IssuedTicket
+from farstep.head.tickets.records import AcceptedChunk, DropCause, FeedPlan, IssuedTicket
 from farstep.head.tickets.session import CollectionSession
 from farstep.head.tickets.worker_queue import TICKETS_PER_WORKER, WorkerQueue
 
 _FEED_LANES = TICKETS_PER_WORKER + 1
-"""Lanes per worker in a feed: one per open ticket, and one whose chunk is being stored."""
+"""Lanes per worker in a feed: one per open ticket, and one for the chunk that is being stored."""
 
 
 class Tickets:
@@ -33,8 +33,8 @@ class Tickets:
     At any moment, `issued` = `delivered` + all `dropped` + `buffered` + `in_flight`.
 
     Args:
-        num_workers: All workers of the run.
-        quorum: Workers that must be present for a batch; None: all.
+        num_workers: Number of all workers of the run.
+        quorum: Number of workers that must be present for a batch; None: all.
     """
 
     def __init__(self, num_workers: int, quorum: int | None = None) -> None:
@@ -44,30 +44,30 @@ class Tickets:
         self._outstanding: dict[int, IssuedTicket] = {}
         """Open tickets by id."""
         self._open: list[list[int]] = [[] for _ in range(num_workers)]
-        """Per worker, ids of its open tickets, in order."""
+        """For each worker, the ids of its open tickets, in order."""
         self._arrived: dict[int, AcceptedChunk] = {}
-        """Unread chunks by ticket id, in order of arrival."""
+        """Unread chunks by ticket id, in the order of arrival."""
         self._arrived_of: Counter[int] = Counter()
-        """Per worker, its unread chunks."""
+        """For each worker, its number of unread chunks."""
         self._oldest = 0
         """Lower bound of the versions of unread chunks."""
         self._session: CollectionSession | None = None
         self._queue: WorkerQueue | None = None
-        """Order in which workers get tickets, in a session without rounds."""
+        """The order in which workers get tickets in a session without rounds."""
         self.issued = self.delivered = 0
-        self.dropped: Counter[str] = Counter()
+        self.dropped: Counter[DropCause] = Counter()
         """Tickets and chunks dropped so far, by cause."""
 
     def lanes_needed(
         self, max_staleness: int | None, num_chunks: int | None, feed: FeedPlan | None = None, rollouts: int = 1
     ) -> int:
-        """Number of lanes per worker that a session writes into; arguments as for `open`."""
+        """Number of lanes per worker that a session needs. Takes the arguments of `open`."""
         if feed is not None:
             return _FEED_LANES
         depth = (max_staleness or 0) + 1
         if num_chunks is None:
             return depth * rollouts
-        # Even with no more workers than the quorum, there must be a lane for every chunk of `depth` batches.
+        # Even if only the quorum is present, there must be a lane for every chunk of `depth` batches.
         return max(depth, TICKETS_PER_WORKER, -(-depth * num_chunks // self.presence.quorum))
 
     def open(
@@ -81,8 +81,10 @@ class Tickets:
         """Start a session; the previous one must be cancelled.
 
         Args:
-            max_staleness: Versions that a row may be behind; None: a synchronous session, where age does not matter.
-            num_chunks: Chunks per batch, in order of arrival; None: the chunks of whole rounds.
+            max_staleness: Maximum number of versions that a row may be behind; None: a synchronous session, in which
+                age does not matter.
+            num_chunks: Number of chunks per batch, in the order of arrival; None: a batch has the chunks of whole
+                rounds.
             batches: Number of batches in the session; None: unlimited.
             feed: For a workflow that takes chunks one by one; None otherwise.
             rollouts: Rounds per batch, if `num_chunks` is None.
@@ -110,7 +112,7 @@ class Tickets:
                 self._touch(worker)
 
     def withdraw(self, worker: int) -> None:
-        """Cancel a worker's invitations for which it has no ticket yet."""
+        """Cancel the invitations of a worker for which no ticket has been issued yet."""
         if self._session is not None and self._session.invited is not None:
             self._session.invited[worker] = 0
 
@@ -123,9 +125,13 @@ class Tickets:
         """Open tickets."""
         return len(self._outstanding)
 
+    def has_open(self, worker: int) -> bool:
+        """Whether a worker has an open ticket."""
+        return bool(self._open[worker])
+
     @property
     def buffered(self) -> int:
-        """Unread chunks: accepted, but not delivered."""
+        """Number of unread chunks: accepted, but not delivered."""
         return len(self._arrived)
 
     def is_live(self, seq: int) -> bool:
@@ -144,7 +150,7 @@ class Tickets:
         return [accepted.ticket.worker for accepted in self._arrived.values()]
 
     def oldest_of(self, worker: int) -> int | None:
-        """Id of the worker's oldest open ticket, which it rolls first; None if it has none."""
+        """Id of the worker's oldest open ticket, which the worker rolls first; None if it has no open ticket."""
         return self._open[worker][0] if self._open[worker] else None
 
     def busy(self, worker: int) -> int:
@@ -152,7 +158,7 @@ class Tickets:
         return len(self._open[worker])
 
     def pending(self, worker: int) -> int:
-        """Chunks of a worker that are being rolled or are unread."""
+        """Number of chunks of a worker that are being rolled or are unread."""
         return self.busy(worker) + self._arrived_of[worker]
 
     # ---- issuing ----
@@ -170,7 +176,7 @@ class Tickets:
         if session.num_chunks is None:
             ready = sorted(worker for worker in session.due if worker in available)
             granted = [issued for worker in ready for issued in self._rounds(session, worker, version)]
-            # Workers that are being restarted stay due; `join` adds absent ones when they return.
+            # Workers that are being restarted stay due. `join` adds absent workers when they return.
             session.due = {worker for worker in session.due.difference(ready) if worker not in self.presence.absent}
             return granted
         wanted = session.num_chunks
@@ -203,7 +209,7 @@ class Tickets:
             granted.append(self._issue(session, worker, -1, lane, version + ahead // wanted))
 
     def _touch(self, worker: int) -> None:
-        """Reconsider a worker after a change that may let it get a ticket."""
+        """Reconsider a worker after a change that may allow it another ticket."""
         if self._queue is not None:
             self._queue.update(worker)
         elif self._session is not None:
@@ -212,7 +218,7 @@ class Tickets:
     def _issue(
         self, session: CollectionSession, worker: int, round_index: int, lane: int, expected_version: int
     ) -> IssuedTicket:
-        """Issue one ticket. If the learner publishes once per batch, it consumes the chunk at `expected_version`."""
+        """Issue one ticket. A learner that publishes once per batch consumes the chunk at `expected_version`."""
         self._seq += 1
         self.issued += 1
         min_version = 0 if session.max_staleness is None else max(0, expected_version - session.max_staleness)
@@ -229,13 +235,13 @@ class Tickets:
         return self._outstanding.get(seq)
 
     def accept(self, worker: int, seq: int, version: int, info: Any) -> bool:
-        """Accept a chunk if this worker holds its ticket; returns False for a cancelled or duplicate one.
+        """Accept a chunk if this worker holds its ticket. Return False for a cancelled ticket or a duplicate.
 
         Args:
-            worker: The worker that sent it.
-            seq: Id of its ticket.
-            version: Version that its staleness is counted from.
-            info: Stored with it, see `AcceptedChunk`.
+            worker: The sender.
+            seq: Id of the ticket.
+            version: Version from which the staleness of the chunk is counted.
+            info: Data to store with the chunk (see `AcceptedChunk`).
         """
         issued = self._outstanding.get(seq)
         if issued is None or issued.worker != worker:
@@ -246,14 +252,14 @@ class Tickets:
         self._close(issued)
         session = self._session
         if session is not None and session.missing and issued.round < session.taken + session.rollouts:
-            left = session.missing.pop(worker, 1) - 1  # an absent worker has no entry: its chunk is optional
+            left = session.missing.pop(worker, 1) - 1  # an absent worker has no entry, because its chunk is optional
             if left:
                 session.missing[worker] = left
         return True
 
     # ---- workers that fail, leave and join ----
 
-    def give_back(self, worker: int, seq: int, cause: str) -> bool:
+    def give_back(self, worker: int, seq: int, cause: DropCause) -> bool:
         """Reclaim a ticket that the worker could not complete, and reissue it later."""
         issued = self._outstanding.get(seq)
         if issued is None or issued.worker != worker:
@@ -262,7 +268,7 @@ class Tickets:
         self._drop(issued, cause)
         return True
 
-    def retry(self, worker: int, seq: int, cause: str) -> bool:
+    def retry(self, worker: int, seq: int, cause: DropCause) -> bool:
         """Count an attempt that failed: the worker itself retries the ticket, before its later ones."""
         issued = self._outstanding.get(seq)
         if issued is None or issued.worker != worker:
@@ -272,10 +278,10 @@ class Tickets:
         return True
 
     def lost(self, worker: int) -> None:
-        """Reclaim the open tickets of a lost worker; its accepted chunks stay."""
+        """Reclaim the open tickets of a lost worker. Its accepted chunks stay."""
         for issued in [self._outstanding[seq] for seq in self._open[worker]]:
             self._close(issued)
-            self._drop(issued, "worker lost")
+            self._drop(issued, "worker_lost")
 
     def _close(self, issued: IssuedTicket) -> None:
         del self._outstanding[issued.seq]
@@ -289,16 +295,16 @@ class Tickets:
             session.missing = None
             session.redo[worker].clear()
             if session.feed is not None and session.feed.actors is None:
-                self.withdraw(worker)  # it takes part again from the next `invite`
+                self.withdraw(worker)  # the next `invite` includes it again
 
     def drain(self, worker: int) -> None:
-        """Count a worker whose node is about to leave as not present; it finishes its open tickets."""
+        """Count a worker as not present, because its node is about to leave. The worker finishes its open tickets."""
         self.presence.drain(worker)
 
     def join(self, worker: int) -> None:
-        """Include a worker that is ready, from the first batch that no other worker has a ticket for.
+        """Include a ready worker, from the first batch for which no other worker has a ticket.
 
-        Without a quorum of other workers, it is included from the next batch on, which cannot be complete without it.
+        If the other workers do not reach the quorum, include the worker already in the next batch, which needs it.
         """
         if self.presence.join(worker) and (session := self._session) is not None:
             others = self._present(session) - {worker}
@@ -316,13 +322,13 @@ class Tickets:
             if worker not in self.presence.absent and session.since.get(worker, 0) <= session.taken
         }
 
-    def _drop(self, issued: IssuedTicket, cause: str) -> None:
+    def _drop(self, issued: IssuedTicket, cause: DropCause) -> None:
         self.dropped[cause] += 1
         session = self._session
         if session is None:
             return
         if session.num_chunks is None:
-            if issued.round >= session.since.get(issued.worker, 0):  # else no batch needs it
+            if issued.round >= session.since.get(issued.worker, 0):  # otherwise no batch needs it
                 session.redo[issued.worker].append((issued.round, issued.lane))
             session.missing = None
             self._touch(issued.worker)
@@ -339,7 +345,7 @@ class Tickets:
     def take_one(self, wanted: Callable[[int], bool], version: int) -> AcceptedChunk | None:
         """Deliver the first unread chunk of a feed whose worker is `wanted`, or return None.
 
-        It counts as held until `consumed`, and its lane stays in use until `stored`.
+        The chunk counts as held until `consumed`, and its lane stays in use until `stored`.
         """
         session = self._session
         assert session is not None
@@ -359,12 +365,12 @@ class Tickets:
         self._arrived_of[accepted.ticket.worker] -= 1
 
     def stored(self, accepted: AcceptedChunk) -> None:
-        """Free the lane of a chunk of a feed whose rows were copied."""
+        """Free the lane of a feed's chunk after its rows were copied."""
         if self._session is not None:
             self._session.lanes[accepted.ticket.worker].append(accepted.ticket.lane)
             self._touch(accepted.ticket.worker)
 
-    def consumed(self, worker: int, chunks: int, dropped: str | None = None) -> None:
+    def consumed(self, worker: int, chunks: int, dropped: DropCause | None = None) -> None:
         """Record that the learner is done with some chunks of a feed, or that they were dropped for a cause."""
         session = self._session
         if session is not None:
@@ -377,7 +383,7 @@ class Tickets:
         self._touch(worker)
 
     def take(self, version: int) -> list[AcceptedChunk] | None:
-        """Deliver the next batch, its chunks in order of workers; None if it is incomplete."""
+        """Deliver the next batch, with its chunks in the order of workers; None if the batch is incomplete."""
         session = self._session
         assert session is not None
         self._drop_stale(session, version)
@@ -392,7 +398,7 @@ class Tickets:
             batch = list(islice(self._arrived.values(), session.num_chunks))
             session.held = Counter(accepted.ticket.worker for accepted in batch)
             session.held_total = len(batch)
-            for accepted in batch:  # the caller copies them before it grants tickets
+            for accepted in batch:  # the caller copies the chunks before it grants tickets
                 session.lanes[accepted.ticket.worker].append(accepted.ticket.lane)
         for accepted in batch:
             self._forget(accepted)
@@ -402,7 +408,7 @@ class Tickets:
         return sorted(batch, key=lambda accepted: (accepted.ticket.worker, accepted.ticket.seq))
 
     def round_is_complete(self) -> bool:
-        """Whether the next batch has every chunk of the present workers, and chunks of a quorum of workers."""
+        """Whether the next batch is complete: it has all chunks of the present workers, which must be a quorum."""
         session = self._session
         assert session is not None
         if session.missing is None:
@@ -426,12 +432,12 @@ class Tickets:
         self._oldest = min((accepted.version for accepted in self._arrived.values()), default=version)
 
     def release(self) -> None:
-        """Record that the learner is done with the batch that it held."""
+        """Record that the learner is done with its batch."""
         if self._session is not None:
             self._session.release()
 
     def cancel(self) -> int:
-        """End the session and drop open tickets and unread chunks; returns the id of the last ticket."""
+        """End the session, and drop open tickets and unread chunks. Return the id of the last ticket."""
         self.dropped["cancelled"] += len(self._outstanding) + len(self._arrived)
         if not self.dropped["cancelled"]:
             del self.dropped["cancelled"]

@@ -1,9 +1,9 @@
-"""Which worker gets the next ticket of a session without rounds.
+"""Decides which worker gets the next ticket of a session without rounds.
 
 The worker with the fewest open tickets is first; ties go to the worker that has received the fewest tickets so far. A
-feed with a staleness bound counts windows of `FeedPlan.chunks` chunks: a worker may always complete a window that it
-has begun, but begins another one only within the bound. Otherwise incomplete windows, which cannot be consumed, could
-use up the bound.
+feed with a staleness bound counts windows of `FeedPlan.chunks` chunks. A worker may always complete its current window,
+but may begin another window only within the bound. Otherwise incomplete windows could use up the bound, and they cannot
+be consumed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Container, Sequence
 from farstep.head.tickets.session import CollectionSession
 
 TICKETS_PER_WORKER = 2
-"""Maximum number of open tickets per worker: the one that it rolls, and the next one, so that it need not wait."""
+"""Maximum number of open tickets per worker: the current ticket and the next, so that the worker need not wait."""
 
 QueueKey = tuple[int, int, int]
-"""A worker's open tickets, the tickets that it has received so far, and its index."""
+"""Sort key of a worker: number of open tickets, number of tickets received so far, and index."""
 
 
 class WorkerQueue:
@@ -26,21 +26,21 @@ class WorkerQueue:
 
     Args:
         session: What is collected.
-        open_tickets: Per worker, ids of its open tickets.
-        unread: Per worker, chunks that have arrived and were not taken.
+        open_tickets: For each worker, the ids of its open tickets.
+        unread: For each worker, the number of chunks that have arrived but were not taken.
     """
 
     def __init__(self, session: CollectionSession, open_tickets: Sequence[Sequence[int]], unread: Counter[int]) -> None:
         self._session, self._open, self._unread = session, open_tickets, unread
         self._begun: Counter[int] = Counter()
-        """Per worker, windows of a feed that it has begun and that were not consumed."""
+        """For each worker, the number of windows that it has begun and that were not consumed."""
         self._begun_total = 0
         self._completing: list[QueueKey] = []
         self._beginning: list[QueueKey] = []
-        """Heaps of workers with and without an incomplete window. Entries may be outdated."""
+        """Heaps of workers: with, and without, an incomplete window. Entries may be outdated."""
 
     def update(self, worker: int) -> None:
-        """Queue a worker again after a change that may let it get a ticket."""
+        """Queue a worker again after a change that may allow it another ticket."""
         if (feed := self._session.feed) is not None:
             begun = -(-self._chunks_of(worker) // feed.chunks)
             self._begun_total += begun - self._begun[worker]
@@ -55,14 +55,14 @@ class WorkerQueue:
         heapq.heappush(queue, self._key(worker))
 
     def first(self, available: Container[int]) -> int:
-        """The worker to get the next ticket; -1 if none may. A worker that is not available leaves the queue."""
+        """The worker that gets the next ticket; -1 if none may. Workers that are not available leave the queue."""
         keys = [self._first(self._completing, True, available)]
         if self._may_begin():
             keys.append(self._first(self._beginning, False, available))
         return min((key for key in keys if key is not None), default=(0, 0, -1))[2]
 
     def _first(self, queue: list[QueueKey], inside: bool, available: Container[int]) -> QueueKey | None:
-        """The first key of a heap that is up to date and whose worker may get a ticket."""
+        """The first up-to-date key of a heap whose worker may get a ticket."""
         while queue:
             worker = queue[0][2]
             current = queue[0] == self._key(worker) and inside == self._is_inside(worker)
@@ -75,11 +75,11 @@ class WorkerQueue:
         return len(self._open[worker]), self._session.issued[worker], worker
 
     def _chunks_of(self, worker: int) -> int:
-        """Chunks of a worker that are being rolled, are unread, or are held by the learner."""
+        """Number of chunks of a worker that are being rolled, unread, or held by the learner."""
         return self._session.held[worker] + len(self._open[worker]) + self._unread[worker]
 
     def _may_roll(self, worker: int) -> bool:
-        """Whether the worker's own limits allow it another chunk."""
+        """Whether the worker's own limits allow another chunk."""
         session = self._session
         if not session.lanes[worker] or len(self._open[worker]) >= TICKETS_PER_WORKER:
             return False
@@ -98,10 +98,10 @@ class WorkerQueue:
         return self._chunks_of(worker) % feed.chunks > 0
 
     def _may_begin(self) -> bool:
-        """Whether another window may be begun.
+        """Whether a worker may begin another window.
 
-        With `actors=None`, `_may_roll` limits each worker instead: windows that a departed worker left in the buffer
-        must not block the others.
+        With `actors=None`, `_may_roll` limits each worker instead, so that windows of a departed worker in the buffer
+        do not block the others.
         """
         feed = self._session.feed
         if feed is None or feed.max_staleness is None or feed.actors is None:

@@ -1,4 +1,4 @@
-"""Stores published versions: flattens each into a free buffer in shared memory and makes it the current one."""
+"""Stores published versions: writes each version into a free buffer in shared memory, then marks it as current."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from farstep.wire.messages import Parameters
 
 
 class ParameterStore:
-    """The published versions of one agent; local workers read the newest one from shared memory.
+    """The published versions of one agent. Local workers read the newest version from shared memory.
 
     Args:
-        agent: Its parameters are the first version.
+        agent: The agent; its parameters become the first version.
         agent_id: Number of the agent in this run.
-        workers: Number of workers, each of which may read one buffer at a time.
+        workers: Number of workers. Each may read one buffer at a time.
         first_version: Number of the first version.
-        config: Which parameters travel, and in which precision.
+        config: Which parameters are sent, and in which precision.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ParameterStore:
         leaves = travelling(leaves_of(parameters_of(agent)), config)
         self.schema = ParameterSchema.of(leaves, config.half)
         self._agent_id = agent_id
-        # Each worker may be reading one buffer, and one is current, so one more is always free.
+        # Each worker may read one buffer, and one buffer is current, so one of these buffers is always free.
         self._buffers = workers + 2
         self._stride = stride(self.schema.nbytes)
         self.memory = SharedMemory.create(PAGE + self._buffers * self._stride, "farstep-parameters")
@@ -58,9 +58,9 @@ class ParameterStore:
         self._changes = ChangeDetector()
         self._index = -1
         self._handed: dict[int, tuple[int, bytes]] = {}
-        """Per worker without shared memory, the version that it was sent last and its bytes, to compute deltas."""
+        """For each worker without shared memory, the version sent last and its bytes, to compute deltas."""
         self._differences: dict[int, list[bytes]] = {}
-        """Per earlier version, the encoded delta to the current one."""
+        """For each earlier version, the encoded delta to the current version."""
         self.version = first_version - 1
         self._write(leaves)
 
@@ -69,7 +69,7 @@ class ParameterStore:
         return Parameters(self._agent_id, self.schema.nbytes, self._buffers, digest(self.schema))
 
     def publish(self, agent: Agent) -> int:
-        """Store the agent's parameters as a new version, changed or not, and return its number."""
+        """Store the agent's parameters as a new version, even if unchanged, and return its number."""
         leaves = self._leaves(agent)
         self.schema.check(leaves)
         self._write(leaves)
@@ -91,7 +91,7 @@ class ParameterStore:
         return False
 
     def check(self, agent: Agent) -> None:
-        """Raise `AgentError`, which names the parameter, if one cannot be published."""
+        """Raise `AgentError` if a parameter cannot be published; the message names the parameter."""
         leaves = self._leaves(agent)
         self.schema.check(leaves)
         for source, (name, leaf) in zip(self.schema.sources, leaves, strict=True):
@@ -102,12 +102,12 @@ class ParameterStore:
         if array.dtype != source:
             raise AgentError(
                 f"parameter {name!r} changed its dtype from {np.dtype(source)} to {array.dtype}; "
-                f"{self._consequence}. Convert it back, or make a new agent of it."
+                f"{self._consequence}. Convert it back, or create a new agent object with this dtype."
             )
         if has_nan(leaf, array):
             raise AgentError(
-                f"parameter {name!r} has a NaN; {self._consequence}. "
-                "Workers would act with it: lower the learning rate, or clip gradients."
+                f"parameter {name!r} has a NaN; {self._consequence}. Workers would act with it: lower the learning "
+                "rate, or clip gradients."
             )
         return array
 
@@ -129,7 +129,7 @@ class ParameterStore:
 
         Args:
             worker: A worker without shared memory.
-            held: The version that it has; -1 if none.
+            held: The version that the worker has; -1 if none.
 
         Returns:
             The base version of the delta (-1: the frames are the full parameters), and the frames.
@@ -138,7 +138,7 @@ class ParameterStore:
             return -1, [self.payload()]
         known = self._handed.get(worker, (-1, b""))
         same = next((bytes_ for version, bytes_ in self._handed.values() if version == self.version), None)
-        self._handed[worker] = (self.version, same or bytes(self.payload()))  # workers share one copy
+        self._handed[worker] = (self.version, same or bytes(self.payload()))  # one copy for all workers
         if held < 0 or known[0] != held:
             return -1, [self.payload()]
         if held not in self._differences:
@@ -177,7 +177,7 @@ class ParameterStore:
             try:
                 fcntl.lockf(self.memory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, index)
             except OSError:
-                continue  # a worker is reading it
+                continue  # a worker is reading this buffer
             return index
         raise AssertionError("every worker holds at most one buffer, so one is free")
 
@@ -186,5 +186,5 @@ class ParameterStore:
 
 
 def _cast(array: Array, dtype: np.dtype[Any]) -> Array:
-    with np.errstate(over="ignore"):  # overflow becomes infinity, which `_write` checks for
+    with np.errstate(over="ignore"):  # overflow gives infinity, which `_write` checks
         return array.astype(dtype, copy=False)

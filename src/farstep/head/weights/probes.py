@@ -1,4 +1,4 @@
-"""Evaluates the new policy on rows that workers have sent, once per publish for all workers."""
+"""Evaluates the new policy, once per publish, on rows that workers have sent."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from farstep.rollout.rows import Rows
 from farstep.wire.messages import Chunk
 
 _MAX_UNANSWERED = 64
-"""Limit on the probes sent to a worker since its last chunk: it uses only the latest few, and each takes memory."""
+"""Maximum number of probes sent to a worker between two of its chunks. It uses only the latest few; each takes
+memory."""
 
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """The rows on which the policy is evaluated for one worker's probe."""
+    """The rows for one worker's probe."""
 
     worker: int
     incarnation: int
@@ -57,13 +58,14 @@ class Prober:
         """Keep rows of an accepted chunk for later probes."""
         probed = self._recent[record.worker]
         if self._incarnations[record.worker] != record.incarnation:
-            probed.clear()  # a restarted worker does not have the rows that its predecessor sent
+            probed.clear()  # a restarted worker does not have the rows of its predecessor
             self._incarnations[record.worker] = record.incarnation
         probed.add(probe_rows_of(self._comparison, chunk.index, chunk.version, rows, steps, self._rows))
         self._unanswered[record.worker] = 0
 
     def requests(self) -> list[ProbeRequest]:
-        """A request for each ready worker, except those that have not sent a chunk for `_MAX_UNANSWERED` probes."""
+        """A request for each ready worker, except workers that sent no chunk during the last `_MAX_UNANSWERED`
+        probes."""
         found = []
         for record in self._records:
             self._unanswered[record.worker] += 1
@@ -75,7 +77,7 @@ class Prober:
         return found
 
     def answers(self, requests: Sequence[ProbeRequest]) -> list[dict[str, Array]]:
-        """Describe the policy on the rows of each request, in one evaluation; empty for a request without rows."""
+        """Describe the policy on the rows of all requests in one evaluation; empty for a request without rows."""
         probed = [rows_of_chunk for request in requests for rows_of_chunk in request.probed]
         if not probed:
             return [{} for _ in requests]

@@ -1,4 +1,4 @@
-"""Ships the agent to workers, publishes versions of its parameters, and sends weights and probes."""
+"""Sends the agent to workers, publishes versions of its parameters, and sends weights and probes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Publisher:
 
     Args:
         server: The workers.
-        env_config: Which weights travel, and how chunks are divided into stages.
+        env_config: Which weights are sent, and how chunks are divided into stages.
         rule: The workers' sync rule.
         counters: Counts the bytes of probes.
         warnings: Warns the user about how workers call and compare the agent.
@@ -51,9 +51,9 @@ class Publisher:
         self._counters, self._warnings = counters, warnings
         self._cancel_session = cancel_session
         self._adopting = threading.Lock()
-        """Serialises threads that adopt or publish an agent."""
+        """Serializes threads that adopt or publish an agent."""
         self.gate = UpdateGate(lambda text: server.events.emit("warned", text))
-        """Entered to read the agent's parameters between two updates; must be entered before any lock is acquired."""
+        """Entered to read the agent's parameters between two updates. Enter it before acquiring any lock."""
         self.agent_id = 0
         self.version = 0
         """The newest published version."""
@@ -62,15 +62,15 @@ class Publisher:
         self.on_published: Callable[[], None] | None = None
         """Called after `publish`, in the publishing thread."""
         self.prober: Prober | None = None
-        """None if the sync rule needs no probes, or the agent cannot be compared."""
+        """None if the sync rule needs no probes, or if versions of the agent cannot be compared."""
         self.agent_schemas: tuple[Schema, Schema] = ({}, {})
         """Arrays that the agent adds per row and per chunk."""
         self._agent: Agent | None = None
         self._answers: dict[int, m.AgentReady | WorkerError] = {}
-        """Per worker, whether it can use the agent that was shipped last."""
+        """For each worker, its answer to the agent that was sent last: ready, or the error."""
         self._store: ParameterStore | None = None
         self._handed: dict[int, tuple[int, int, int]] = {}
-        """Per worker, the weights that it last requested: incarnation, agent and version."""
+        """For each worker, its last request for weights: incarnation, agent and version."""
         self._rollouts: Rollouts | None = None
         self._base_rows: Schema = {}
         self._actions: Schema = {}
@@ -80,7 +80,7 @@ class Publisher:
 
         Args:
             rollouts: Stores the arrays that the agent returns.
-            base_rows: Arrays of a row without those of the agent.
+            base_rows: Arrays of a row, without the agent's outputs.
             actions: Arrays of an action.
         """
         self._rollouts, self._base_rows, self._actions = rollouts, base_rows, actions
@@ -115,7 +115,7 @@ class Publisher:
     def _publish(self, agent: Agent) -> None:
         probes = self._evaluate_probes(agent)
         with self._server.locked():
-            self._server.raise_failure()  # another thread may have closed it meanwhile
+            self._server.raise_failure()  # another thread may have closed the server
             assert self._store is not None
             self.version = self._store.publish(agent)
             self._announce()
@@ -128,7 +128,8 @@ class Publisher:
             self._server.drain()
 
     def _evaluate_probes(self, agent: Agent) -> Sequence[tuple[ProbeRequest, dict[str, Array]]]:
-        """Evaluate the agent on rows that workers have sent; without the lock, so that chunks can arrive meanwhile."""
+        """Evaluate the agent on rows that workers have sent. Do not hold the lock, so that chunks can arrive
+        meanwhile."""
         prober, store = self.prober, self._store
         if prober is None or store is None:
             return ()
@@ -137,7 +138,7 @@ class Publisher:
         try:
             return list(zip(requests, prober.answers(requests), strict=True))
         except Exception as error:
-            store.check(agent)  # raises a clearer error if the parameters are the cause
+            store.check(agent)  # if the parameters are the cause, this raises a clearer error
             if isinstance(error, AgentError):
                 raise AgentError(f"{error} Version {self.version} stays in force.") from error
             raise AgentError(
@@ -156,7 +157,7 @@ class Publisher:
         """Make workers act with this agent and its current parameters."""
         with self._adopting:
             if self._is_current(agent):
-                return  # nothing to publish, so no update to wait for
+                return  # nothing to publish, so no need to wait for updates
         with self.gate.publishing(agent), self._adopting:
             if self._is_current(agent):
                 return
@@ -183,7 +184,7 @@ class Publisher:
         began = time.monotonic()
         payload = ship(agent)
         first_version = self.first_version
-        if self._store is not None:  # continue the numbering; a rejected agent used no version
+        if self._store is not None:  # continue the version numbers; a rejected agent used none
             first_version = self._store.version + (self._agent is not None)
         store = ParameterStore(agent, self.agent_id + 1, len(self._server.records), first_version, self._weights)
         self._cancel_session()
@@ -213,11 +214,11 @@ class Publisher:
                 self._store.close()
 
     def _all_answered(self) -> bool:
-        """Whether every present worker has answered, and at least one has (all nodes may be absent for a while)."""
+        """Whether all present workers have answered, and at least one has (all nodes may be absent for a while)."""
         return bool(self._answers) and all(record.worker in self._answers for record in self._server.present())
 
     def _agree(self, agent: Agent) -> None:
-        """Check that all workers can use the agent and that it returns the same arrays on each of them."""
+        """Check that all workers can use the agent, and that it returns the same arrays on all of them."""
         answers: dict[int, m.AgentReady] = {}
         for worker, answer in sorted(self._answers.items()):
             if isinstance(answer, WorkerError):
@@ -229,7 +230,7 @@ class Publisher:
             found += differences(first.description, answer.description)
             if found:
                 raise HandshakeError(
-                    f"the agent returns other arrays on worker {worker} than on another: {'; '.join(found)}."
+                    f"the agent returns different arrays on worker {worker} than on another worker: {'; '.join(found)}."
                 )
         assert self._rollouts is not None
         self._transfer.check(Layout(1, 1, 1, {**self._base_rows, **first.schema}, first.state).names())
@@ -250,19 +251,20 @@ class Publisher:
     def on_agent_ready(self, record: WorkerRecord, message: m.AgentReady) -> None:
         """Store a worker's report that it can use the agent."""
         if message.agent > self.agent_id:
-            raise WireError(f"a report that agent {message.agent} is ready; the last one sent is {self.agent_id}.")
+            raise WireError(f"a report that agent {message.agent} is ready; the last agent sent is {self.agent_id}.")
         if message.agent == self.agent_id:
-            agent_structures(message, self._actions)  # raises here, where the worker that sent it is known
+            agent_structures(message, self._actions)  # raise here, where the sender is known
             self._answers[record.worker] = message
 
     def on_error(self, record: WorkerRecord, failure: m.Failure, error: WorkerError) -> None:
-        """Store a worker's report that it cannot use the agent; fail the run if other workers use it already."""
+        """Store a worker's report that it cannot use the agent. If other workers already use the agent, fail the
+        run."""
         if failure.agent != self.agent_id:
             return
         if self._agent is None:
             self._answers[record.worker] = error
         else:
-            self._server.fail(error)  # a restarted worker cannot use the agent that all others use
+            self._server.fail(error)  # a restarted worker cannot use the agent, but all others can
 
     def send_weights(self, record: WorkerRecord, message: m.WeightRequest) -> None:
         """Send the newest weights to a worker without shared memory."""

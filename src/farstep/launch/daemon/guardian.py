@@ -1,8 +1,8 @@
-"""A helper process that cleans up what a killed head left on a cluster, e.g. jobs.
+"""A helper process that cleans up after a killed head, e.g. cancels its jobs on a cluster.
 
-The head registers and unregisters commands through a pipe whose write end only the head holds. When the pipe closes,
-the helper runs the commands that are still registered, and exits. It is started as a file and imports nothing of
-farstep.
+The head registers and unregisters commands through a pipe; only the head holds the write end. When the pipe closes, the
+helper runs the commands that are still registered, and exits. The helper runs this file directly and imports nothing
+else of farstep.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DEADLINE_S = 120.0
 _PAUSE_S = 2.0
 """Seconds between two attempts."""
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that may be sent to the head and all its children at once; the helper must survive them."""
+"""Signals that a user or an engine may send to the head and all its children; the helper must survive them."""
 
 
 class Guardian:
@@ -41,7 +41,7 @@ class Guardian:
         return None if self._process is None else self._process.pid
 
     def register(self, key: str, command: Sequence[str]) -> None:
-        """Run `command` when this process has ended; retry until it succeeds or the deadline passes."""
+        """Run `command` after this process has ended. Retry until it succeeds or the deadline passes."""
         if self._process is None:
             self._start()
         self._registered.add(key)
@@ -54,7 +54,7 @@ class Guardian:
             self._send({"unregister": key})
 
     def close(self) -> None:
-        """Close the pipe; does not wait for the helper if it still has commands to run."""
+        """Close the pipe. Do not wait for the helper if it still has commands to run."""
         if self._process is None:
             return
         self.close_pipe()
@@ -63,7 +63,7 @@ class Guardian:
         self._process = None
 
     def close_pipe(self) -> None:
-        """Close the write end; also called in forks of the head, which would otherwise keep the pipe open."""
+        """Close the write end. Forks of the head also call this; otherwise they would keep the pipe open."""
         _guardians.discard(self)
         with self._pipe_lock:
             if self._pipe >= 0:
@@ -72,7 +72,9 @@ class Guardian:
 
     def _start(self) -> None:
         read, self._pipe = os.pipe()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # inherited: blocked until the helper ignores them
+        before = signal.pthread_sigmask(
+            signal.SIG_BLOCK, _IGNORED
+        )  # the helper inherits the mask, until it ignores these signals
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", __file__, str(self._deadline_s)],
@@ -92,7 +94,7 @@ class Guardian:
 
     def _send(self, message: Mapping[str, object]) -> None:
         line = json.dumps(message).encode() + b"\n"
-        with self._pipe_lock, contextlib.suppress(BrokenPipeError):  # if the helper was killed, continue without it
+        with self._pipe_lock, contextlib.suppress(BrokenPipeError):  # the helper may have been killed
             while line and self._pipe >= 0:
                 line = line[os.write(self._pipe, line) :]
 
@@ -102,7 +104,7 @@ _guardians: weakref.WeakSet[Guardian] = weakref.WeakSet()
 
 def _close_all() -> None:
     for guardian in list(_guardians):
-        guardian._pipe_lock = threading.Lock()  # a thread that the fork did not copy may have held it
+        guardian._pipe_lock = threading.Lock()  # a thread that does not exist in the fork may have held the lock
         guardian.close_pipe()
 
 

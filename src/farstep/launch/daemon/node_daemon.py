@@ -1,8 +1,8 @@
-"""`python -m farstep.launch.daemon.node_daemon`: the process that every cluster engine starts once on each node.
+"""`python -m farstep.launch.daemon.node_daemon`: the process that an engine starts on each node.
 
-It connects to the head and starts, watches and ends workers as the head requests. A pipe ends the workers together
-with their daemon, and the daemon ends when the head has been silent for the lease. It runs no user code, so nothing
-can block these checks.
+The daemon connects to the head, and starts, watches and ends workers as the head requests. If the daemon ends, a pipe
+ends its workers. If the head is silent for the duration of the lease, the daemon ends. It runs no user code that could
+block these checks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ UNANSWERED = "the head answers at none of"
 
 
 class Unreachable(FarstepError):
-    """The head does not answer, or has stopped answering."""
+    """The head does not answer, or no longer answers."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class _Child:
 
     process: WorkerProcess
     board: ProgressBoard
-    """The worker's progress, sent to the head when the worker ends."""
+    """The worker's progress; sent to the head when the worker ends."""
     printed: bytearray = field(default_factory=bytearray)
     closed_output: bool = False
 
@@ -60,10 +60,10 @@ class _Child:
         new = self.process.read_output()
         self.closed_output = new is None
         self.printed += new or b""
-        del self.printed[: -n.OUTPUT_BYTES]  # if a worker prints more at a time, only the end is sent
+        del self.printed[: -n.OUTPUT_BYTES]  # if a worker prints too much at a time, send only the end
 
     def fds(self) -> list[int]:
-        """Descriptors to wait on, except a closed output, which would always be readable."""
+        """Descriptors to wait for. A closed output is left out, because it would always be readable."""
         return [self.process.exit_fd] if self.closed_output else [self.process.exit_fd, self.process.output_fd]
 
 
@@ -75,14 +75,14 @@ class NodeDaemon:
 
         Args:
             bootstrap: The head's addresses, keys, `lease_s`, `connect_s` and `grace_s`.
-            place: The engine's name of this node.
+            place: The name of this node in the engine.
             shared_name: Memory that passes the daemon's name to its replacement (see `keep_alive`).
         """
         self._bootstrap, self._place, self._shared_name = bootstrap, place, shared_name
         self._starter = ProcessStarter(1)
         self._leave_at: float | None = None
         self._reclaimed_by = ""
-        """The signal with which the engine reclaimed the node; empty if it has not."""
+        """The signal with which the engine reclaimed the node; empty if the engine has not reclaimed it."""
         self._status = 0
         self._reset()
 
@@ -94,14 +94,15 @@ class NodeDaemon:
             self._shared_name[:] = self._node.encode()
         self._children: dict[tuple[int, int], _Child] = {}
         self._started: dict[tuple[int, int], n.WorkerEnded | None] = {}
-        """All workers ever started, and how they ended: start messages may be repeated and replies lost."""
+        """All workers ever started, and how they ended. Needed because start messages may repeat and replies may be
+        lost."""
         self._running, self._is_known, self._reconnects = True, False, False
 
     def run(self) -> int:
-        """Serve until the head ends this daemon; returns the exit status.
+        """Serve until the head ends this daemon. Return the exit status.
 
         Raises:
-            Unreachable: The head did not answer, or was silent for the lease.
+            Unreachable: The head did not answer, or was silent for the duration of the lease.
         """
         try:
             self._serve()
@@ -131,7 +132,7 @@ class NodeDaemon:
                 if self._leave_at is not None and time.monotonic() > self._leave_at:
                     log.warning("the head did not release this node within %g s", self._grace_s)
                     break
-                # The channel may notice a broken connection half a lease late; the other half is the limit here.
+                # The channel may take half a lease to notice a broken connection, so allow only the other half here.
                 if link.silent_s() > self._lease_s / 2:
                     raise Unreachable(f"the head at {self._address} no longer answers")
         finally:
@@ -151,7 +152,7 @@ class NodeDaemon:
         return float(self._bootstrap["grace_s"])
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler: the engine reclaims the node, so drain the workers and leave."""
+        """Signal handler: the engine reclaims the node, so drain the workers and exit."""
         self._reclaimed_by = self._reclaimed_by or signal.Signals(number).name
 
     @property
@@ -161,7 +162,7 @@ class NodeDaemon:
     # ---- the head ----
 
     def _connect(self) -> tuple[DealerLink, str]:
-        """Connect to the first of the head's addresses that answers; a peer without the head's key cannot answer."""
+        """Connect to the first of the head's addresses that answers. A peer without the head's key cannot answer."""
         bootstrap = self._bootstrap
         pair = KeyPair(bootstrap["public"].encode(), bootstrap["secret"].encode())
         with contextlib.ExitStack() as others:
@@ -186,7 +187,7 @@ class NodeDaemon:
         tried = ", ".join(bootstrap["addresses"])
         raise Unreachable(
             f"{UNANSWERED} {tried} (tried from {socket.gethostname()}, {bootstrap['connect_s']:g} s). "
-            "Check that it is still running and that nodes can connect there: `farstep doctor` tests it, and "
+            "Check that the head is still running, and that nodes can connect to it (`farstep doctor` tests this). "
             "`head_address` sets another address."
         )
 
@@ -245,7 +246,7 @@ class NodeDaemon:
         self._children[key] = _Child(process, board)
 
     def _report_workers(self, link: DealerLink) -> None:
-        """Report the output of workers, and workers that have ended, to the head."""
+        """Send the output of workers, and the ends of workers, to the head."""
         for (worker, incarnation), child in list(self._children.items()):
             child.read()
             ended = child.process.poll()
@@ -275,7 +276,7 @@ class NodeDaemon:
 
 
 def _send(link: DealerLink, message: n.FromNode) -> None:
-    """Send, or drop the message if the send queue is full: the head may be unreachable while workers print."""
+    """Send a message. If the send queue is full, drop it: the head may be unreachable while workers print."""
     with contextlib.suppress(zmq.Again):
         link.send([n.encode(message)])
 
@@ -283,12 +284,12 @@ def _send(link: DealerLink, message: n.FromNode) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m farstep.launch.daemon.node_daemon", description=__doc__)
     parser.add_argument("--bootstrap", type=Path, help="file of mode 0600 with the bootstrap; default: stdin")
-    parser.add_argument("--place", default="", help="the engine's name of this node; $VARIABLES are expanded")
+    parser.add_argument("--place", default="", help="name of this node in the engine; $VARIABLES are expanded")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the head handles Ctrl-C
     bootstrap = read_bootstrap(None if arguments.bootstrap else sys.stdin.fileno(), arguments.bootstrap)
-    restarts = int(os.environ.pop(RESTARTS, "0"))  # removed: workers must not inherit it
+    restarts = int(os.environ.pop(RESTARTS, "0"))  # pop, because workers must not inherit it
     shared_name = keep_alive(restarts, n.NAME_BYTES) if restarts else None
     daemon = NodeDaemon(bootstrap, os.path.expandvars(arguments.place), shared_name)
     signal.signal(signal.SIGTERM, daemon.on_signal)

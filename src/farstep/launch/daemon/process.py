@@ -1,4 +1,4 @@
-"""Starts worker processes on this machine, and ends them together with all processes they started."""
+"""Starts worker processes on this machine, and ends them with all processes that they started."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ _TAIL_BYTES = 16 * 1024
 
 
 class ProcessStarter:
-    """Starts `python -m farstep.worker`, each in a new session; a pipe ends the workers when this process ends."""
+    """Starts worker processes, each in a new session. A pipe ends the workers when this process ends."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        # Closed when this process ends, whatever the reason; then the kernel kills every worker (worker/__main__.py).
+        # The kernel closes this pipe when this process ends, for any reason, and then kills every worker
+        # (worker/__main__.py).
         self._death_read, self._death_write = os.pipe()
         _starters.add(self)
 
     def start(self, bootstrap: Mapping[str, object], fds: Sequence[int] = ()) -> WorkerProcess:
         contents = {"threads": self._threads, **bootstrap, "path": import_path()}
         with contextlib.ExitStack() as opened, contextlib.ExitStack() as kept:
-            # One open file per worker: the kernel signals only one process group for each.
+            # One open file per worker, because the kernel signals only one process group per open file.
             death = os.open(f"/proc/self/fd/{self._death_read}", os.O_RDONLY | os.O_NONBLOCK)
             opened.callback(os.close, death)
             bootstrap_fd = os.memfd_create("farstep-bootstrap", os.MFD_CLOEXEC)
@@ -40,7 +41,7 @@ class ProcessStarter:
             os.write(bootstrap_fd, json.dumps({**contents, "death_fd": death}).encode())
             os.lseek(bootstrap_fd, 0, os.SEEK_SET)
             process = subprocess.Popen(
-                # -P: the worker must not search the current folder unless `path` contains it.
+                # -P: do not import from the current folder unless `path` contains it.
                 [sys.executable, "-P", "-m", "farstep.worker", "--bootstrap-fd", str(bootstrap_fd)],
                 pass_fds=[bootstrap_fd, death, *fds],
                 stdin=subprocess.DEVNULL,
@@ -56,7 +57,7 @@ class ProcessStarter:
         return started
 
     def close_in_fork(self) -> None:
-        """Close the write end in a fork of this process, which would otherwise keep the workers alive."""
+        """Close the write end in a fork of this process; otherwise the fork would keep the workers alive."""
         _starters.discard(self)
         os.close(self._death_write)
 
@@ -97,11 +98,11 @@ class WorkerProcess:
 
     def poll(self) -> Ended | None:
         if self._ended is not None:
-            return self._ended  # another process may have its id by now
+            return self._ended  # its process id may have been reused
         status = self._process.poll()
         if status is None:
             return None
-        self._kill_group()  # also ends processes that its environments started
+        self._kill_group()  # includes processes that its environments started
         note = ""
         if status == -signal.SIGKILL and _oom_kills() > self._oom_kills:
             note = "the machine ran out of memory and the kernel killed this process; use fewer environments per node"
@@ -122,7 +123,7 @@ class WorkerProcess:
 
     def read_output(self) -> bytes | None:
         new = b""
-        for _ in range(16):  # bounded: the worker may print faster than this loop reads
+        for _ in range(16):  # limited, because the worker may print faster than this loop reads
             try:
                 part = os.read(self.output_fd, 65536)
             except BlockingIOError:
@@ -138,13 +139,13 @@ class WorkerProcess:
         return self._tail.decode(errors="replace")
 
     def close(self) -> None:
-        """Free the descriptors of the process, which has ended."""
+        """Free the descriptors of the ended process."""
         os.close(self.output_fd)
         os.close(self.exit_fd)
 
 
 def _with_gpu(rank: object) -> dict[str, str]:
-    """The environment variable that makes one GPU visible to a worker; CUDA reads it when it is initialised."""
+    """The environment variable that makes one GPU visible to a worker. CUDA reads it at initialization."""
     if not isinstance(rank, int):
         return {}
     names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
@@ -152,7 +153,7 @@ def _with_gpu(rank: object) -> dict[str, str]:
 
 
 def import_path() -> list[str]:
-    """The module search path of this process with absolute entries, for workers to use as well."""
+    """The module search path of this process, with absolute entries, for its workers."""
     return [path or str(Path.cwd()) for path in sys.path]
 
 

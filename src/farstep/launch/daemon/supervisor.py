@@ -1,4 +1,4 @@
-"""Restarts a killed node daemon inside its allocation: a replacement from the engine's queue could take hours."""
+"""Restarts a killed node daemon inside its allocation, because a new allocation could take hours."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def keep_alive(restarts: int, shared_bytes: int) -> mmap.mmap:
-    """Fork: the parent becomes the supervisor and never returns; the child returns and does the work.
+    """Fork. The parent becomes the supervisor and never returns; the child returns and does the work.
 
-    A child that is killed by a signal is replaced at once, unless the supervisor itself was sent SIGTERM. The
+    A child that is killed by a signal is replaced at once, unless the supervisor itself got SIGTERM. The
     supervisor exits with the status of its last child.
 
     Args:
@@ -29,7 +29,7 @@ def keep_alive(restarts: int, shared_bytes: int) -> mmap.mmap:
         shared_bytes: Size of the memory that all children share.
 
     Returns:
-        That memory: zeros in the first child; later ones see what their predecessor wrote.
+        The shared memory. The first child sees zeros; a later child sees what its predecessor wrote.
     """
     shared = mmap.mmap(-1, shared_bytes)
     supervisor = _Supervisor(restarts)
@@ -46,7 +46,7 @@ class _Supervisor:
         self.status = 0
 
     def run(self) -> bool:
-        """Returns True in each child; False in the supervisor, after its last child."""
+        """Return True in each child, and False in the supervisor after its last child has ended."""
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         default = signal.signal(signal.SIGTERM, self._terminate)
         while not self._terminated:
@@ -58,7 +58,7 @@ class _Supervisor:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
             if not self._child:
                 return True
-            # The child is reaped only with SIGTERM blocked, so that `_terminate` cannot signal a reused process id.
+            # Reap the child only while SIGTERM is blocked, so that `_terminate` cannot signal a reused process id.
             os.waitid(os.P_PID, self._child, os.WEXITED | os.WNOWAIT)
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
             if not self._should_replace(os.waitpid(self._child, 0)[1]):
@@ -83,7 +83,7 @@ class _Supervisor:
         return True
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
-        """Forward SIGTERM: the engine reclaims the node. It may signal the child directly, too."""
+        """Forward SIGTERM, with which the engine reclaims the node. The engine may also signal the child directly."""
         self._terminated = True
         os.kill(self._child, number)
 

@@ -16,12 +16,12 @@ from farstep.launch.kubernetes.manifests import CONTAINER, Manifest
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TIMEOUT_S = (5.0, 30.0)
-"""Seconds to connect, and to wait for an answer."""
+"""Time limits in seconds: to connect, and to wait for an answer."""
 _LOG_LINES = 40
 
 
 class Api:
-    """The few requests that farstep sends; answers are plain mappings, failures raise an explanatory `LaunchError`."""
+    """The requests that farstep sends. Answers are plain mappings; failures raise `LaunchError` with an explanation."""
 
     def __init__(self, namespace: str | None, context: str | None) -> None:
         try:
@@ -40,7 +40,7 @@ class Api:
                 config.load_incluster_config(client_configuration=settings)
                 default = (_ACCOUNT / "namespace").read_text().strip()
             else:
-                # Named explicitly: the package reads KUBECONFIG only once, when it is imported.
+                # Pass the path explicitly, because the package reads KUBECONFIG only when it is imported.
                 file = os.environ.get("KUBECONFIG") or "~/.kube/config"
                 config.load_kube_config(config_file=file, context=context, client_configuration=settings)
                 contexts, current = config.list_kube_config_contexts(config_file=file)
@@ -64,7 +64,7 @@ class Api:
         self._client.rest_client.pool_manager.clear()
 
     def own_pod(self) -> Manifest | None:
-        """The pod that this process runs in, if it is in the namespace of the run and so can own its objects."""
+        """The pod of this process, if it is in the run's namespace and can therefore own the objects of the run."""
         if not self._inside or (_ACCOUNT / "namespace").read_text().strip() != self.namespace:
             return None
         name = os.environ.get("POD_NAME") or os.environ.get("HOSTNAME") or socket.gethostname()
@@ -85,7 +85,7 @@ class Api:
         self._call(f"change the {kind} {name}", self._method("patch", kind), name, missing={}, body=body)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete the objects that exist, and all objects that they own."""
+        """Delete these objects, if they exist, and all objects that they own."""
         for kind, _, name in (each.partition("/") for each in names):
             method = self._method("delete", kind)
             self._call(f"delete the {kind} {name}", method, name, missing={}, propagation_policy="Background")
@@ -101,7 +101,8 @@ class Api:
         return list(found["items"])
 
     def log_tail(self, pod: Manifest) -> str:
-        """The last lines of the node daemon's log; those of its predecessor if a restarted daemon has none."""
+        """The last lines of the node daemon's log. If a restarted daemon has no log yet, return the last lines of its
+        predecessor's log."""
         name, restarted = pod["metadata"]["name"], any(status.get("restartCount") for status in containers(pod))
         for previous in (False, True) if restarted else (False,):
             options = {"container": CONTAINER, "tail_lines": _LOG_LINES, "previous": previous}
@@ -136,11 +137,11 @@ class Api:
             return bytes(answer.data)
         except self._exception as error:
             raise self._refusal(action, error) from None
-        except ValueError as error:  # newer clients validate what they send
+        except ValueError as error:  # newer clients validate requests
             raise RefusedError(
                 f"Kubernetes' client refused to {action}: {' '.join(str(error).split())}. Check that "
-                "KubernetesConfig.pod_template follows Kubernetes' schema, and that the package kubernetes is new "
-                "enough for it."
+                "KubernetesConfig.pod_template follows Kubernetes' schema, and that the package kubernetes is recent "
+                "enough."
             ) from None
         except (urllib3.exceptions.HTTPError, OSError) as error:
             reason = " ".join(str(getattr(error, "reason", None) or error).split())
@@ -178,5 +179,5 @@ class _NotFoundError(RefusedError):
 
 
 def containers(pod: Manifest) -> list[Manifest]:
-    """The statuses of a pod's containers; empty before the pod is assigned to a node."""
+    """The status of each container of a pod; empty before the pod is assigned to a node."""
     return list(pod.get("status", {}).get("containerStatuses") or [])

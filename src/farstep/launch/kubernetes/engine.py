@@ -21,16 +21,16 @@ from farstep.launch.kubernetes.manifests import GROUP_LABEL, RUN_LABEL, Manifest
 
 _MAX_LOGS = 8
 _MAX_RESTARTS = 5
-"""Number of restarts after which a failing pod of a Deployment is given up."""
+"""A failing pod of a Deployment is given up after this many restarts."""
 _COST = "controller.kubernetes.io/pod-deletion-cost"
 _CLEAN_UP = (
-    "import sys; from farstep.launch.kubernetes.engine import clean_up; "
-    "clean_up(sys.argv[1], sys.argv[2], sys.argv[3:])"
+    "import sys; from farstep.launch.kubernetes.engine import clean_up; clean_up(sys.argv[1], sys.argv[2], "
+    "sys.argv[3:])"
 )
 
 
 class KubernetesEngine:
-    """Creates Jobs or Deployments with one node daemon per pod; they are deleted even if the head is killed."""
+    """Creates Jobs or Deployments with one node daemon per pod. They are deleted even if the head is killed."""
 
     grace_s = 20.0
 
@@ -42,13 +42,13 @@ class KubernetesEngine:
         self._requests = 0
 
     def listen_on(self) -> Sequence[str]:
-        """The configured addresses, or those of this machine; in a pod these are the pod's."""
+        """The configured addresses, or the addresses of this machine (in a pod, of the pod)."""
         return self._config.head_address or own_addresses()
 
     def request(self, nodes: int, bootstrap: bytes) -> Pods:
         if self._api is None:
             self._api = Api(self._config.namespace, self._config.kube_context)
-            # Read once, at the start: a head may run for a moment after its pod was deleted.
+            # Read the pod once, at the start: the head may run for a moment after its pod was deleted.
             head = self._api.own_pod()
             self._owners = [] if head is None else [owner(head)]
         run, number = str(json.loads(bootstrap)["run"]), self._requests
@@ -80,16 +80,16 @@ class Pods(Group):
         labels = self._secret["metadata"]["labels"]
         self._selector = ",".join(f"{label}={labels[label]}" for label in (RUN_LABEL, GROUP_LABEL))
         self._created: list[str] = []
-        """Objects that have been created, or may have been: a request that timed out may have succeeded."""
+        """Objects that may exist. This includes requests that timed out, because they may have succeeded."""
         self._released: set[str] = set()
-        """Pods of a Deployment whose daemons ended at the request of the head."""
+        """Pods of a Deployment whose daemons the head has ended."""
 
     @property
     def _deployed(self) -> bool:
         return bool(self._workloads[0]["kind"] == "Deployment")
 
     def create(self) -> None:
-        """Create all objects: the Jobs or the Deployment own the Secret; the head's pod, if there is one, owns all."""
+        """Create all objects. The Jobs or the Deployment own the Secret; the head's pod, if any, owns all objects."""
         api = self._api
         names = [_name(each) for each in (*self._workloads, self._secret)]
         command = [sys.executable, "-c", _CLEAN_UP, api.namespace, api.context or "", *names]
@@ -116,12 +116,12 @@ class Pods(Group):
         return RequestStatus(f"Kubernetes {self._name} has {describe(pods)}", nodes, pending)
 
     def _shrink(self, pods: Sequence[Manifest]) -> int:
-        """Remove released pods from the Deployment; returns the number of pods that it will have."""
+        """Remove released pods from the Deployment. Return its new number of pods."""
         name = _name(self._workloads[0])
         deployment = self._api.get(name)
         if deployment is None:
             return 0
-        for pod in filter(was_released, pods):  # the annotation makes Kubernetes delete these pods, not others
+        for pod in filter(was_released, pods):  # the annotation makes Kubernetes delete exactly these pods
             self._api.patch(f"Pod/{pod['metadata']['name']}", {"metadata": {"annotations": {_COST: "-1000"}}})
             self._released.add(pod["metadata"]["name"])
         replicas = max(0, int(self._workloads[0]["spec"]["replicas"]) - len(self._released))
@@ -151,7 +151,7 @@ def _name(manifest: Manifest) -> str:
 
 
 def clean_up(namespace: str, context: str, objects: Sequence[str]) -> None:
-    """Delete objects; run by the guardian when the head has ended."""
+    """Delete objects. The guardian runs this when the head has ended."""
     try:
         api = Api(namespace, context or None)
         with contextlib.closing(api):
@@ -164,13 +164,13 @@ def clean_up(namespace: str, context: str, objects: Sequence[str]) -> None:
 
 
 def has_ended(job: Manifest) -> bool:
-    """Whether a Job will start no further pod."""
+    """Whether a Job will start no more pods."""
     conditions = job.get("status", {}).get("conditions") or []
     return any(each["type"] in ("Complete", "Failed") and each["status"] == "True" for each in conditions)
 
 
 def was_released(pod: Manifest) -> bool:
-    """Whether the pod's daemon ended at the request of the head, and the pod is not marked for deletion yet."""
+    """Whether the head has ended the pod's daemon, and the pod is not marked for deletion yet."""
     if pod["metadata"].get("deletionTimestamp") or _COST in pod["metadata"].get("annotations", {}):
         return False
     ends = [status.get(key, {}).get("terminated") for status in containers(pod) for key in ("state", "lastState")]
@@ -178,7 +178,7 @@ def was_released(pod: Manifest) -> bool:
 
 
 def keeps_failing(pod: Manifest) -> bool:
-    """Whether the pod has been restarted `_MAX_RESTARTS` times and waits to be restarted again."""
+    """Whether the pod has been restarted `_MAX_RESTARTS` times and waits for another restart."""
     return any(
         status.get("restartCount", 0) >= _MAX_RESTARTS and "waiting" in status.get("state", {})
         for status in containers(pod)

@@ -15,11 +15,11 @@ Manifest = dict[str, Any]
 CONTAINER = "node-daemon"
 _FOLDER, _FILE = "/run/farstep", "bootstrap"
 _IN_BASH = 'if command -v bash > /dev/null; then exec bash -c "$0"; else exec sh -c "$0"; fi'
-"""Runs the setup in bash, which supports `source`; in sh if the image has no bash."""
+"""Runs the setup in bash, which supports `source`. If the image has no bash, uses sh."""
 _USER = 1000
-"""User id of the container: pods do not run as root, whatever the image specifies, unless `pod_template` does."""
+"""User id of the container. Pods do not run as root, even if the image would, unless `pod_template` says so."""
 _KEPT_S = 60
-"""Seconds for which Kubernetes keeps a Job that has ended and was not deleted."""
+"""Seconds after which Kubernetes deletes an ended Job, if the head did not."""
 _MERGE_KEYS = ("mountPath", "name")
 RUN_LABEL, GROUP_LABEL = "farstep.run", "farstep.group"
 
@@ -31,11 +31,11 @@ def manifests(
 
     Args:
         config: Options of the pods.
-        run: Identifier of the run, part of all names.
+        run: Identifier of the run; it is part of all names.
         group: Number of the group within the run.
         nodes: Number of pods.
         bootstrap: Content of the Secret: the head's addresses and keys, as JSON.
-        grace_s: Seconds that a pod has to send its chunks before it is killed.
+        grace_s: Seconds for a pod to send its chunks before it is killed.
     """
     name, labels = group_name(run, group), group_labels(run, group)
     template = pod_template(config, name, labels, grace_s)
@@ -54,7 +54,7 @@ def group_labels(run: str, group: int) -> dict[str, str]:
 
 
 def secret(name: str, labels: Mapping[str, str], bootstrap: bytes) -> Manifest:
-    """The head's addresses and the keys of the node daemons."""
+    """A Secret with the head's addresses and the keys of the node daemons."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -74,7 +74,8 @@ def redacted(manifest: Manifest) -> Manifest:
 
 
 def job(name: str, labels: Mapping[str, str], template: Manifest, time_limit_s: int | None) -> Manifest:
-    """A Job of one pod that Kubernetes never retries: the head requests replacements within its restart budget."""
+    """A Job of one pod. Kubernetes never retries it, because the head requests replacements within its restart
+    budget."""
     spec: Manifest = {
         "backoffLimit": 0,
         "ttlSecondsAfterFinished": _KEPT_S,
@@ -87,7 +88,7 @@ def job(name: str, labels: Mapping[str, str], template: Manifest, time_limit_s: 
 
 
 def deployment(name: str, labels: Mapping[str, str], template: Manifest, nodes: int) -> Manifest:
-    """A Deployment of one pod per node; Kubernetes replaces pods that end."""
+    """A Deployment of one pod per node. Kubernetes replaces pods that end."""
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -103,7 +104,7 @@ def deployment(name: str, labels: Mapping[str, str], template: Manifest, nodes: 
 
 
 def pod_template(config: KubernetesConfig, secret_name: str, labels: Mapping[str, str], grace_s: float) -> Manifest:
-    """A pod with one node daemon, which reads its bootstrap from a file that only its user can read."""
+    """A pod with one node daemon. The daemon reads its bootstrap from a file that only its user can read."""
     spec: Manifest = {
         "containers": [_container(config)],
         "volumes": [
@@ -116,7 +117,7 @@ def pod_template(config: KubernetesConfig, secret_name: str, labels: Mapping[str
             "runAsNonRoot": True,
             "runAsUser": _USER,
             "runAsGroup": _USER,
-            "fsGroup": _USER,  # without it, only root could read the Secret's file
+            "fsGroup": _USER,  # otherwise only root could read the Secret's file
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "topologySpreadConstraints": [
@@ -144,7 +145,7 @@ def _container(config: KubernetesConfig) -> Manifest:
         requests["cpu"] = str(config.cores_per_node)
     if config.gpus_per_node:
         limits["nvidia.com/gpu"] = str(config.gpus_per_node)
-    # Through stdin: a daemon that opens the file itself requires mode 0600, and fsGroup sets it to 0440.
+    # Pass the file as stdin. A daemon that opens the file itself requires mode 0600, but fsGroup sets mode 0440.
     daemon = f"{shlex.quote(config.python or 'python3')} -m farstep.launch.daemon.node_daemon"
     start = f'exec {daemon} --place "$FARSTEP_NODE" < {_FOLDER}/{_FILE}'
     return {
@@ -161,14 +162,14 @@ def _container(config: KubernetesConfig) -> Manifest:
 
 
 def owned(manifest: Manifest, owners: Sequence[Mapping[str, str]]) -> Manifest:
-    """The manifest with owners: Kubernetes deletes the object once all its owners are deleted."""
+    """The manifest with owners. Kubernetes deletes the object when all its owners are deleted."""
     if not owners:
         return manifest
     return {**manifest, "metadata": {**manifest["metadata"], "ownerReferences": [dict(each) for each in owners]}}
 
 
 def owner(of: Mapping[str, Any]) -> dict[str, str]:
-    """The reference to an object that the API server returned, for `ownerReferences`."""
+    """A reference, for `ownerReferences`, to an object that the API server returned."""
     metadata = of["metadata"]
     return {"apiVersion": of["apiVersion"], "kind": of["kind"], "name": metadata["name"], "uid": metadata["uid"]}
 

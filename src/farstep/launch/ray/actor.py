@@ -14,7 +14,7 @@ _TAIL_LINES = 50
 
 
 class DaemonActor:
-    """Runs a node daemon; as with every daemon, its workers end with the process."""
+    """Runs a node daemon. As with every daemon, its workers end with the process."""
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=_TAIL_LINES)
@@ -27,10 +27,10 @@ class DaemonActor:
         return socket.gethostname()
 
     def run(self, bootstrap: str) -> str:
-        """Run the daemon until it ends; returns the reason.
+        """Run the daemon until it ends. Return the reason.
 
-        The keys are arguments of this call, which Ray sends directly to the actor's process; Ray would store arguments
-        of the constructor.
+        The keys are arguments of this call, because Ray sends them directly to the actor's process. Ray would store
+        arguments of the constructor.
         """
         import ray
 

@@ -1,8 +1,8 @@
-"""The head's Ray client, a separate process: it reads requests from stdin and writes answers to stdout, as JSON.
+"""The head's Ray client: a separate process that reads JSON requests from stdin and writes answers to stdout.
 
-It is separate because Ray kills a client that has lost Ray's head node, and changes the signal handlers and the process
-group of a client that starts a cluster; neither must happen to a learner. The process ends with farstep's head, and Ray
-then ends its actors.
+Ray kills a client that has lost Ray's head node. It also changes the signal handlers and the process group of a client
+that starts a cluster. Neither must happen to a learner, so the client is a separate process. It ends with farstep's
+head, and Ray then ends its actors.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ import ray.exceptions
 from farstep.launch.ray.actor import DaemonActor
 
 _STORE_BYTES = 80 * 2**20
-"""Size of the object store, which farstep does not use: about the minimum that Ray accepts."""
+"""Size of the object store in bytes: about the minimum that Ray accepts, because farstep does not use it."""
 _LEAVE_S = 2.0
-"""Seconds that node daemons have to leave before their actors are killed."""
+"""Seconds for node daemons to exit before their actors are killed."""
 _END_S = 8.0
-"""Seconds after the end of the head until this process kills itself and its children; shorter than the lease."""
+"""This process kills itself and its children this many seconds after the head has ended; shorter than the lease."""
 _MAX_ERROR_CHARACTERS = 600
 _BUILT_IN = ("CPU", "GPU", "memory")
-"""Resources that Ray does not treat as custom ones."""
+"""Resources that Ray does not treat as custom resources."""
 Needs = dict[str, float]
 
 
@@ -73,10 +73,10 @@ class Group:
     needs: Needs
     actors: list[Actor]
     refused: str = ""
-    """Why Ray refused the request; empty if it did not."""
+    """Why Ray refused the request; empty if Ray accepted it."""
 
     def update(self) -> tuple[list[Actor], list[Actor], list[Actor]]:
-        """The actors that wait for resources, that run, and that have ended."""
+        """Three lists of actors: waiting for resources, running, and ended."""
         for actor in self.actors:
             actor.update()
         alive = [actor for actor in self.actors if actor.reason is None]
@@ -95,12 +95,12 @@ class RayDriver:
         self._folder = self._session = ""
 
     def connect(self, address: str, capacity: Needs, folder: str, **options: Any) -> dict[str, Any]:
-        """Join the cluster at `address`; if that is `local`, start one on this machine.
+        """Join the cluster at `address`. If `address` is `local`, start a cluster on this machine.
 
         Args:
             address: As for `ray.init`.
-            capacity: Minimum resources of a cluster that is started.
-            folder: Folder for the files of a cluster that is started.
+            capacity: Minimum resources of a cluster that this call starts.
+            folder: Folder for the files of a cluster that this call starts.
             options: Further options of `ray.init`.
         """
         self._folder = folder
@@ -111,7 +111,7 @@ class RayDriver:
                 "resources": {name: amount for name, amount in capacity.items() if name not in _BUILT_IN},
                 "include_dashboard": False,
                 "object_store_memory": _STORE_BYTES,
-                "_temp_dir": f"{folder}/r",  # Ray makes it readable for all users; only this user can enter `folder`
+                "_temp_dir": f"{folder}/r",  # readable for all users, but only this user can enter `folder`
             }
         self._session = ray.init(address=address, **options).address_info["session_dir"]
         return {"address": ray.util.get_node_ip_address(), "gcs": ray.get_runtime_context().gcs_address}
@@ -171,7 +171,7 @@ class RayDriver:
 
 
 def _resources(needs: Needs) -> str:
-    """The resources that an actor needs and those of the cluster, in words."""
+    """Describe the resources that an actor needs, and the resources of the cluster."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     total = {name: sum(node.get(name, 0.0) for node in nodes) for name in needs}
     free = {name: ray.available_resources().get(name, 0.0) for name in needs}
@@ -187,18 +187,18 @@ def _amounts(of: Mapping[str, float]) -> str:
 
 
 def _in_short(error: BaseException) -> str:
-    """Shorten an error of Ray, which quotes tracebacks of other processes, to one line: the last exception."""
+    """Shorten an error of Ray to one line: the last exception. Ray's errors quote tracebacks of other processes."""
     text = re.sub(r"\x1b\[[\d;]*m", "", f"{error}\n{error.__cause__ or ''}")
     raised = re.findall(r"^\s*[\w.]+(?:Error|Exception): .*", text, re.M)
     short = " ".join((raised[-1] if raised else text).split())[:_MAX_ERROR_CHARACTERS] or type(error).__name__
-    return f"{short} on its nodes; install it there, too" if short.endswith("No module named 'farstep'") else short
+    return f"{short} on its nodes; install farstep there" if short.endswith("No module named 'farstep'") else short
 
 
 def _listen(requests: queue.SimpleQueue[dict[str, Any] | None], head: int) -> None:
     """Queue requests until the head has ended, then end this process.
 
-    Checks the parent's process id, since a fork of the head may hold the pipe open, and kills this process after
-    `_END_S` seconds, since a call of Ray may never return.
+    A fork of the head may hold the pipe open, so this function also checks the parent's process id. A call of Ray may
+    never return, so it kills this process after `_END_S` seconds.
     """
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
@@ -225,7 +225,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the head handles Ctrl-C
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)  # keeps Ray's own output apart from the answers
+        os.dup2(2, 1)  # separates Ray's own output from the answers
         requests: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         threading.Thread(target=_listen, args=(requests, int(sys.argv[1])), daemon=True).start()
         driver = RayDriver()
@@ -234,7 +234,7 @@ def main() -> None:
             try:
                 match request.pop("method"):
                     case "request":
-                        driver.request(number, **request)  # the number of the request also identifies the group
+                        driver.request(number, **request)  # the number of the request is also the id of the group
                     case other:
                         answer["result"] = getattr(driver, other)(**request)
             except Exception as error:

@@ -1,6 +1,6 @@
 """Starts node daemons as actors of a Ray cluster.
 
-Rollouts and weights travel over farstep's own connections, never through Ray's object store.
+farstep sends rollouts and weights over its own connections, not through Ray's object store.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from farstep.launch.engine_processes import file_tail
 
 _DIAL_S, _CONNECT_S, _ANSWER_S, _ENDING_S, _CLOSE_S = 5.0, 120.0, 10.0, 5.0, 10.0
 _GONE_S = 30.0
-"""Seconds of silence after which Ray's head node, and with it the cluster, is declared lost."""
+"""Seconds of silence after which Ray's head node, and so the whole cluster, is declared lost."""
 
 
 class RayEngine:
-    """Starts actors, each with the resources of one node, preferably on different machines."""
+    """Starts actors, preferably on different machines. Each actor reserves the resources of one node."""
 
     grace_s = 20.0
 
@@ -46,7 +46,7 @@ class RayEngine:
             self._needs["GPU"] = float(config.gpus_per_node)
         self._driver: Driver | None = None
         self._silent_since: float | None = None
-        """Time at which Ray's head node first failed to answer; None once it answers again."""
+        """Since when Ray's head node has not answered; None if it answered the last check."""
 
     def listen_on(self) -> Sequence[str]:
         if self._config.head_address:
@@ -62,7 +62,7 @@ class RayEngine:
         return Actors(self, driver, number)
 
     def _connected(self) -> Driver:
-        """The driver; starts it, or replaces one that has ended."""
+        """Return the driver. Start it if necessary, also if the old driver has ended."""
         if self._driver is None or self._driver.ended:
             capacity = {name: amount * self._config.most_nodes for name, amount in self._needs.items()}
             if self._driver is not None:
@@ -72,8 +72,9 @@ class RayEngine:
         return self._driver
 
     def check(self, driver: Driver) -> None:
-        """Raise `LaunchError` if Ray's head node does not answer; `EngineLost` after `_GONE_S` seconds of silence."""
-        if driver.local or _answers(driver.gcs):  # a cluster that farstep started is restarted with its driver
+        """Raise `LaunchError` if Ray's head node does not answer, and `EngineLost` after `_GONE_S` seconds of
+        silence."""
+        if driver.local or _answers(driver.gcs):  # a new driver restarts a cluster that farstep started
             self._silent_since = None
             return
         now = time.monotonic()
@@ -106,11 +107,11 @@ class Driver:
         self._write_lock, self._call_lock = threading.Lock(), threading.Lock()
         self._requests, self._unread = 0, b""
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(import_path())}
-        if address == "local":  # a new cluster, which other users of this machine must not join
+        if address == "local":  # other users of this machine must not join a new cluster
             environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.urandom(32).hex()}
         self._log = tempfile.TemporaryFile(prefix="farstep-ray-")  # noqa: SIM115 - closed by `close`
         self._process = subprocess.Popen(
-            # Not with -m: Ray's workers would search for modules in the folder of the file, which also contains `ray`.
+            # Do not use -m: Ray's workers would then import from the folder of the file, which contains a module `ray`.
             [sys.executable, "-c", "from farstep.launch.ray.driver import main; main()", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -118,7 +119,7 @@ class Driver:
             start_new_session=True,
             env=environment,
         )
-        # Not in TMPDIR, whose name may be long: the path of a socket has at most 107 bytes.
+        # Do not use TMPDIR: its name may be long, and the path of a socket has at most 107 bytes.
         self._folder = tempfile.mkdtemp(prefix="farstep-ray-", dir="/tmp") if address == "local" else ""
         try:
             result = self.call(
@@ -133,7 +134,7 @@ class Driver:
 
     @property
     def local(self) -> bool:
-        """Whether it started a cluster on this machine."""
+        """Whether the driver started a cluster on this machine."""
         return bool(self._folder)
 
     @property
@@ -141,7 +142,7 @@ class Driver:
         return self._process.poll() is not None
 
     def post(self, method: str, **arguments: Any) -> int:
-        """Send a request without waiting for its answer; returns the number of the request."""
+        """Send a request without waiting for its answer. Return the number of the request."""
         with self._write_lock:
             self._requests += 1
             line = json.dumps({"number": self._requests, "method": method, **arguments}).encode() + b"\n"
@@ -149,7 +150,7 @@ class Driver:
                 assert self._process.stdin is not None
                 self._process.stdin.write(line)
                 self._process.stdin.flush()
-            except (OSError, ValueError):  # it has ended, or was closed
+            except (OSError, ValueError):  # the driver has ended, or was closed
                 raise LaunchError(self._ending()) from None
             return self._requests
 
@@ -167,7 +168,7 @@ class Driver:
         return answer["result"]
 
     def _answer(self, number: int, deadline: float) -> dict[str, Any]:
-        """Read the answer to a request; drops answers to other requests, which have timed out or were posted."""
+        """Read the answer to a request. Drop answers to other requests, which timed out or were posted."""
         assert self._process.stdout is not None
         fd = self._process.stdout.fileno()
         ready = select.poll()
@@ -192,11 +193,11 @@ class Driver:
         return f"the connection to Ray has ended. {self.tail()}".strip()
 
     def tail(self) -> str:
-        """The last lines that Ray printed in that process."""
+        """The last lines that Ray printed in the process of the driver."""
         return "" if self._log.closed else file_tail(self._log)
 
     def close(self, patience_s: float = _CLOSE_S) -> None:
-        """End the process, and kill it after `patience_s` seconds; Ray then ends its actors."""
+        """End the process; if it still runs after `patience_s` seconds, kill it. Ray then ends its actors."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with self._write_lock, contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -206,7 +207,7 @@ class Driver:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        with self._call_lock:  # a thread that waits for an answer has read the end of the stream by now
+        with self._call_lock:  # by now, a thread that waits for an answer has read the end of the stream
             self._process.stdout.close()
             self._log.close()
         if self.local:
@@ -236,12 +237,12 @@ class Actors(Group):
         return self._driver.tail()
 
     def cancel(self) -> None:
-        with contextlib.suppress(LaunchError):  # the driver has ended, and with it the actors
+        with contextlib.suppress(LaunchError):  # the driver and therefore its actors have ended
             self._driver.post("cancel", group=self._number)
 
 
 def _joined_by_user(config: RayConfig) -> dict[str, Any]:
-    """Options to join the cluster that the user's program has joined itself, with its files and packages."""
+    """Options to join the same cluster as the user's program, with its files and packages."""
     ray = sys.modules.get("ray")
     if config.address is not None or ray is None or not ray.is_initialized():
         return {}
@@ -254,7 +255,7 @@ def _joined_by_user(config: RayConfig) -> dict[str, Any]:
 
 
 def _resolved(address: str | None) -> str:
-    """The address for `ray.init`; raises `LaunchError` if there is no answer, where Ray would retry for minutes."""
+    """The address for `ray.init`. Raise `LaunchError` if there is no answer, because Ray would retry for minutes."""
     named = os.environ.get("RAY_ADDRESS") if address in (None, "auto") else address
     if named in (None, "", "auto"):
         named = _latest()
@@ -266,13 +267,13 @@ def _resolved(address: str | None) -> str:
 
 
 def _latest() -> str:
-    """The address of the cluster that was started last on this machine, from the file that Ray itself reads."""
+    """The address of the last cluster that was started on this machine, from the file that Ray itself reads."""
     file = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
     return file.read_text().strip() if file.exists() else ""
 
 
 def _answers(address: str) -> bool:
-    """Whether a connection to the address succeeds; True for an address without a port, which cannot be tested."""
+    """Whether a connection to the address succeeds. True for an address without a port, because it cannot be tested."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not port.isdigit():
         return bool(address)
@@ -287,6 +288,6 @@ def _cannot(address: str, why: str) -> str:
     if address == "local":
         return f"Ray cannot be started on this machine: {why}"
     return (
-        f"Ray at {address!r} cannot be joined: {why} Start one with `ray start --head`, or let farstep start one "
-        "on this machine with RayConfig(address='local')."
+        f"the Ray cluster at {address!r} cannot be joined: {why} Start a cluster with `ray start --head`, or let "
+        "farstep start one on this machine with RayConfig(address='local')."
     )

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 
 DEFAULT_EVERY = 10
-"""Updates between checkpoints, if writing them is cheap."""
+"""Updates between checkpoints if writing them takes little time."""
 _MAX_SHARE = 0.02
-"""Largest share of the time for writing checkpoints."""
+"""Maximum share of the training time that may be spent on writing checkpoints."""
 
 
 class CheckpointSchedule:
-    """Checkpoints at fixed intervals, or as often as their cost allows.
+    """Checkpoints at fixed intervals, or as often as the time for writing them allows.
 
     Args:
-        every: Updates between checkpoints; None: 10, or more if writing would take over 2 % of the time.
+        every: Updates between checkpoints; None: 10, or more if writing would otherwise take over 2 % of the time.
     """
 
     def __init__(self, every: int | None) -> None:

@@ -10,11 +10,11 @@ from farstep.config.env import check_count, is_number
 from farstep.errors import ConfigError, unknown_name
 
 LARGE = 1e6
-"""Upper bound of learning rates and loss weights: beyond it, float32 parameters overflow within a few updates."""
+"""Upper bound of learning rates and loss weights. Above it, float32 parameters overflow within a few updates."""
 
 
 def check_numbers(config: object, **bounds: tuple[float, float]) -> None:
-    """Check that options are within bounds, ends included, or None.
+    """Check that options are None or within bounds (inclusive).
 
     Args:
         config: The learner's options.
@@ -31,7 +31,7 @@ def check_numbers(config: object, **bounds: tuple[float, float]) -> None:
 
 
 def check_above(config: object, **bounds: float) -> None:
-    """Check that options are numbers above their lower bound, which is excluded, or None; raise `ConfigError`."""
+    """Raise `ConfigError` unless options are None or numbers above their lower bounds (exclusive)."""
     for name, low in bounds.items():
         value = getattr(config, name)
         if value is not None and not (is_number(value) and value > low):
@@ -39,14 +39,14 @@ def check_above(config: object, **bounds: float) -> None:
 
 
 def check_counts(config: object, *names: str, minimum: int = 1) -> None:
-    """Check that options are whole numbers of at least `minimum`, or None; raise `ConfigError`."""
+    """Raise `ConfigError` unless options are None or whole numbers of at least `minimum`."""
     for name in names:
         if getattr(config, name) is not None:
             check_count(name, getattr(config, name), minimum)
 
 
 def check_choice(config: object, name: str, known: Sequence[str]) -> None:
-    """Check that an option is one of the known words; raise `ConfigError`."""
+    """Raise `ConfigError` unless an option is one of the known words."""
     value = getattr(config, name)
     if value not in known:
         raise ConfigError(unknown_name(name, str(value), list(known)))
@@ -65,7 +65,7 @@ def check_critic(config: _TrainsCritic, weight: str) -> None:
 
     Args:
         config: The learner's options.
-        weight: Name of the option that is the weight of the value loss.
+        weight: Name of the option for the weight of the value loss.
 
     Raises:
         ConfigError: A number is out of range, or warm-up updates would change nothing.

@@ -1,4 +1,4 @@
-"""Evaluation of one version of the agent in separate environments, while training continues."""
+"""Evaluates a version of the agent in separate environments while training continues."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from farstep.event import Emit, traceback_of
 from farstep.learners.networks.agent import NetworkAgent
 
 EVALUATION_SLOTS = 8
-"""Environments of an evaluation, unless it has fewer episodes."""
+"""Number of environments of an evaluation; fewer if it has fewer episodes."""
 _STEPS = 64
 MAX_STEPS = 50_000
-"""Steps of each environment after which an evaluation is cut off, so that endless episodes cannot block a run."""
+"""Maximum number of steps of each environment in an evaluation, so that endless episodes cannot block a run."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class EvaluationResult:
     """Returns and lengths of the episodes of one evaluation."""
 
     step: int
-    """Environment steps of training before the evaluation started."""
+    """Environment steps of training when the evaluation started."""
     version: int
     """Version of the evaluated weights."""
     returns: np.ndarray
@@ -56,18 +56,18 @@ class EvaluationResult:
 
 
 class Evaluator:
-    """Evaluates one version of an agent at a time, in a background thread and on a separate worker process.
+    """Evaluates one version of an agent at a time, with a background thread and a separate worker process.
 
     The worker starts with the first evaluation. With `InProcessConfig`, `start` evaluates in the caller's thread and
-    returns when the evaluation has finished, so that a debugger works. Every slot contributes its first episodes,
-    whatever their length, so that short episodes are not over-represented.
+    returns when the evaluation has finished, so that a debugger works. Each slot contributes a fixed number of
+    episodes, so that short episodes are not over-represented.
 
     Args:
-        env_config: The environments; `envs_per_node` of them run in parallel.
-        episodes: Episodes of an evaluation.
+        env_config: The environments; `envs_per_node` is the number that runs in parallel.
+        episodes: Number of episodes per evaluation.
         seed: Seed of the environments; every evaluation uses the same episodes.
-        after: Called with the agent and the step after each evaluation, in the evaluation's thread; None: nothing.
-        launch: Where the worker runs; None: one process of this machine.
+        after: Called after each evaluation with the agent and the step, in the thread of the evaluation; None: no call.
+        launch: Where the worker runs; None: in one process on this machine.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Evaluator:
         self._episodes, self._seed, self._after = episodes, seed, after
         self._env = ClusterEnv(env_config, launch or LocalConfig(workers_per_node=1))
         self.emit: Emit = self._env.emit_event
-        """Receives the events of evaluations; `Training` adds them to those of its own environments."""
+        """Receives the events of evaluations. `Training` replaces it, to add them to the events of the run."""
         self._agent: NetworkAgent | None = None
         self._thread: threading.Thread | None = None
         self._result: EvaluationResult | None = None
@@ -93,7 +93,7 @@ class Evaluator:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, agent: NetworkAgent, version: int, step: int) -> None:
-        """Start an evaluation of the agent's current parameters, which acts without exploring (`greedy`).
+        """Start an evaluation of the agent's current parameters. The agent does not explore (`greedy`).
 
         Args:
             agent: The agent; it is copied.
@@ -114,7 +114,7 @@ class Evaluator:
         """Return the result of an evaluation that has finished since the last call.
 
         Returns:
-            The result; None if there is none, or if the evaluation failed, which is emitted as a warning.
+            The result. None if no evaluation has finished, or if it failed; a failure is emitted as a warning.
         """
         if self.busy:
             return None
@@ -129,7 +129,7 @@ class Evaluator:
         return result
 
     def wait(self) -> None:
-        """Wait for the evaluation in progress; its number of steps is limited, and each step has a deadline."""
+        """Wait for the evaluation in progress. The wait is bounded: steps are limited, and each step has a deadline."""
         if self._thread is not None:
             self._thread.join()
 
@@ -161,26 +161,26 @@ def run_episodes(
     emit: Emit,
     on_progress: Callable[[int], None] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Run episodes, distributed evenly over the slots: the first ones of each slot count, whatever their length.
+    """Run episodes, distributed evenly over the slots. The first episodes of each slot count, whatever their length.
 
     Args:
         env: The environments.
         agent: The agent; its attribute `greedy` decides how it acts.
         episodes: Number of episodes.
         seed: Seed of the environments.
-        max_steps: Steps of each environment after which the rest is abandoned with a warning.
-        emit: Receives that warning.
-        on_progress: Called with the number of finished episodes after every 64 steps; None: nothing.
+        max_steps: Maximum number of steps of each environment; episodes that are longer are abandoned with a warning.
+        emit: Receives the warning.
+        on_progress: Called after every 64 steps with the number of finished episodes; None: no call.
 
     Returns:
-        Returns and lengths of the episodes that ended; the same number of each.
+        Returns of the episodes that ended, and their lengths.
     """
     env.reset(seed=seed)
     slots = env.num_envs
     quotas = [episodes // slots + (i < episodes % slots) for i in range(slots)]
     found: list[list[tuple[float, int]]] = [[] for _ in quotas]
-    for _ in range(0, max_steps, _STEPS):
-        ended = env.collect(agent, _STEPS).episodes
+    for start in range(0, max_steps, _STEPS):
+        ended = env.collect(agent, min(_STEPS, max_steps - start)).episodes
         for slot, value, length in zip(ended["slot"], ended["return"], ended["length"], strict=True):
             if len(found[slot]) < quotas[slot]:
                 found[slot].append((float(value), int(length)))
@@ -190,6 +190,7 @@ def run_episodes(
         if finished == episodes:
             break
     else:
-        emit("warned", f"an evaluation was cut off: some episodes did not end within {max_steps} steps")
+        done = f"{finished:,} of {counted(episodes, 'episode')} ended"
+        emit("warned", f"an evaluation was cut off: {done} within {max_steps:,} steps of each environment")
     chosen = [episode for of_slot in found for episode in of_slot]
     return np.array([value for value, _ in chosen]), np.array([length for _, length in chosen])

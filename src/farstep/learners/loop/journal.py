@@ -1,4 +1,4 @@
-"""Records the actions of every episode in progress, so that a resumed run can replay them."""
+"""Records the actions of every episode in progress, so that a resumed run can replay the episodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from farstep.checkpoint.files import Refused
 from farstep.core import Array
 
 _MAX_STEPS = 100_000
-"""Longest episode that is replayed; a longer one is restarted, because replaying it would take too long."""
+"""Maximum length of an episode that is replayed. A longer episode restarts, because replaying takes too long."""
 
 
 class _Saved(msgspec.Struct, forbid_unknown_fields=True):
@@ -23,14 +23,14 @@ class _Saved(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Journal:
-    """The actions since the start of each slot's current episode, from the batches of a synchronous run."""
+    """The actions of each slot's current episode, taken from the batches of a synchronous run."""
 
     def __init__(self) -> None:
         self._segments: list[list[dict[str, Array]]] = []
         """For each slot, the actions of its current episode, one entry per batch."""
 
     def add(self, batch: Batch) -> None:
-        """Add the actions in a batch, and drop those of episodes that ended in it."""
+        """Add the actions of a batch, and drop the actions of episodes that ended in it."""
         names = [name for name in batch if name.split(".")[0] == "action"]
         ended = batch["terminated"] | batch["truncated"]
         rows = len(ended)
@@ -44,7 +44,8 @@ class Journal:
                 self._segments[slot].append({name: batch.arrays[name][first:, column].copy() for name in names})
 
     def actions(self) -> list[dict[str, Array]]:
-        """Return the actions of each slot's current episode, `[steps, ...]` by name; empty if it is too long."""
+        """Return the actions of each slot's current episode, `[steps, ...]` by name; empty if the episode is too
+        long."""
         joined = []
         for segments in self._segments:
             names = segments[0] if segments and sum(map(_length, segments)) <= _MAX_STEPS else ()
@@ -52,7 +53,7 @@ class Journal:
         return joined
 
     def state(self) -> dict[str, object]:
-        """Return the state for a checkpoint: the actions of all slots, concatenated, and their lengths."""
+        """Return the state for a checkpoint: the concatenated actions of all slots, and their lengths."""
         by_slot = self.actions()
         names = sorted({name for actions in by_slot for name in actions})
         joined = {name: np.concatenate([actions[name] for actions in by_slot if actions]) for name in names}
@@ -60,7 +61,7 @@ class Journal:
 
     @classmethod
     def of(cls, state: object) -> Journal:
-        """Restore a journal from what `state` returned; raise `Refused` if that is malformed."""
+        """Restore a journal from the result of `state`. Raise `Refused` if it is malformed."""
         saved = converted("journal", state, _Saved)
         if sum(saved.lengths) and not saved.actions:
             raise Refused(f"journal.actions is empty; expected {sum(saved.lengths)} rows")

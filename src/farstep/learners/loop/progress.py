@@ -12,19 +12,19 @@ from farstep.checkpoint.checks import Count, Finite, converted
 from farstep.checkpoint.files import Refused
 
 LAST_EPISODES = 100
-"""Episodes over which the mean return of a run is taken."""
+"""Number of latest episodes in the mean return of a run."""
 
 
 @dataclass
 class Progress:
-    """Counters of a run; all of them are saved in its checkpoints."""
+    """Counters of a run. Checkpoints save all of them."""
 
     steps: int = 0
     """Environment steps."""
     updates: int = 0
-    """Updates of the learner."""
+    """Number of updates of the learner."""
     seconds: float = 0.0
-    """Training time in seconds, including the time before a resume."""
+    """Training time in seconds, including earlier parts of a resumed run."""
     episodes: int = 0
     """Episodes that have ended."""
     returns: deque[float] = field(default_factory=lambda: deque(maxlen=LAST_EPISODES))
@@ -32,7 +32,7 @@ class Progress:
     lengths: deque[int] = field(default_factory=lambda: deque(maxlen=LAST_EPISODES))
     """Lengths of the last 100 episodes, in steps."""
     next_evaluation: int = 0
-    """Environment steps at which the next evaluation is due."""
+    """Number of environment steps at which the next evaluation is due."""
 
     def state(self) -> dict[str, object]:
         """Return the counters for a checkpoint."""
@@ -43,7 +43,7 @@ class Progress:
         """Restore the counters from a checkpoint.
 
         Args:
-            state: What `state` returned.
+            state: The result of `state`.
 
         Returns:
             The progress.

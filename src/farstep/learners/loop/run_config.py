@@ -1,4 +1,4 @@
-"""Options of training runs that do not depend on the learner; a field's docstring is its `--help`."""
+"""Options of training runs that all learners share. A field's docstring is its `--help` text."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ class RunConfig:
     """
 
     env: str
-    """Gymnasium id, or `module:Id`; with --env-type factory the dotted path of a function."""
+    """Gymnasium id, or `module:Id`; with --env-type factory, the dotted path of a function."""
     env_type: Literal["gymnasium", "envpool", "factory", "vector"] = "gymnasium"
-    """Library or function that makes the environments."""
+    """What makes the environments: a library, or a function."""
     env_kwargs: str = "{}"
     """Keyword arguments of the environment, as JSON: '{"continuous": true}'."""
     wrappers: tuple[str, ...] = ()
     """Dotted paths of wrappers, applied in order."""
     num_envs: int = 16
-    """Total number of environments, over all workers and nodes."""
+    """Total number of environments on all workers and nodes."""
     workers: int | None = None
-    """Worker processes on this machine; None: one per core. On a cluster use --workers-per-node."""
+    """Number of worker processes on this machine; None: one per core. On a cluster, use --workers-per-node."""
     launcher: LauncherName = "local"
     """Where workers run: in processes of this machine (local), inside this process for debugging (in-process), or on a
-    cluster. `--launcher NAME --help` also lists the options of that cluster."""
+    cluster. `--launcher NAME --help` also lists the options of this launcher."""
     transport: LocalTransport = "shm"
-    """Transport of --launcher local: shared memory (shm), or ZeroMQ over a socket file (ipc) or loopback (tcp), as for
-    remote workers. Use tcp to measure the bytes that a cluster would send."""
+    """Transport of --launcher local: shared memory (shm), or ZeroMQ over a socket file (ipc) or loopback (tcp). Remote
+    workers use ZeroMQ, so tcp measures the bytes that a cluster would send."""
     total_steps: int = 1_000_000
     """Environment steps to train for."""
     target_return: float | None = None
@@ -49,28 +49,29 @@ class RunConfig:
     seed: int = 1
     """Seed of environments, network, sampling and the order of rows."""
     kl_threshold: float | None = None
-    """AAPS: workers pull weights only when the KL divergence of their policy from the learner's exceeds this, in nats;
-    None: before every chunk."""
+    """AAPS: workers pull weights only when the KL divergence between their policy and the learner's exceeds this, in
+    nats. None: they pull before every chunk."""
     stagger: str | None = None
     """Staggered resets, as JSON: '{"horizon": 1000}'; None: off."""
     device: str = "cpu"
     """Device of the learner: cpu, cuda, cuda:1."""
     threads: int | None = None
-    """Threads of the learner; None: 1, or all cores if observations are images and workers wait during updates."""
+    """Number of threads of the learner. None: 1, or all cores if observations are images and workers wait during
+    updates."""
     folder: Path = Path("runs")
     """Folder in which run folders are created."""
     name: str | None = None
     """Name of the run folder; None: environment, learner, seed and time."""
     checkpoint_every: int | None = None
-    """Updates between checkpoints; None: 10, or more if writing would take over 2 % of the time. A checkpoint is also
-    written at the end, on Ctrl-C and on SIGTERM."""
+    """Updates between checkpoints; None: 10, or more if writing would otherwise take over 2 % of the time. A run also
+    writes a checkpoint at the end, on Ctrl-C and on SIGTERM."""
     eval_every: int | None = None
-    """Environment steps between evaluations, which run in separate environments while training continues; None: no
-    evaluations."""
+    """Environment steps between evaluations; None: no evaluations. They run in separate environments while training
+    continues."""
     eval_episodes: int = 20
     """Episodes per evaluation."""
     capture_video: bool = False
-    """Render one episode to a video with each evaluation."""
+    """Record a video of one episode with each evaluation."""
     tensorboard: bool = False
     """Also log to TensorBoard."""
     wandb: str | None = None
@@ -91,12 +92,12 @@ class RunConfig:
         if self.transport != "shm" and self.launcher != "local":
             raise ConfigError(
                 f"transport={self.transport!r} requires --launcher local; --launcher {self.launcher} has only one "
-                "transport. Leave --transport out."
+                "transport. Leave out --transport."
             )
         if self.capture_video and self.eval_every is None:
             raise ConfigError(
-                "capture_video is on without eval_every; videos are rendered with evaluations. Set eval_every, too, "
-                "e.g. 50000."
+                "capture_video is on without eval_every, but only evaluations record videos. Also set "
+                "eval_every, e.g. 50000."
             )
         _json_object("env_kwargs", self.env_kwargs)
         if self.stagger is not None:
@@ -106,7 +107,7 @@ class RunConfig:
         """Return the configuration of the training environments.
 
         Args:
-            changes: Options of `EnvConfig` that replace those of the run; None: the default.
+            changes: Options of `EnvConfig` that replace the options of the run; None: the default of `EnvConfig`.
 
         Returns:
             The configuration.
@@ -128,7 +129,7 @@ class RunConfig:
         return EnvConfig.of({name: value for name, value in (options | changes).items() if value is not None})
 
     def envs_per_node(self, nodes: int) -> int:
-        """Return the number of environments per node; raise `ConfigError` if they cannot be divided evenly."""
+        """Return the number of environments per node. Raise `ConfigError` if they cannot be divided evenly."""
         if self.num_envs % nodes:
             near = max(self.num_envs // nodes, 1) * nodes
             raise ConfigError(
@@ -140,7 +141,7 @@ class RunConfig:
         """Return the launch configuration for this machine.
 
         Args:
-            workers: Number of workers, e.g. for an evaluation; None: that of the run.
+            workers: Number of workers, e.g. for an evaluation; None: as many as the run has.
 
         Returns:
             The configuration.

@@ -1,4 +1,4 @@
-"""Converts nested state to named arrays and plain data for a checkpoint, and checks it when it is loaded."""
+"""Converts nested state to named arrays and plain data for a checkpoint, and checks loaded state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def split_state(state: Any) -> tuple[dict[str, Array], Any]:
     """Split nested state into arrays and plain data.
 
     Args:
-        state: Numbers, text, arrays, tensors, and mappings and lists of these.
+        state: Numbers, text, arrays and tensors, or mappings and lists of these.
 
     Returns:
         The arrays by name, and the state with references in place of the arrays.
@@ -39,7 +39,7 @@ def _split(value: Any, name: str, arrays: dict[str, Array]) -> Any:
         case np.ndarray():
             arrays[name] = value
             return {_ARRAY: name}
-        case Mapping():  # as pairs: JSON would convert keys that are numbers to text
+        case Mapping():  # store pairs, because JSON would convert numeric keys to text
             return {
                 _ITEMS: [
                     [key, _split(sub, f"{name}.{key}" if name else str(key), arrays)] for key, sub in value.items()
@@ -52,7 +52,7 @@ def _split(value: Any, name: str, arrays: dict[str, Array]) -> Any:
 
 
 def join_state(loaded: Loaded) -> dict[str, Any]:
-    """Restore what `split_state` was given, with lists instead of tuples.
+    """Restore the state that was passed to `split_state`; tuples become lists.
 
     Args:
         loaded: A checkpoint.
@@ -87,7 +87,8 @@ def _join(arrays: Mapping[str, Array], plain: Any) -> Any:
 
 
 def check_tensor(where: str, value: object, like: torch.Tensor) -> Array:
-    """Check that a tensor has the shape and dtype of `like` and is finite; raise `Refused`, naming it `where`."""
+    """Raise `Refused` unless a tensor is finite and has the shape and dtype of `like`; `where` names it in the
+    message."""
     numbers = value.numpy(force=True) if isinstance(value, torch.Tensor) else value
     array = check_array(where, numbers, tuple(like.shape), like.detach().cpu().numpy().dtype)
     check_finite(where, array)
@@ -102,7 +103,7 @@ def check_agent(agent: NetworkAgent, saved: object) -> None:
         saved: The parameters by name.
 
     Raises:
-        Refused: They do not fit.
+        Refused: The parameters do not fit.
     """
     if not isinstance(saved, dict):
         raise Refused(f"agent is {type(saved).__name__}; expected a mapping of parameters")

@@ -1,4 +1,4 @@
-"""Updates an agent's running statistics: those of rewards before each update, those of observations after it."""
+"""Updates an agent's running statistics: of rewards before each update, of observations after it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SavedStatistics(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Statistics:
-    """Updates running statistics batch by batch; keeps each slot's discounted return for the scale of rewards."""
+    """Updates running statistics with each batch. It keeps the discounted return of each slot, to scale rewards."""
 
     def __init__(self, agent: ActorCritic) -> None:
         self._agent = agent
@@ -53,7 +53,7 @@ class Statistics:
 
     @staticmethod
     def check(state: object) -> SavedStatistics:
-        """Check a saved state, which may have any number of slots; raise `Refused` if it is malformed."""
+        """Check a saved state with any number of slots. Raise `Refused` if it is malformed."""
         saved = converted("statistics", state, SavedStatistics)
         check_array("statistics.returns", saved.returns, (saved.returns.size,), np.float32)
         check_finite("statistics.returns", saved.returns)
@@ -65,7 +65,8 @@ class Statistics:
 
 
 def _columns_by_turn(slots: Array) -> list[Array]:
-    """Return groups of columns in which no slot occurs twice: the first column of every slot, then the second, ..."""
+    """Return groups of columns: the first column of every slot, then the second, and so on. No group has a slot
+    twice."""
     earlier = np.array([np.count_nonzero(slots[:column] == slot) for column, slot in enumerate(slots)])
     return [np.flatnonzero(earlier == turn) for turn in range(earlier.max(initial=-1) + 1)]
 

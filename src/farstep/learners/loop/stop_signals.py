@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM during training: stop after the update in progress, with a checkpoint."""
+"""Handles SIGINT and SIGTERM during training: the run stops after the update in progress, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from types import FrameType
 from farstep.event import Emit
 
 _GRACE_S = 10.0
-"""Seconds that a run which can resume exactly waits for the rollout in progress."""
+"""Maximum seconds to wait for the rollout in progress, if the run can resume exactly."""
 
 
 class Stopped(BaseException):
-    """A signal stopped the run; not an `Exception`, so that no handler of errors catches it."""
+    """A signal stopped the run. Not an `Exception`, so that `except Exception` does not catch it."""
 
 
 class StopSignals:
     """Requests a stop on the first signal; raises KeyboardInterrupt on the second.
 
     Args:
-        waits_for_rollout: Let the rollout in progress finish, for 10 s at most; False: abandon it at once.
+        waits_for_rollout: True: wait up to 10 s for the rollout in progress. False: abandon it at once.
         on_abandon: Called before a rollout in progress is abandoned.
         emit: Receives an event when the first signal arrives.
     """
@@ -31,7 +31,7 @@ class StopSignals:
         self._waits, self._on_abandon, self._emit = waits_for_rollout, on_abandon, emit
         self._received: signal.Signals | None = None
         self.collecting = False
-        """Whether the run waits for a batch. No row of it has been used, so it can be abandoned."""
+        """Whether the run waits for a batch. No row of this batch has been used, so it can be abandoned."""
 
     @property
     def is_received(self) -> bool:
@@ -50,7 +50,7 @@ class StopSignals:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle signals inside the context; does nothing outside the main thread."""
+        """Context manager: handle signals. It does nothing outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -1,4 +1,4 @@
-"""Measures the phases of an update, and how workers spent the time meanwhile."""
+"""Measures the phases of an update, and how workers spent their time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORKER_METRICS = {
     "send": "time/rollout/send",
     "weights": "time/rollout/weights",
 }
-"""The metric of each part of `stats()["time"]["workers"]`; the first two have RLinf's names."""
+"""Name of the metric for each part of `stats()["time"]["workers"]`. The first two names are RLinf's."""
 
 
 class Timer:
@@ -40,7 +40,7 @@ class Timer:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
 
     def take(self) -> dict[str, float]:
-        """Return the seconds since the last call as metrics `time/<name>`, and start from 0."""
+        """Return the seconds since the last call as metrics `time/<name>`, and reset them to 0."""
         taken, self._seconds = self._seconds, {}
         return {f"time/{name}": seconds for name, seconds in taken.items()}
 
@@ -52,7 +52,7 @@ class WorkerTimer:
         self._before: dict[str, float] = {}
 
     def take(self, stats: Mapping[str, Any]) -> dict[str, float]:
-        """Return the seconds since the last call as metrics, averaged over the workers that are alive."""
+        """Return the seconds since the last call as metrics, averaged over the live workers."""
         now, alive = stats["time"]["workers"], max(1, stats["workers"]["alive"])
         before, self._before = self._before, now
         return {name: (now[part] - before.get(part, 0.0)) / alive for part, name in WORKER_METRICS.items()}

@@ -18,8 +18,8 @@ from farstep.checkpoint.checks import Count, check_torch_generator, converted
 from farstep.checkpoint.files import Refused
 from farstep.cluster_env import ClusterEnv, check_saved
 from farstep.learners.loop.checkpoint_schedule import CheckpointSchedule
+from farstep.learners.loop.diagnosing import RunDiagnosis
 from farstep.learners.loop.evaluation import EvaluationResult, Evaluator
-from farstep.learners.loop.guards import Guards
 from farstep.learners.loop.iteration import Iteration as Iteration
 from farstep.learners.loop.iteration import Loop as Loop
 from farstep.learners.loop.journal import Journal
@@ -33,7 +33,7 @@ from farstep.learners.networks.agent import NetworkAgent
 
 
 class Learner(Protocol):
-    """The interface that `Training` requires of a learner.
+    """The interface of a learner that `Training` uses.
 
     A learner collects rows, updates its agent and publishes it in its own way, and reports regularly:
 
@@ -48,7 +48,7 @@ class Learner(Protocol):
 
     @property
     def agent(self) -> NetworkAgent:
-        """The agent that acts on workers and is updated here."""
+        """The agent. It acts on workers, and the learner updates it."""
         ...
 
     @property
@@ -66,11 +66,11 @@ class Learner(Protocol):
         ...
 
     def state(self) -> dict[str, object]:
-        """Return the state for a checkpoint: numbers, text, arrays, tensors, and mappings and lists of these."""
+        """Return the state for a checkpoint: numbers, text, arrays and tensors, or mappings and lists of these."""
         ...
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state; raise any exception, before changing anything, if it does not fit.
+        """Restore a saved state. If it does not fit, raise any exception before changing anything.
 
         Args:
             state: What `state` returned.
@@ -92,7 +92,7 @@ class Sink(Protocol):
 
 
 class _Saved(msgspec.Struct, forbid_unknown_fields=True):
-    """The state of a run in a checkpoint; the restored objects check the contents of the mappings."""
+    """The state of a run in a checkpoint. The restored objects check the contents of the mappings."""
 
     agent: dict[str, Any]
     learner: dict[str, Any]
@@ -100,7 +100,7 @@ class _Saved(msgspec.Struct, forbid_unknown_fields=True):
     torch: torch.Tensor
     version: Count
     env: dict[str, Any] | None = None
-    """None if the environments cannot replay their episodes."""
+    """None if the environments cannot replay episodes."""
     journal: dict[str, Any] | None = None
 
 
@@ -113,7 +113,7 @@ class Limits:
     target_return: float | None = None
     """Stop when the mean return of the last 100 episodes reaches this; None: no target."""
     checkpoint_every: int | None = None
-    """Updates between checkpoints; None: 10, or more if writing would take over 2 % of the time."""
+    """Updates between checkpoints; None: 10, or more if writing would otherwise take over 2 % of the time."""
     eval_every: int | None = None
     """Environment steps between evaluations; None: no evaluations."""
 
@@ -124,8 +124,8 @@ class Training:
     Args:
         learner: The learner, with its agent.
         env: The environments to train in.
-        limits: When to stop, and intervals of checkpoints and evaluations.
-        sink: Receives the metrics of every update; None: metrics are discarded.
+        limits: When to stop, and how often to write checkpoints and to evaluate.
+        sink: Receives the metrics of every update; None: discard metrics.
         checkpoints: Folder for checkpoints; None: no checkpoints.
         evaluator: Runs evaluations every `limits.eval_every` steps and at the end; None: no evaluations.
 
@@ -147,12 +147,12 @@ class Training:
         self._learner, self._env, self._limits = learner, env, limits
         self.sink, self._checkpoints, self._evaluator = sink, checkpoints, evaluator
         self._journal = Journal() if checkpoints and learner.synchronous and not env.cannot_replay else None
-        """None if the run cannot resume exactly where it was saved."""
+        """None if the run cannot resume exactly."""
         self.progress = Progress()
         self._signals = StopSignals(self._journal is not None, self._drop_journal, env.emit_event)
         if evaluator is not None:
             evaluator.emit = env.emit_event
-        self._guards = Guards()
+        self.diagnosis = RunDiagnosis(env)
         self.timer, self._worker_timer = Timer(), WorkerTimer()
         self._schedule = CheckpointSchedule(limits.checkpoint_every)
         self._stagger_steps = 0
@@ -190,7 +190,7 @@ class Training:
                     f"the run ended after {self.progress.updates} updates, during critic warm-up, so its policy was "
                     "not trained: lower --critic-warmup-updates, or train for longer (--total-steps, --target-return)"
                 )
-            self.save()  # before the evaluation, which may be long and may be interrupted
+            self.save()  # before the evaluation, which may take long and may be interrupted
             self._signals.check()
         self._finish_evaluation()
         return self.progress
@@ -240,8 +240,8 @@ class Training:
         progress, metrics = self.progress, iteration.metrics
         if any(metrics.get(f"{part}/skipped_steps") == 1.0 for part in ("actor", "critic")):
             self._warn(
-                f"update {progress.updates + iteration.updates} changed nothing: no gradient in it was finite. Lower "
-                "the learning rate, or normalise rewards (normalize_reward, or a wrapper)"
+                f"update {progress.updates + iteration.updates} changed nothing, because none of its gradients was "
+                "finite. Lower the learning rate, or normalize rewards (normalize_reward, or a wrapper)"
             )
         self._in_warmup = "critic/warmup" in metrics
         if self._journal is not None and iteration.batch is not None:
@@ -260,7 +260,7 @@ class Training:
         return True
 
     def _new_stagger_steps(self) -> int:
-        """Return the steps since the last update that moved staggered environments to their offsets."""
+        """Return the number of steps since the last update that moved staggered environments to their offsets."""
         before, self._stagger_steps = self._stagger_steps, int(self._env.stats()["stagger_steps"])
         return self._stagger_steps - before
 
@@ -268,15 +268,15 @@ class Training:
         progress, stats, lags = self.progress, self._env.stats(), iteration.lags
         report: dict[str, float] = {
             "update": progress.updates,
-            "version": stats["versions"]["current"],
+            "train/actor/current_version": stats["versions"]["current"],
             "seconds": progress.seconds,
             "env/episodes": progress.episodes,
             "rate/steps_per_second": progress.steps / max(progress.seconds, 1e-9),
             "lag/versions_mean": float(lags.mean()) if lags.size else 0.0,
             "lag/versions_max": float(lags.max(initial=0)),
-            "sync/pulls_per_worker": stats["weight_syncs"]["total"] / self._env.num_workers,
-            "sync/weights_bytes": stats["bytes"]["weights_sent"],
-            "sync/probe_bytes": stats["bytes"]["probes_sent"],
+            "sync/pulls_per_worker": stats["pulls"]["total"] / self._env.num_workers,
+            "bytes/weights_sent": stats["bytes"]["weights_sent"],
+            "bytes/probes_sent": stats["bytes"]["probes_sent"],
             "workers/alive": stats["workers"]["alive"],
             "workers/restarts": stats["workers"]["restarts"],
         }
@@ -286,15 +286,14 @@ class Training:
         if divergences := list(stats["divergence"].values()):
             report["sync/divergence_mean"] = float(np.mean(divergences))
             report["sync/divergence_max"] = max(divergences)
-        report |= {f"dropped/{cause.replace(' ', '_')}": count for cause, count in stats["dropped"].items() if count}
+        report |= {f"dropped/{cause}": count for cause, count in stats["dropped"].items() if count}
         report |= {f"train/{name}": value for name, value in iteration.metrics.items()}
         report |= iteration.counters or {}
         report |= self._evaluation()
         report |= self.timer.take() | {"time/step": progress.seconds - self._reported_s}
         report |= self._worker_timer.take(stats)
         self._reported_s = progress.seconds
-        for warning in self._guards.observe(report):
-            self._warn(warning)
+        self.diagnosis.observe(report)
         if self.sink is not None:
             self.sink.log(progress.steps, report)
 
@@ -312,7 +311,7 @@ class Training:
     # ---- evaluation ----
 
     def _evaluation(self) -> dict[str, float]:
-        """Return the metrics of an evaluation that has finished, and start the next one if it is due."""
+        """Return the metrics of a finished evaluation. If the next evaluation is due, start it."""
         evaluator, every = self._evaluator, self._limits.eval_every
         if evaluator is None or every is None:
             return {}
@@ -323,7 +322,7 @@ class Training:
         return result.metrics() if result is not None else {}
 
     def _finish_evaluation(self) -> None:
-        """Wait for the evaluation in progress; evaluate the final agent unless that evaluation already did."""
+        """Wait for the evaluation in progress. Then evaluate the final agent, unless this was already done."""
         if self._evaluator is None:
             return
         last = self._wait_for_evaluation()
@@ -352,7 +351,7 @@ class Training:
             The checkpoint's folder; None if the run has no folder for checkpoints.
 
         Raises:
-            CheckpointError: It could not be written; earlier checkpoints are intact.
+            CheckpointError: The checkpoint could not be written; earlier checkpoints are intact.
         """
         if self._checkpoints is None:
             return None
@@ -388,7 +387,7 @@ class Training:
         torch.set_rng_state(saved.torch)
 
     def _restore(self, loaded: checkpoint.Loaded) -> _Saved:
-        """Restore everything except the environments; raise `Refused` without changes if the state does not fit."""
+        """Restore everything except the environments. If the state does not fit, raise `Refused` without changes."""
         agent = self._learner.agent
         saved = converted("the state", join_state(loaded), _Saved)
         check_agent(agent, saved.agent)
@@ -399,7 +398,7 @@ class Training:
         agent.load_state_dict(saved.agent)
         try:
             self._learner.load(saved.learner)
-        except Exception as error:  # a learner that the user wrote may raise anything
+        except Exception as error:  # a user's own learner may raise anything
             agent.load_state_dict(before)
             if isinstance(error, Refused):
                 raise
@@ -408,14 +407,14 @@ class Training:
         return saved
 
     def _check_env(self, saved: _Saved) -> Journal | None:
-        """Check the saved environments; return the actions of episodes in progress if they can be replayed."""
+        """Check the saved environments. Return the actions of episodes in progress, if these can be replayed."""
         if (saved.env is None) != (saved.journal is None):
             raise Refused("the state has only one of env and journal; expected both or neither")
         if self._journal is None or saved.env is None:
             return self._journal
         if saved.env.get("version") != saved.version:
             raise Refused(
-                f"the version of the run is {saved.version} and that of its environments {saved.env.get('version')!r}; "
+                f"the run has version {saved.version}, but its environments have {saved.env.get('version')!r}; "
                 "expected the same version"
             )
         journal = Journal.of(saved.journal)
@@ -423,5 +422,5 @@ class Training:
         return journal
 
     def _drop_journal(self) -> None:
-        """Discard the journal: after an abandoned rollout it lacks actions, so episodes restart on resume."""
+        """Discard the journal. It lacks the actions of an abandoned rollout, so episodes restart on resume."""
         self._journal = None

@@ -1,4 +1,4 @@
-"""Encoders from observations to features: vectors, images and one-hot numbers."""
+"""Encoders from observations to features, for vectors, images and discrete values."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from farstep.schema import leaf_spaces, leaves, space_schema
 Space = gymnasium.spaces.Space[Any]
 _NATURE = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 _SMALL = ((16, 3, 1), (32, 3, 1))
-"""Filters, kernel size and stride of the convolutions of Nature DQN, and of two convolutions for small images."""
+"""Filters, kernel size and stride of each convolution: three of Nature DQN, or two for small images."""
 _MAX_ONE_HOT_WIDTH = 20_000
 _IMAGE_SIDE = 8
-"""A Box with three dimensions is an image if its sides have at least this many pixels."""
+"""A Box with three dimensions is an image if both sides have at least this many pixels."""
 
 
 class VectorEncoder(nn.Module):
-    """Flattens a Box of numbers; normalises it by running moments, or divides bytes by their upper bound.
+    """Flattens a Box of numbers. It normalizes the numbers by running moments, or divides bytes by their upper bound.
 
     Args:
         space: The observation space.
-        normalize: Normalise by running mean and standard deviation.
+        normalize: Normalize by running mean and standard deviation.
     """
 
     def __init__(self, space: spaces.Box, normalize: bool) -> None:
@@ -52,7 +52,8 @@ class VectorEncoder(nn.Module):
 
 
 class ImageEncoder(nn.Module):
-    """Convolutions over an image, channels first or last: those of Nature DQN, or two small ones below 36 pixels.
+    """Convolutions over an image, channels first or last. Uses the layers of Nature DQN, or two small layers below 36
+    pixels.
 
     Args:
         space: The observation space, `[channels, height, width]` or `[height, width, channels]`.
@@ -100,8 +101,8 @@ class OneHotEncoder(nn.Module):
         self.width = sum(counts)
         if self.width > _MAX_ONE_HOT_WIDTH:
             raise SpaceError(
-                f"the one-hot encoding of an observation with {self.width:,} numbers would need as many inputs; "
-                f"expected at most {_MAX_ONE_HOT_WIDTH:,}. Encode the observation in a wrapper, e.g. by its digits."
+                f"the one-hot encoding of this observation would need {self.width:,} inputs; expected at most "
+                f"{_MAX_ONE_HOT_WIDTH:,}. Encode the observation in a wrapper, e.g. by its digits."
             )
         self.register_buffer("start", torch.as_tensor(np.asarray(start, np.int64).reshape(-1)), persistent=False)
 
@@ -127,7 +128,7 @@ def encoder_for(space: Space, normalize: bool) -> Encoder:
 
     Args:
         space: The space of the array.
-        normalize: Normalise a Box that is not an image by running moments.
+        normalize: Normalize a Box that is not an image by running moments.
 
     Returns:
         The encoder; `width` is its number of features.
@@ -149,8 +150,8 @@ def encoder_for(space: Space, normalize: bool) -> Encoder:
         case _:
             raise SpaceError(
                 f"farstep's learners have no encoder for the observation space {space}; expected Box, Discrete, "
-                "MultiDiscrete, MultiBinary, or Dict and Tuple of these. Wrap the environment, or pass an agent that "
-                "you wrote."
+                "MultiDiscrete, MultiBinary, or Dict and Tuple of these. Wrap the environment, or pass your "
+                "own agent."
             )
 
 
@@ -202,7 +203,7 @@ def hidden_layers(width: int, hidden: tuple[int, ...], activation: str) -> tuple
 
 
 def orthogonal(layer: nn.Linear | nn.Conv2d, gain: float = math.sqrt(2)) -> nn.Module:
-    """Initialise a layer with orthogonal weights and zero bias, as is usual for PPO."""
+    """Initialize a layer with orthogonal weights and zero bias, as is usual for PPO."""
     nn.init.orthogonal_(layer.weight, gain)
     assert layer.bias is not None
     nn.init.zeros_(layer.bias)

@@ -1,6 +1,6 @@
 """Action distributions: one head for each array of the action space.
 
-The distributions are written out because `torch.distributions` takes longer than a small network.
+This module implements the distributions itself, because `torch.distributions` takes longer than a small network.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from farstep.learners.networks.encoders import orthogonal
 
 Space = gymnasium.spaces.Space[Any]
 _GAIN = 0.01
-"""Gain of the last layer: small, so that a new policy gives all actions about the same probability."""
+"""Gain of the last layer. It is small, so that a new policy gives all actions about the same probability."""
 
 
 class Head(nn.Module):
@@ -40,7 +40,7 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def describe(self, features: Tensor) -> dict[str, Any]:
-        """Return the parameters of the distribution, from which AAPS computes the divergence."""
+        """Return the parameters of the distribution; AAPS computes the divergence from them."""
         raise NotImplementedError
 
     def action(self, sample: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class GaussianHead(Head):
     """Box spaces: independent normal distributions.
 
     If the space is bounded, samples are scaled from [-1, 1] to the bounds and then clipped to them. The environment
-    gets the clipped action; log-probabilities are those of the unclipped sample.
+    gets the clipped action, but log-probabilities refer to the unclipped sample.
     """
 
     low: Tensor
@@ -195,8 +195,8 @@ def head_for(space: Space, width: int) -> Head:
         case _:
             raise SpaceError(
                 f"farstep's learners have no policy for the action space {space}; expected Discrete, MultiDiscrete, "
-                "MultiBinary, Box of floats, or Dict and Tuple of these. Wrap the environment, or pass an agent that "
-                "you wrote."
+                "MultiBinary, Box of floats, or Dict and Tuple of these. Wrap the environment, or pass your "
+                "own agent."
             )
 
 

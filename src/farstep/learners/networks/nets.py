@@ -1,4 +1,4 @@
-"""Actor-critic networks for any space: the agent of farstep's learners, on workers and on the head.
+"""Actor-critic networks: the agents of farstep's learners, on workers and on the head.
 
     obs ── encoders ──┬── actor layers ── heads ──► sample, log-probability
                       └── critic layers ──────────► value
@@ -41,7 +41,7 @@ class NetConfig:
     """
 
     hidden: tuple[int, ...] = (64, 64)
-    """Widths of the hidden layers; actor and critic each have them. Ignored for images."""
+    """Widths of the hidden layers of the actor, and also of the critic. Ignored for images."""
     activation: Literal["tanh", "relu", "silu"] = "tanh"
     """Activation function between layers; relu is the fastest."""
     recurrent: Recurrence = "none"
@@ -49,8 +49,8 @@ class NetConfig:
     core: int = 128
     """Width of the recurrent core."""
     normalize_obs: bool = True
-    """Normalise observations, except images, by their running mean and standard deviation; workers receive these with
-    the weights."""
+    """Normalize observations, except images, by their running mean and standard deviation. Workers receive these
+    statistics with the weights."""
     normalize_reward: bool = True
     """Divide rewards by the running standard deviation of discounted returns."""
 
@@ -72,7 +72,7 @@ DEFAULT_NET = NetConfig()
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Evaluation of recorded samples under the current policy, flat `[n]`."""
+    """Evaluation of recorded samples under the current policy; all tensors have shape `[n]`."""
 
     logprob: Tensor
     """Log-probabilities of the samples."""
@@ -83,7 +83,7 @@ class Evaluation:
 
 
 class ActorCritic(NetworkAgent):
-    """Agent without a recurrent core: acts on workers, and is optimized by the learner on the head.
+    """Agent without a recurrent core. It acts on workers, and the learner on the head optimizes it.
 
     Args:
         observation_space: Space of single observations.
@@ -111,7 +111,7 @@ class ActorCritic(NetworkAgent):
         action_spaces = leaf_spaces(action_space, "action")
         self.heads = nn.ModuleDict({module_key(n): head_for(s, actor_width) for n, s in action_spaces.items()})
         self.keeps_samples = any(isinstance(head, GaussianHead) for head in self.heads.values())
-        """Whether samples are recorded, too, because actions may differ from them (clipping)."""
+        """Whether samples are recorded in addition to actions, because clipping may change actions."""
         self.normalizes_obs = config.normalize_obs
 
     # ---- on a worker ----
@@ -128,13 +128,14 @@ class ActorCritic(NetworkAgent):
         return self._act(self._encode(obs))
 
     def distribution(self, obs: Nested) -> Mapping[str, Any]:
-        """Return the parameters of the action distributions, from which AAPS computes the divergence.
+        """Return the parameters of the action distributions. AAPS computes the divergence from them.
 
         Args:
             obs: Observations `[n, ...]`.
 
         Returns:
-            Parameters by name, such as `logits`; with several arrays in the action space, by the name of each.
+            Parameters by name, such as `logits`. If the action space has several arrays, a mapping with one entry per
+            array.
         """
         return self._describe(self._encode(obs))
 
@@ -145,7 +146,7 @@ class ActorCritic(NetworkAgent):
 
         Args:
             obs: Observations `[n, ...]`.
-            sample: Samples `[n, ...]` that were taken there.
+            sample: The samples `[n, ...]` that were drawn for them.
 
         Returns:
             Log-probabilities, entropies and values.
@@ -157,7 +158,7 @@ class ActorCritic(NetworkAgent):
 
         Args:
             features: Output of encoders and recurrent core, `[n, width]`.
-            sample: Samples `[n, ...]` that were taken there.
+            sample: The samples `[n, ...]` that were drawn for them.
 
         Returns:
             Log-probabilities, entropies and values.
@@ -185,7 +186,7 @@ class ActorCritic(NetworkAgent):
         """Update the running statistics of observations.
 
         Args:
-            obs: Observations `[n, ...]`, not normalised.
+            obs: Observations `[n, ...]`, not normalized.
         """
         self.encoders.update_moments(obs)
 
@@ -224,9 +225,9 @@ class ActorCritic(NetworkAgent):
 
 
 class RecurrentActorCritic(ActorCritic):
-    """Agent with a GRU or LSTM core, whose state continues from chunk to chunk.
+    """Agent with a GRU or LSTM core. Its state continues from chunk to chunk.
 
-    Arguments and errors are those of `ActorCritic`.
+    It has the arguments and errors of `ActorCritic`.
     """
 
     core: nn.GRUCell | nn.LSTMCell
@@ -248,11 +249,11 @@ class RecurrentActorCritic(ActorCritic):
 
         Args:
             obs: Observations `[n, ...]`.
-            state: Recurrent state before them.
+            state: Recurrent state before these observations.
             episode_start: True where an episode starts, `[n]`; the state is reset there.
 
         Returns:
-            As `ActorCritic.act`, and `state`, the recurrent state after them.
+            The arrays of `ActorCritic.act`, and `state`, the new recurrent state.
         """
         features, state = self.step_core(self._encode(obs), state, episode_start)
         return {**self._act(features), "state": state}
@@ -262,7 +263,7 @@ class RecurrentActorCritic(ActorCritic):
 
         Args:
             obs: Observations `[n, ...]`.
-            state: Recurrent state before them.
+            state: Recurrent state before these observations.
             episode_start: True where an episode starts, `[n]`; the state is reset there.
 
         Returns:
@@ -271,11 +272,11 @@ class RecurrentActorCritic(ActorCritic):
         return self._describe(self.step_core(self._encode(obs), state, episode_start)[0])
 
     def step_core(self, features: Tensor, state: State, episode_start: Tensor) -> tuple[Tensor, State]:
-        """Make one step of the recurrent core.
+        """Run one step of the recurrent core.
 
         Args:
             features: Output of the encoders, `[n, width]`.
-            state: Recurrent state before them.
+            state: Recurrent state before these observations.
             episode_start: True where an episode starts, `[n]`; the state is reset there.
 
         Returns:
@@ -312,7 +313,7 @@ class RecurrentActorCritic(ActorCritic):
 
         Args:
             obs: Observations `[T, n, ...]`.
-            sample: Samples `[T, n, ...]` that were taken there.
+            sample: The samples `[T, n, ...]` that were drawn for them.
             state: Recurrent state before the first row.
             episode_start: True where an episode starts, `[T, n]`.
 
@@ -327,7 +328,7 @@ class RecurrentActorCritic(ActorCritic):
 
         Args:
             obs: Observations `[n, ...]`.
-            state: Recurrent state before them.
+            state: Recurrent state before these observations.
 
         Returns:
             Values `[n]`.

@@ -1,7 +1,7 @@
-"""Running statistics of observations and rewards, as torch buffers of the agent: sent and saved with its weights.
+"""Running statistics of observations and rewards. They are torch buffers of the agent, sent and saved with its weights.
 
-Observation statistics change only after an update, so that the learner normalises a batch as the workers did. Reward
-statistics, which workers do not use, change before an update, so that even the first batch is scaled.
+Observation statistics change only after an update, so that the learner normalizes a batch as the workers did. Workers
+do not use reward statistics. These change before an update, so that even the first batch is scaled.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class RunningMoments(nn.Module):
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, value: Tensor) -> Tensor:
-        """Normalise rows, and clip them to [-10, 10]."""
+        """Normalize rows, and clip them to [-10, 10]."""
         return ((value - self.mean) / self.std).clamp(-_CLIP, _CLIP)
 
     @torch.no_grad()
     def update(self, rows: Tensor) -> None:
-        """Update the moments with rows `[n, ...]`, none of which may be NaN."""
+        """Update the moments with rows `[n, ...]`. They must not contain NaN."""
         if not len(rows):
             return
         rows = rows.double()
@@ -56,10 +56,10 @@ class RunningMoments(nn.Module):
 class RewardScale(nn.Module):
     """Divides rewards by the running standard deviation of discounted sums of past rewards.
 
-    Gymnasium's `NormalizeReward` does the same. The sign of a reward does not change.
+    This equals Gymnasium's `NormalizeReward`. The sign of a reward does not change.
 
     Args:
-        gamma: Discount factor of these sums.
+        gamma: Discount factor of the sums.
     """
 
     def __init__(self, gamma: float) -> None:
@@ -68,20 +68,19 @@ class RewardScale(nn.Module):
         self.moments = RunningMoments(())
 
     def forward(self, reward: Array) -> Array:
-        """Scale rewards, and clip them to [-10, 10]; before the first call of `update`, return them unchanged."""
+        """Scale rewards, and clip them to [-10, 10]. Before the first `update`, return them unchanged."""
         if not float(self.moments.count):
             return reward
         return np.clip(reward / np.float32(self.moments.std.item()), -_CLIP, _CLIP)
 
     def update(self, reward: Array, ended: Array, valid: Array, running: Array) -> None:
-        """Update the statistics with the discounted sums of rewards at the valid rows.
+        """Update the statistics with the discounted sums of rewards at valid rows.
 
         Args:
             reward: Rewards `[T, N]`.
             ended: True where an episode ends, `[T, N]`.
             valid: Rows to use, `[T, N]`.
-            running: Discounted sum of each environment's rewards so far, `[N]`; modified in place, to the sums after
-                the last row.
+            running: Discounted sum of each environment's rewards so far, `[N]`. It is updated in place.
         """
         returns = np.empty_like(reward)
         for t in range(len(reward)):

@@ -1,4 +1,4 @@
-"""The worker's end of ZeroMQ links (the head's is in `zmq.py`): a DEALER socket for control, and one for bulk data."""
+"""The worker's end of ZeroMQ links: one DEALER socket for control, one for bulk data. `zmq.py` has the head's end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _RETRY_MS = 100
 class _Connection:
     """A DEALER socket that tracks whether it is connected to the authenticated head.
 
-    It reads ZeroMQ's monitor events, which ZeroMQ's own threads record, so that none is lost while the interpreter is
+    It reads ZeroMQ's monitor events. ZeroMQ's own threads record them, so no event is lost while the interpreter is
     busy.
     """
 
@@ -53,19 +53,19 @@ class _Connection:
             self.socket.routing_id = route
         self.socket.maxmsgsize = most_bytes
         self.socket.linger = 2000
-        # The receive queue is unlimited, so that libzmq never stops reading: libzmq 4.3.5 aborts the process if a
-        # heartbeat is due on a connection that broke while reading was paused. The head sends only what the worker
-        # requested, mostly weights, so the queue stays bounded.
+        # The receive queue is unlimited, so that libzmq never stops reading. Otherwise libzmq 4.3.5 would abort the
+        # process if a heartbeat is due on a connection that broke while reading was paused. The head sends only what
+        # the worker requested, mostly weights, so the queue stays small.
         self.socket.rcvhwm = 0
         enable_heartbeats(self.socket, lease_s)
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _BROKEN)
         self.connected, self.disconnected_at = False, time.monotonic()
-        """When the connection broke, or when the socket was made; infinite while a connection is established."""
+        """When the connection broke, or when the socket was made; infinite while the socket is connected."""
         self.broken_at = math.inf
-        """As `disconnected_at`, but infinite until the first connection breaks or is rejected."""
+        """Like `disconnected_at`, but infinite until the first connection breaks or is rejected."""
 
     def poll_events(self) -> bool:
-        """Read new events; returns whether a connection was established since the last call."""
+        """Read new events. Return whether a connection was established since the last call."""
         established = False
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
@@ -89,12 +89,13 @@ class DealerLink:
         server_key: The hub's public key.
         pair: The key pair that the hub issued to this worker.
         role: `MAIN`, `BEAT` or `NODE` (see `zmq.py`).
-        send_s: Seconds for which `send` waits if the queue is full, before it raises `zmq.Again`; None to wait forever.
-        route: The routing id, if not the one derived from `pair` and `role`.
-        lease_s: The lease in seconds, which determines the heartbeat interval.
-        bulk: The hub's port for bulk data, if the hub is reliable (resends what a broken connection lost); else None.
+        send_s: If the queue is full, `send` waits this many seconds, then raises `zmq.Again`; None: wait forever.
+        route: The routing id; default: derived from `pair` and `role`.
+        lease_s: The lease in seconds; it determines the heartbeat interval.
+        bulk: The hub's port for bulk data if the hub is reliable (it resends what a broken connection lost), otherwise
+            None.
         encrypted: Whether bulk data is encrypted.
-        context: A ZeroMQ context to share; None: the link creates one and terminates it on `close`.
+        context: A ZeroMQ context to share; None: the link creates its own context and terminates it on `close`.
     """
 
     def __init__(
@@ -143,8 +144,8 @@ class DealerLink:
     def _check_connections(self, bulk: _Connection, channel: ReliableChannel) -> None:
         """Handle reconnects, and replace a broken bulk connection.
 
-        A token is valid for one bulk connection: the head rejects ZeroMQ's own reconnects, so the worker opens a new
-        socket with a new token. The channel resends what was lost.
+        A token is valid for only one bulk connection, so the head rejects ZeroMQ's own reconnects. The worker therefore
+        opens a new socket with a new token. The channel resends lost data.
         """
         if self._main.poll_events():
             self._put(channel.reconnected())
@@ -206,14 +207,14 @@ class DealerLink:
             self.wait((), min(left, 1.0))
 
     def _service(self, channel: ReliableChannel) -> None:
-        """Receive what has arrived, and send acknowledgements and other packets that are due."""
+        """Receive the packets that have arrived, and send acknowledgements and other packets that are due."""
         assert self._bulk is not None
         now = time.monotonic()
         self._check_connections(self._bulk, channel)
         for connection in (self._main, self._bulk):
             for message in pending_messages(connection.socket):
                 frames = [frame.buffer for frame in message]
-                with contextlib.suppress(WireError):  # invalid: others can write to the bulk connection
+                with contextlib.suppress(WireError):  # ignore invalid packets: others can write to the bulk connection
                     for answer in channel.receive(Packet(connection is self._bulk, frames), now):
                         self._put(answer)
                 self._messages.extend(map(Received, channel.messages()))
@@ -226,7 +227,7 @@ class DealerLink:
             self._put(packet)
 
     def wait(self, fds: Sequence[int], timeout_s: float) -> None:
-        """Block until a message arrives here, one of these descriptors is readable, or `timeout_s` has passed."""
+        """Block until a message arrives, one of these descriptors is readable, or `timeout_s` has passed."""
         poller = zmq.Poller()
         for readable in (*self.sockets, *fds):
             poller.register(readable, zmq.POLLIN)
@@ -243,7 +244,7 @@ class DealerLink:
         return self._main.connected
 
     def silent_s(self) -> float:
-        """Seconds without a connection to the head, however often it was tried again; 0 while it is established."""
+        """Seconds since the connection to the head broke; 0 while connected. Failed reconnects do not reset it."""
         return 0.0 if self.is_connected() else time.monotonic() - self._main.disconnected_at
 
     def close(self) -> None:

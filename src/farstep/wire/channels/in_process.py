@@ -1,4 +1,4 @@
-"""Links within one process and thread, for debugging: messages are copied from one queue to another."""
+"""Links within one process and thread, for debugging. Messages are copied from one queue to another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from farstep.core import BytesLike, Received
 
 
 class InProcessLink:
-    """One end of a link. The head's end has a `drive` function, which lets the worker run when no message waits."""
+    """One end of a link. When no message waits, the head's end calls its `drive` function, which runs the worker."""
 
     def __init__(
         self, inbox: deque[Received], outbox: deque[Received], drive: Callable[[], bool] | None = None
@@ -22,7 +22,7 @@ class InProcessLink:
         return -1
 
     def send(self, frames: Sequence[BytesLike], fds: Sequence[int] = ()) -> None:
-        # Copied, as on any other link: the receiver must not see later changes of the sender's buffers.
+        # Copy, as any other link does: the receiver must not see later changes of the sender's buffers.
         self._outbox.append(Received([bytes(frame) for frame in frames], [os.dup(fd) for fd in fds]))
 
     def receive(self, timeout_s: float | None = None) -> Received | None:

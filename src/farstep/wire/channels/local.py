@@ -1,8 +1,8 @@
 """Links between processes of one host: a Unix socket pair, with shared memory for large messages.
 
 A worker inherits its end, so possession of the descriptor authenticates it. When a process dies, the kernel closes its
-end and the peer reads end-of-file at once. The socket keeps message boundaries (SOCK_SEQPACKET). A large message
-travels as a sealed memfd, which the receiver maps, so it reads only the header of a message that it rejects.
+end, and the peer reads end-of-file at once. The socket keeps message boundaries (SOCK_SEQPACKET). A large message is
+sent as a sealed memfd, which the receiver maps. If the receiver rejects the message, it has read only the header.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_FRAMES = 4096
 
 
 def local_pair() -> tuple[LocalLink, socket.socket]:
-    """The head's end, which never blocks, and the socket that the worker inherits."""
+    """Return the head's end, which never blocks, and the socket that the worker inherits."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     return LocalLink(ours), theirs
@@ -43,10 +43,10 @@ class LocalLink:
         return self._socket.fileno()
 
     def send(self, frames: Sequence[BytesLike], fds: Sequence[int] = ()) -> None:
-        """Send a message now; if the peer's queue is full, keep it for the next `flush`."""
+        """Send a message now. If the peer's queue is full, keep the message for the next `flush`."""
         table = frame_lengths([len(frame) for frame in frames])
         total = sum(len(frame) for frame in frames)
-        # The descriptors are duplicated, so that the caller may close its own while the message waits in the outbox.
+        # Duplicate the descriptors, so that the caller may close its own while the message waits in the outbox.
         held: list[int] = []
         try:
             for fd in fds:
@@ -64,7 +64,7 @@ class LocalLink:
         self.flush()
 
     def flush(self) -> bool:
-        """Send the messages in the outbox; returns True if it is empty now."""
+        """Send the messages in the outbox. Return whether it is empty now."""
         while self._outbox:
             packet, fds = self._outbox[0]
             try:
@@ -120,7 +120,7 @@ class LocalLink:
                     os.set_inheritable(fd, False)
                 return packet, fds, flags
             except ConnectionResetError as error:
-                # The peer died with unread messages. The kernel reports this once, then delivers what the peer sent.
+                # The peer died with unread messages. The kernel reports this once, then delivers the peer's messages.
                 reset = error
         raise reset
 

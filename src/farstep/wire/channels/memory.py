@@ -1,7 +1,7 @@
-"""Memory that processes of one host share: memfds, which have no name in the file system.
+"""Memory that processes of one host share: memfds, i.e. files without a name in the file system.
 
-The kernel frees a memfd with its last descriptor and mapping, so nothing is left behind however a process ends, and no
-resource tracker of Python can unlink it while another process uses it.
+The kernel frees a memfd with its last descriptor and mapping. So nothing is left behind, no matter how a process ends,
+and Python's resource tracker cannot unlink it while another process uses it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class SharedMemory:
 
     @classmethod
     def create(cls, nbytes: int, name: str = "farstep") -> SharedMemory:
-        """New memory, zeroed; a page is allocated when it is first touched."""
+        """Create zeroed memory. The kernel allocates a page when it is first touched."""
         with typed_shortage(f"{nbytes} bytes of shared memory ({name}) could not be allocated"):
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 os.ftruncate(fd, max(nbytes, 1))
-                # Sealed against shrinking: reading beyond the new end would kill a process with SIGBUS.
+                # Seal it against shrinking, because reading beyond a new end would kill a process with SIGBUS.
                 fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)
                 return cls(fd, max(nbytes, 1))
             except BaseException:
@@ -49,7 +49,7 @@ class SharedMemory:
                 raise
 
     def refuse_other_writers(self) -> None:
-        """Make the memory read-only for all processes that map it from now on; this mapping can still write."""
+        """Make the memory read-only for all processes that map it from now on. This mapping can still write."""
         try:
             fcntl.fcntl(self.fd, _F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
         except OSError as error:
@@ -57,7 +57,7 @@ class SharedMemory:
                 raise
 
     def close(self) -> None:
-        """Close the descriptor; the mapping ends with the last array over it."""
+        """Close the descriptor. The mapping ends when no array uses it any more."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -67,7 +67,7 @@ class SharedMemory:
 
 
 def write_immutable(frames: Sequence[BytesLike]) -> int:
-    """Write the frames to a new memfd and seal it, so that no process can change it; the caller closes it."""
+    """Write the frames to a new memfd and seal it, so that no process can change it. The caller must close it."""
     fd = os.memfd_create("farstep-message", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         for frame in frames:
@@ -82,11 +82,12 @@ def write_immutable(frames: Sequence[BytesLike]) -> int:
 
 
 def map_immutable(fd: int, nbytes: int) -> memoryview:
-    """Map a peer's memfd: nothing is copied, so unread bytes take no memory of this process.
+    """Map a peer's memfd without copying, so that unread bytes take no memory of this process.
 
     Raises:
-        WireError: The descriptor is not a memfd; its sender could still change it, and reading could raise SIGBUS; its
-            size is not `nbytes`; or it has holes, for which the kernel would allocate memory when they are read.
+        WireError: The descriptor is not a memfd, is not sealed, does not have the size `nbytes`, or has holes. Without
+            a seal, the sender could change the memory, and reading could raise SIGBUS. Reading holes would allocate
+            memory.
     """
     try:
         seals = fcntl.fcntl(fd, _F_GET_SEALS)
@@ -114,8 +115,8 @@ def mapped(
 ) -> memoryview:
     """Map the first `nbytes` of a file until the last view of them is released.
 
-    `mmap.mmap` keeps a duplicate of the descriptor as long as the mapping, so every batch that a learner keeps, and
-    every closed cluster that is still referenced, would cost a descriptor.
+    `mmap.mmap` would hold a duplicate of the descriptor for the lifetime of the mapping. Every batch that a learner
+    keeps, and every closed cluster that is still referenced, would then cost a descriptor.
     """
     size = os.fstat(fd).st_size
     if not 0 < nbytes <= size:  # reading past the end of the file raises SIGBUS

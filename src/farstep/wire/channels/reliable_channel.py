@@ -1,14 +1,15 @@
-"""Delivers messages complete, in order and exactly once, over connections that lose data when they break. No I/O.
+"""Delivers messages whole, in order and exactly once, over connections that lose data when they break. Does no I/O.
 
 Every message has a sequence number. The sender keeps a message until the peer acknowledges it; the receiver delivers
-messages in order and drops duplicates. A small message travels in one packet over the control connection; a large one
-is cut into encrypted segments for the bulk connection. Every packet of the control connection acknowledges what its
-sender has received.
+messages in order and drops duplicates. A small message is sent as one packet over the control connection; a large
+message is cut into encrypted segments for the bulk connection. Every packet on the control connection also acknowledges
+what its sender has received.
 
-After a reconnect, the worker, as the connecting side, notifies the head (`RECONNECTED`, or `BULK_OPENED` on the bulk
-connection). Each side then resends those packets of the broken connection that the other side has not received. In
-addition a sender requests an acknowledgement once a second (`REQUEST_ACK`), and resends if the peer acknowledged
-nothing new for 15 seconds. It does not resend earlier, so that a slow connection does not carry everything twice.
+After a reconnect, the worker notifies the head, because the worker is the connecting side (`RECONNECTED`, or
+`BULK_OPENED` on the bulk connection). Each side then resends the packets of the broken connection that the other side
+has not received. In addition, a sender requests an acknowledgement once a second (`REQUEST_ACK`). If the peer
+acknowledges nothing new for 15 seconds, the sender resends. It does not resend earlier, so that a slow connection does
+not carry everything twice.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ from farstep.wire.encryption import SEGMENTS, TAG_BYTES, Cipher
 
 SEGMENT_BYTES = 1 << 20
 SMALL_BYTES = 1 << 13
-"""Messages up to this size travel in one packet, over the control connection."""
+"""Messages up to this size are sent as one packet, over the control connection."""
 ACK_DELAY_S = 0.2
-"""Minimum seconds between two `ACK` packets of a worker; in between, its other packets carry the acknowledgement."""
+"""Minimum seconds between two `ACK` packets of a worker. In between, its other packets carry the acknowledgement."""
 REQUEST_ACK_S, STALL_S = 1.0, 15.0
 """Seconds between requests for an acknowledgement, and seconds without progress after which to resend."""
 _MOST_SPARE = 64
 """Maximum number of segment buffers to keep for reuse."""
 _RATES = 8
-"""How many of the latest transfer rates to keep."""
+"""Number of latest transfer rates to keep."""
 MAX_AHEAD = 4096
-"""Maximum number of messages that may arrive ahead of a missing one."""
+"""Maximum number of messages that may arrive before a missing message."""
 MAX_FRAMES = 4096
 _FRAME_COST = 256
-"""Approximate memory of a frame in addition to its bytes; with it, a message of many empty frames has a size."""
+"""Approximate memory of a frame in addition to its bytes, so that a message of many empty frames also has a size."""
 _ENVELOPE = struct.Struct("<BQQI")
-"""The first frame of a packet: its kind, its sequence number, and two acknowledgements: the number of messages that
-the sender has received in order, and the number of segments that it has of the message after those."""
+"""The first frame of a packet: kind, sequence number, and two acknowledgements. These are the number of messages that
+the sender has received in order, and the number of segments of the next message that it has received."""
 _POSITION = struct.Struct("<II")
-"""In the header of a segment: its index, and the number of segments. The frame lengths follow."""
+"""The header of a segment: its index, and the number of segments. The frame lengths follow."""
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
 """Alignment of frames within a message, so that arrays can be used without a copy."""
@@ -64,7 +65,7 @@ class Kind(IntEnum):
     REQUEST_ACK = 4
     """Requests an `ACK`."""
     RECONNECTED = 5
-    """Requests an `ACK` and a resend, after the control connection broke and was restored."""
+    """Requests an `ACK` and a resend, after the control connection was restored."""
     BULK_OPENED = 6
     """The first packet of a bulk connection; requests a resend of segments."""
 
@@ -92,21 +93,21 @@ class _Sent:
     bulk: bool
     began: float
     resent: bool = False
-    """Whether it was sent more than once. If so, ZeroMQ may still be sending a copy after the acknowledgement, so its
-    buffers are not reused."""
+    """Whether the message was sent more than once. ZeroMQ may then still be sending a copy after the acknowledgement,
+    so its buffers are not reused."""
 
 
 @dataclass
 class _Arriving:
-    """A large message of which some segments have arrived."""
+    """A large message that is still arriving, segment by segment."""
 
     lengths: list[int]
     text: memoryview
-    """All frames, decrypted, one after the other."""
+    """All decrypted frames, concatenated."""
     indices: set[int] = field(default_factory=set)
     """The segments that have arrived."""
     prefix: int = 0
-    """How many segments have arrived without a gap, from the first on."""
+    """Number of segments that have arrived without a gap, counted from the first."""
 
     def add(self, index: int) -> None:
         self.indices.add(index)
@@ -118,7 +119,7 @@ class ReliableChannel:
     """One end of the channel between the head and a worker.
 
     Args:
-        cipher: Encrypts segments; None to send them as plain bytes.
+        cipher: Encrypts segments; None: send plain bytes.
         most_bytes: Maximum memory, in bytes, that undelivered messages of the peer may take.
         pool: Buffers for large messages; None: the channel creates a pool.
     """
@@ -133,23 +134,23 @@ class ReliableChannel:
         self._ready: dict[int, Sequence[BytesLike]] = {}
         self._arriving: dict[int, _Arriving] = {}
         self._held: dict[int, int] = {}
-        """The memory that each undelivered message takes, complete or not."""
+        """The memory in bytes of each undelivered message, even if it is incomplete."""
         self._requested_at = self._last_sent = 0.0
         self._peer_has, self._progressed_at = (0, 0), 0.0
-        """What the peer has, as (messages, segments of the next one), and when that last changed."""
+        """What the peer has received, as (messages, segments of the next message), and when this last changed."""
         self._restored: set[bool] = set()
-        """Restored connections whose lost packets were not resent yet (True: bulk, False: control); the next `ACK`
-        packet triggers that."""
+        """Restored connections whose lost packets were not resent yet (True: bulk, False: control). The next `ACK`
+        packet triggers the resend."""
         self._spare: list[bytearray] = []
         self._rates: deque[float] = deque(maxlen=_RATES)
         self._acknowledged_at = 0.0
         self.owes_ack = False
-        """Whether messages arrived that were not acknowledged yet."""
+        """Whether messages have arrived that were not acknowledged yet."""
 
     # ---- sending ----
 
     def send(self, frames: Sequence[BytesLike], now: float) -> Iterator[Packet]:
-        """The packets of a message; the caller may modify the frames once it has taken all packets.
+        """The packets of a message. After taking all packets, the caller may modify the frames.
 
         Raises:
             WireError: The message has too many frames or segments.
@@ -179,7 +180,7 @@ class ReliableChannel:
         for index in range(count):
             first, stop = index * SEGMENT_BYTES, min((index + 1) * SEGMENT_BYTES, total)
             text = _cut(views, starts, first, stop)
-            # Every segment has the lengths of all frames, since any segment may be the first to arrive.
+            # Every segment has the lengths of all frames, because any segment may be the first to arrive.
             header = _POSITION.pack(index, count) + lengths
             sealed = self._segment_buffer(stop - first + self._tag_bytes)
             if self._cipher:
@@ -189,7 +190,8 @@ class ReliableChannel:
             yield [header, sealed]
 
     def _segment_buffer(self, size: int) -> memoryview:
-        """A buffer for an encrypted segment; full-sized ones are recycled, so the kernel need not zero pages."""
+        """A buffer for an encrypted segment. Full-sized buffers are recycled, so that the kernel need not zero
+        pages."""
         whole = size == SEGMENT_BYTES + self._tag_bytes
         return memoryview(self._spare.pop() if whole and self._spare else bytearray(size))
 
@@ -207,7 +209,7 @@ class ReliableChannel:
         return Packet(False, [self._envelope(Kind.ACK)])
 
     def reconnected(self, bulk: bool = False) -> Packet:
-        """The packet to send after a connection was restored; packets in flight when it broke may have been lost."""
+        """The packet to send after a connection was restored, because packets in flight may have been lost."""
         self._restored.add(bulk)
         return Packet(False, [self._envelope(Kind.REQUEST_ACK if bulk else Kind.RECONNECTED)])
 
@@ -216,7 +218,7 @@ class ReliableChannel:
         return Packet(True, [self._envelope(Kind.BULK_OPENED)])
 
     def due(self, now: float) -> Iterable[Packet]:
-        """A `REQUEST_ACK` if messages are unacknowledged and nothing was sent or requested during the last second."""
+        """A `REQUEST_ACK` if messages are unacknowledged, and nothing was sent or requested during the last second."""
         if self._unacknowledged and now - max(self._requested_at, self._last_sent) > REQUEST_ACK_S:
             self._requested_at = now
             return [Packet(False, [self._envelope(Kind.REQUEST_ACK)])]
@@ -226,7 +228,7 @@ class ReliableChannel:
     def rate(self) -> float:
         """Bytes per second of large messages, from sending to acknowledgement; infinite before the first measurement.
 
-        A measurement is too low if this side reads the acknowledgement late, so this is the maximum of the last
+        A measurement is too low if this side reads the acknowledgement late. So the result is the maximum of the last
         `_RATES` measurements.
         """
         return max(self._rates, default=math.inf)
@@ -239,10 +241,10 @@ class ReliableChannel:
     # ---- receiving ----
 
     def receive(self, packet: Packet, now: float) -> list[Packet]:
-        """Process a packet; returns the packets to send in response.
+        """Process a packet. Return the packets to send in response.
 
-        Others than the peer may be able to write to the bulk connection. Acknowledgements from there are therefore
-        ignored, and with a cipher every segment is authenticated.
+        An attacker may be able to write to the bulk connection. Acknowledgements on it are therefore ignored, and with
+        a cipher every segment is authenticated.
 
         Raises:
             WireError: The packet is malformed, or exceeds a limit.
@@ -285,11 +287,11 @@ class ReliableChannel:
         while (frames := self._ready.pop(self._delivered + 1, None)) is not None:
             self._delivered += 1
             self._held.pop(self._delivered, None)
-            self._arriving.pop(self._delivered, None)  # in case a peer sent it whole and in segments
+            self._arriving.pop(self._delivered, None)  # a peer may have sent the message both whole and in segments
             yield frames
 
     def _hold(self, seq: int, lengths: Sequence[int]) -> None:
-        """Account for the memory of a new message; raises `WireError` if the peer's messages take too much."""
+        """Account for the memory of a new message. Raise `WireError` if the peer's messages take too much memory."""
         if len(lengths) > MAX_FRAMES:
             raise WireError(f"a message of {len(lengths)} frames; at most {MAX_FRAMES} are accepted.")
         size, held = sum(lengths) + _FRAME_COST * len(lengths), sum(self._held.values())
@@ -304,7 +306,7 @@ class ReliableChannel:
         if seq > self._delivered + MAX_AHEAD:
             raise WireError(
                 f"message {seq} arrived while message {self._delivered + 1} is missing; at most {MAX_AHEAD} messages "
-                "may arrive ahead of a missing one."
+                "may arrive before a missing message."
             )
         self.owes_ack = True
         return seq > self._delivered and seq not in self._ready
@@ -329,7 +331,7 @@ class ReliableChannel:
             return  # a duplicate
         where = slice(index * SEGMENT_BYTES, index * SEGMENT_BYTES + size)
         if arriving is None:
-            # Decrypt before allocating the whole message: only the authenticated peer may make us allocate memory.
+            # Decrypt before allocating the whole message, so that only the authenticated peer can cause allocations.
             text = self._take_buffer(size)
             self._open(seq, index, header, sealed, text)
             self._hold(seq, lengths)
@@ -356,7 +358,7 @@ class ReliableChannel:
             into[:] = sealed
 
     def _acknowledge(self, have: int, segments: int, now: float) -> None:
-        """Forget the messages that the peer has, and update the transfer rate."""
+        """Forget the messages that the peer has received, and update the transfer rate."""
         if have >= self._next:
             raise WireError(f"an acknowledgement of message {have}, which was never sent.")
         done = [sent for sent in self._unacknowledged if sent.seq <= have]
@@ -364,7 +366,7 @@ class ReliableChannel:
             self._unacknowledged.popleft()
             self._recycle(sent)
         if large := [sent for sent in done if sent.bulk]:
-            began = max(large[0].began, self._acknowledged_at)  # before that it was queued behind earlier messages
+            began = max(large[0].began, self._acknowledged_at)  # until then, it was queued behind earlier messages
             self._acknowledged_at = now
             if now > began:
                 nbytes = sum(len(body[-1]) for sent in large for body in sent.bodies)
@@ -391,7 +393,7 @@ def _starts(lengths: Sequence[int]) -> tuple[list[int], int]:
 
 
 def _cut(views: Sequence[memoryview], starts: Sequence[int], first: int, stop: int) -> BytesLike:
-    """The bytes from `first` to `stop` of a message: a view if they are within one frame, else a copy."""
+    """The bytes from `first` to `stop` of a message: a view if they are within one frame, otherwise a copy."""
     inside = bisect_right(starts, first) - 1
     if stop <= starts[inside] + views[inside].nbytes:
         return views[inside][first - starts[inside] : stop - starts[inside]]

@@ -1,11 +1,12 @@
-"""The head's end of ZeroMQ links: a ROUTER socket for all workers; each worker has a DEALER (`dealer.py`).
+"""The head's end of ZeroMQ links: one ROUTER socket for all workers. Each worker has a DEALER (`dealer.py`).
 
-All control connections use CURVE. The head issues a key pair per worker incarnation and admits no other key. It
-identifies the sender of a message by the key that authenticated its connection, never by the message's contents.
+All control connections use CURVE. The head issues one key pair per worker incarnation and admits no other key. It
+identifies the sender of a message by the key of the connection, never by the contents of the message.
 
-A `reliable` hub survives broken connections (see `reliable_channel.py`) and has a second ROUTER for bulk data. That one
-uses plain TCP, since CURVE is slow; every segment is encrypted under a key that both sides derive from the pair (see
-`encryption.py`). An eavesdropper can read the token that opens a bulk connection, so each token is valid once.
+A `reliable` hub survives broken connections (see `reliable_channel.py`) and has a second ROUTER for bulk data. The
+second ROUTER uses plain TCP, because CURVE is slow. Every segment is encrypted with a key that both sides derive from
+the pair (see `encryption.py`). An eavesdropper can read the token that opens a bulk connection, so each token is valid
+only once.
 """
 
 from __future__ import annotations
@@ -32,24 +33,25 @@ from farstep.wire.keys import KeyPair, Tokens
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"farstep"
 MAIN, BEAT, NODE = b"main", b"beat", b"node"
-"""Endings of routing ids: a worker's main and heartbeat connections, and a node daemon's connection."""
+"""Endings of routing ids: main connection of a worker, heartbeat connection of a worker, connection of a node
+daemon."""
 _AT_ONCE = 64
-"""Messages to read from one socket before the next socket's turn."""
+"""Maximum number of messages to read from one socket before the next socket's turn."""
 _DESCRIPTORS = 16
-"""File descriptors of a ZeroMQ context and the head's sockets, with some to spare."""
+"""Number of file descriptors of a ZeroMQ context and the head's sockets, with a margin."""
 _ACK_AT_ONCE_BYTES = 1 << 18
 """Larger messages are acknowledged at once, so that the worker can free them."""
 UNSENT = 64
-"""Segments that may be queued in a worker, and at the head, before sending blocks."""
+"""Number of segments that may be queued, in a worker and on the head, before sending blocks."""
 CONTROL_BYTES = SEGMENT_BYTES
-"""The largest frame on the control connection of a reliable hub; limits peers that are not authenticated yet."""
+"""Maximum frame size on the control connection of a reliable hub; limits peers that are not authenticated yet."""
 _DRAIN_S = 0.5
-"""The longest time, in seconds, to read without a pause, so that a flood of messages does not starve the head."""
+"""Maximum seconds to read without a pause, so that a flood of messages does not starve the head."""
 LEASE_S = 10.0
 _PING, _SILENT = 0.1, 0.4
-"""Fractions of a lease: the heartbeat interval, and the silence after which a connection is closed. Control
-connections use ZeroMQ's heartbeats, the head's bulk connections TCP keepalive; ZeroMQ's threads and the kernel send
-them, so a busy interpreter delays neither."""
+"""Fractions of a lease: the heartbeat interval, and the silence after which a connection is closed. Control connections
+use ZeroMQ's heartbeats; the head's bulk connections use TCP keepalive. ZeroMQ's threads and the kernel send these, so a
+busy interpreter does not delay them."""
 
 
 @dataclass
@@ -62,7 +64,7 @@ class Peer:
     route: bytes = b""
     """The routing id of its main connection; empty until its first message."""
     bulk_route: bytes = b""
-    """The routing id of its last bulk connection; assigned by the router, so a peer can neither choose nor forge it."""
+    """The routing id of its last bulk connection. The router assigns it, so a peer can neither choose nor forge it."""
     tokens: Tokens | None = None
     """Checks the one-time tokens with which it opens bulk connections."""
     channel: ReliableChannel | None = None
@@ -72,11 +74,11 @@ class Hub:
     """The head's end of all ZeroMQ links: listens, authenticates, and attributes messages to workers.
 
     Args:
-        address: The address or addresses to listen on; port `*` lets the system choose one.
-        lease_s: The lease in seconds, which determines the heartbeat interval.
+        address: The address or addresses to listen on; with port `*`, the system chooses a port.
+        lease_s: The lease in seconds; it determines the heartbeat interval.
         reliable: Whether to resend what broken connections lose, and to listen for bulk data on a second port.
         encrypted: Whether bulk data is encrypted.
-        most_bytes: The largest frame, in bytes, that a hub accepts if it is not reliable.
+        most_bytes: Maximum frame size in bytes for a hub that is not reliable.
     """
 
     def __init__(
@@ -92,9 +94,9 @@ class Hub:
         self._reliable, self._encrypted, self.lease_s = reliable, encrypted, lease_s
         self._most_bytes = CONTROL_BYTES if reliable else most_bytes
         self.has_more = False
-        """Whether the last `drain` stopped before everything was read."""
+        """Whether the last `drain` stopped before it had read all messages."""
         self.refused = 0
-        """Number of invalid packets on bulk connections, which an unauthenticated peer may have sent."""
+        """Number of invalid packets on bulk connections. An unauthenticated peer may have sent them."""
         self._peers: dict[bytes, Peer] = {}
         self._keys: dict[int, bytes] = {}
         self._pool = BufferPool()
@@ -103,7 +105,7 @@ class Hub:
         try:
             self._listen([address] if isinstance(address, str) else address)
         except BaseException:
-            self.close()  # the garbage collector would block on a context with open sockets
+            self.close()  # otherwise the garbage collector would block on a context with open sockets
             raise
 
     @property
@@ -114,11 +116,11 @@ class Hub:
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind(_ZAP)
         self._router = self._socket(self._most_bytes)
-        # Never stop reading: libzmq 4.3.5 aborts the process if a heartbeat is due on a connection that the peer closed
-        # while its messages are unread.
+        # Never stop reading: libzmq 4.3.5 aborts the process if a heartbeat is due on a connection that the peer has
+        # closed and whose messages are unread.
         self._router.rcvhwm = 0
         enable_heartbeats(self._router, self.lease_s)
-        self._router.router_handover = True  # a reconnect replaces the old connection, even if that seems alive
+        self._router.router_handover = True  # a reconnect replaces the old connection, even if the old one seems alive
         self._router.curve_server = True
         self._router.curve_secretkey = self.keys.secret
         self._router.curve_publickey = self.keys.public
@@ -127,9 +129,9 @@ class Hub:
         if self._reliable:
             self._bulk = self._socket(SEGMENT_BYTES + TAG_BYTES)
             self._bulk.plain_server = True
-            self._bulk.rcvhwm = UNSENT  # bounded, so TCP keepalive takes the place of heartbeats
+            self._bulk.rcvhwm = UNSENT  # a bounded queue, so use TCP keepalive instead of heartbeats
             self._bulk.tcp_keepalive = 1
-            ping_s = min(max(1, round(_PING * self.lease_s)), 32_767)  # the maximum of Linux
+            ping_s = min(max(1, round(_PING * self.lease_s)), 32_767)  # Linux allows no more
             self._bulk.tcp_keepalive_idle = self._bulk.tcp_keepalive_intvl = ping_s
             self._bulk.tcp_keepalive_cnt = round(_SILENT / _PING)
             self._bulk.tcp_maxrt = min(int(_SILENT * self.lease_s * 1000), 2**31 - 1)  # for unacknowledged data
@@ -155,7 +157,7 @@ class Hub:
         return [int(socket.fd) for socket in (self._zap, *self._routers)]
 
     def admit(self, worker: int, incarnation: int) -> KeyPair:
-        """Issue a new key pair to a worker; its earlier ones are no longer accepted."""
+        """Issue a new key pair to a worker. Its earlier key pairs are no longer accepted."""
         self.expel(worker)
         pair = KeyPair.fresh()
         peer = self._peers[pair.public] = Peer(worker, incarnation)
@@ -171,7 +173,8 @@ class Hub:
         self._peers.pop(self._keys.pop(worker, b""), None)
 
     def drain(self) -> Iterator[tuple[Peer, Received]]:
-        """Answer handshakes and yield the messages that have arrived, for at most `_DRAIN_S` (see `has_more`)."""
+        """Answer handshakes, and yield the messages that have arrived, for at most `_DRAIN_S` seconds (see
+        `has_more`)."""
         until, self.has_more = time.monotonic() + _DRAIN_S, False
         arrived = True
         while arrived:
@@ -186,12 +189,12 @@ class Hub:
                     continue  # its key was revoked
                 route, packet = frames[0].bytes, Packet(router is self._bulk, [frame.buffer for frame in frames[1:]])
                 if packet.opens_bulk and route == peer.bulk_route:
-                    continue  # a repetition: it must not cause another resend
+                    continue  # a duplicate must not cause another resend
                 if packet.opens_bulk:
                     peer.bulk_route = route
                 elif not packet.bulk and route.endswith(MAIN):
                     peer.route = route
-                elif not packet.bulk:  # a heartbeat or node daemon: replies to a worker do not go here
+                elif not packet.bulk:  # from a heartbeat or node daemon: not a route for replies to a worker
                     yield peer, Received(packet.frames, heartbeat=True)
                     continue
                 yield from self._process(peer, packet)
@@ -212,7 +215,7 @@ class Hub:
         try:
             answers = peer.channel.receive(packet, time.monotonic())
         except WireError:
-            if packet.bulk:  # an unauthenticated peer may have sent it, so the worker is not replaced
+            if packet.bulk:  # do not replace the worker: an unauthenticated peer may have sent it
                 self.refused += 1
             else:
                 yield peer, Received(())
@@ -225,7 +228,7 @@ class Hub:
                 self._put(peer, peer.channel.ack())
 
     def service(self) -> None:
-        """Send acknowledgements and requests for them; to be called about once a second."""
+        """Send acknowledgements and requests for acknowledgements. Call this about once a second."""
         now = time.monotonic()
         for peer in self._peers.values():
             if peer.channel is not None:
@@ -235,13 +238,13 @@ class Hub:
                     self._put(peer, packet)
 
     def _put(self, peer: Peer, packet: Packet) -> None:
-        """Send if the worker is connected; the channel resends what is lost."""
+        """Send a packet if the worker is connected. The channel resends lost packets."""
         self.send_to(peer.bulk_route if packet.bulk else peer.route, packet.frames, bulk=packet.bulk)
 
     def send(self, worker: int, frames: Sequence[BytesLike]) -> bool:
-        """Send a message to a worker; returns False if that is impossible.
+        """Send a message to a worker. Return False if this is impossible.
 
-        True does not mean that the worker is alive: its launcher or an expired lease reports its loss.
+        True does not mean that the worker is alive. Its launcher or an expired lease reports its loss.
         """
         peer = self._peers.get(self._keys.get(worker, b""))
         if peer is None:
@@ -253,7 +256,7 @@ class Hub:
         return True
 
     def send_to(self, route: bytes, frames: Sequence[BytesLike], *, bulk: bool = False) -> bool:
-        """Send frames to a routing id; returns False if it is not connected."""
+        """Send frames to a routing id. Return False if it is not connected."""
         router = self._bulk if bulk else self._router
         if not route or router is None:
             return False
@@ -264,7 +267,7 @@ class Hub:
         return True
 
     def _authenticate(self, request: list[bytes]) -> None:
-        """Answer a handshake (ZeroMQ RFC 27): admit only keys that were issued, and tokens that were not used."""
+        """Answer a handshake (ZeroMQ RFC 27). Admit only keys that were issued, and tokens that were not used."""
         version, request_id, _domain, _address, _identity, mechanism, *credentials = request
         key, known = b"", False
         if mechanism == b"CURVE" and credentials:
@@ -286,7 +289,7 @@ class Hub:
 
 
 def _bound(router: zmq.Socket[bytes], addresses: Sequence[str]) -> list[str]:
-    """Listen on all addresses, on the same port, so that a firewall needs one rule."""
+    """Listen on all addresses with the same port, so that a firewall needs only one rule."""
     bound: list[str] = []
     for address in addresses:
         port = bound[0].rpartition(":")[2] if bound else "*"
@@ -296,7 +299,7 @@ def _bound(router: zmq.Socket[bytes], addresses: Sequence[str]) -> list[str]:
 
 
 def check_descriptors(count: int) -> None:
-    """Raise `OSError` unless this process may open `count` more files: ZeroMQ aborts the process if it cannot."""
+    """Raise `OSError` unless this process may open `count` more files. Otherwise ZeroMQ would abort the process."""
     with contextlib.ExitStack() as opened:
         for _ in range(count):
             opened.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
@@ -308,12 +311,12 @@ def enable_heartbeats(socket: zmq.Socket[bytes], lease_s: float) -> None:
 
 
 def pending_messages(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
-    """The messages that have arrived, without waiting; trying to read is cheaper than polling."""
+    """The messages that have arrived, without waiting. Trying to read is cheaper than polling."""
     with contextlib.suppress(zmq.Again):
         while True:
             yield socket.recv_multipart(zmq.DONTWAIT, copy=False)
 
 
 def bulk_address(address: str, port: str) -> str:
-    """The address for bulk data that belongs to a control address."""
+    """The address for bulk data of a control address."""
     return f"{address}-bulk" if address.startswith("ipc:") else f"{address.rpartition(':')[0]}:{port}"

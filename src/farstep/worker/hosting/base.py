@@ -1,8 +1,8 @@
-"""Hosting of single environments: many in one process, stepped directly into the rows of the chunk.
+"""Hosts of single environments: one process steps many environments and writes directly into the chunk's rows.
 
-Every host ends an episode in the same way, whatever the autoreset mode of the environment: the row gets the
-`terminated` or `truncated` flag, the final observation goes to `final_obs`, the environment is reset at once with the
-seed of its next episode, and the next row is the first of that episode.
+Every host ends an episode in the same way, regardless of the environment's autoreset mode. The row gets the
+`terminated` or `truncated` flag, and the final observation is stored in `final_obs`. The host resets the environment at
+once with the seed of its next episode. The next row is the first row of that episode.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from farstep.worker.hosting.single_envs import SingleEnvs, as_info, explain_step
 
 Space = gymnasium.spaces.Space[Any]
 Info = dict[str, Any]
-_NOT_DETERMINISTIC = "it is not determined by its seed and actions"
+_NOT_DETERMINISTIC = "the environment is not deterministic, given its seed and actions"
 
 
 @dataclass(frozen=True)
 class SavedSlot:
-    """The episode in progress of a slot when it was saved."""
+    """A slot's episode in progress, as saved."""
 
     steps: int | None
     """Steps of the episode so far; None if it had not started."""
@@ -42,7 +42,7 @@ class SavedSlot:
 
 
 class Host:
-    """Base of the hosts of workers that act: the slots, and their last observations, with which a chunk starts."""
+    """Base class of hosts in workers that act: the slots and their latest observations, with which a chunk starts."""
 
     def __init__(self, spaces: tuple[Space, Space], slots: Slots, progress: memoryview) -> None:
         self.slots, self._progress = slots, progress
@@ -52,15 +52,15 @@ class Host:
         self.current = empty_like(self._obs_schema, self.num_envs)
         self.infos: list[Info] | None = None
         self._pending_error: tuple[int, BaseException] | None = None
-        """Slot and error of a reset that failed outside of a ticket; the next ticket raises it."""
+        """Slot and error of a reset that failed outside of a ticket; the next ticket raises the error."""
 
     def _start(self, chosen: Array, options: Info | None) -> None:
         """Reset the chosen slots with the seeds of their episodes, and write the observations to `current`."""
         raise NotImplementedError
 
     def reset(self, mask: Array | None, roots: list[int] | None, options: Info | None) -> None:
-        """Start new episodes in the masked slots (all if `mask` is None); new `roots` restart at episode 0."""
-        self._pending_error = None  # its episode is replaced
+        """Start new episodes in the masked slots (all if `mask` is None). With new `roots`, start at episode 0."""
+        self._pending_error = None  # the failed episode is replaced
         chosen = self.slots.choose(mask, roots)
         if roots is not None:
             self._reseed(chosen)
@@ -70,10 +70,10 @@ class Host:
         """Hook for environments that take no seed in `reset`."""
 
     def prepare(self, failures: tuple[type[BaseException], ...]) -> None:
-        """Start an episode in each slot that has none, so that an agent can be tried on real observations.
+        """Start an episode in each slot that has none, so that a new agent can be tested on real observations.
 
-        An error of a type in `failures` is not raised here but by the next ticket, which can be retried. Until then,
-        the slots without an episode get a sample of the observation space.
+        The next ticket raises errors whose types are in `failures`, because a ticket can be retried. Until then, the
+        slots without an episode have a sample of the observation space as observation.
         """
         missing = ~self.slots.started
         try:
@@ -89,7 +89,7 @@ class Host:
         self.infos = [{} for _ in range(self.num_envs)] if wanted else None
 
     def begin(self, rows: Rows, steps: int) -> None:
-        """Start a chunk of `steps` rows; its first observation is the last one of the previous chunk."""
+        """Start a chunk of `steps` rows. Its first observation is the last observation of the previous chunk."""
         self.slots.begin_chunk()
         if self._pending_error is not None:
             (self._progress[SLOT], error), self._pending_error = self._pending_error, None
@@ -104,22 +104,22 @@ class Host:
         rows.clear_flags(steps)
 
     def finish(self, steps: int) -> bytes:
-        """End a chunk: keep its last observations for the next one; returns the records of ended episodes."""
+        """End a chunk, and keep its last observations for the next chunk. Return the records of ended episodes."""
         for name, current in self.current.items():
             np.copyto(current, self._rows[name][steps])
         return self.slots.finish(steps)
 
     def _blame(self, error: Exception, t: int, i: int, action: Any) -> None:
-        """Raise `AgentError` instead of the error of the step in row `t` if the agent's action is invalid.
+        """If the agent's action is invalid, raise `AgentError` instead of the error of the step in row `t`.
 
-        An action outside a Box is only mentioned in a note of the error: many environments clip, so it is common.
+        An action outside a Box only adds a note to the error. Such actions are common, because many environments clip.
         """
         explain_step(error)
         nan = i in with_nan(self._rows[name][t] for name in self.current)
         cause = " (the observation it acted on has NaN: check the environment)" if nan else ""
         for space, clause in outside(self.action_space, action):
             if not isinstance(space, gymnasium.spaces.Box):
-                self._progress[PHASE] = ACT  # errors of the agent end the run, since a retry would fail again
+                self._progress[PHASE] = ACT  # errors of the agent end the run, because a retry would fail too
                 raise AgentError(
                     f"the agent's {clause}{cause}, in environment slot {self.slots.first + i}; the step raised "
                     f"{type(error).__name__}."
@@ -127,7 +127,7 @@ class Host:
             error.add_note(f"The agent's {clause}{cause}.")
 
     def seed_of(self, i: int) -> int | None:
-        """The seed of slot `i`'s episode; None if it has none."""
+        """The seed of slot `i`'s episode; None if the episode is not seeded."""
         return self.slots.seed_of(i)
 
 
@@ -140,11 +140,11 @@ class HostedEnvs(Host):
         self._single = self._obs if isinstance(self._obs, str) else None
         self._steps = [env.step for env in self._envs.envs]
         self._stepped = False
-        """Whether all environments have done a step; dtypes of observations are checked in the first one only."""
+        """Whether all environments have stepped. Dtypes of observations are checked only in the first step."""
         self._rewards: list[Any] = [0.0] * self.num_envs
         self._gained = np.zeros(self.num_envs)
         self._seed_episodes, self._seeded = source.seed_episodes, [False] * self.num_envs
-        # Faster than np.array, and raises for None, which np.array would turn into NaN.
+        # Faster than np.array, and raises for None instead of converting it to NaN.
         self._pack_rewards = partial(struct.Struct(f"{self.num_envs}d").pack_into, self._gained.data, 0)
 
     def _start(self, chosen: Array, options: Info | None) -> None:
@@ -155,7 +155,7 @@ class HostedEnvs(Host):
         """Restore every slot's episode by resetting its environment and replaying its actions.
 
         Returns:
-            For each slot where that failed, the reason.
+            The reason for each slot whose replay failed.
         """
         diverged = {}
         for i, slot in enumerate(saved):
@@ -164,7 +164,7 @@ class HostedEnvs(Host):
             except failures as error:
                 self._replace(i)
                 self.slots.skip(i)
-                reason = f"it raised {described(error)}; it is rebuilt and starts its next episode"
+                reason = f"the environment raised {described(error)}; it is rebuilt and starts its next episode"
             if reason:
                 diverged[self.slots.first + i] = reason
         return diverged
@@ -175,22 +175,24 @@ class HostedEnvs(Host):
             return ""
         if saved.steps and len(next(iter(saved.actions.values()), ())) != saved.steps:
             self.slots.skip(i)
-            return "the actions of its episode were not kept, so it starts the next one"  # too many for `Journal`
+            return "the actions of the episode were not kept, so the slot starts its next episode"  # see `Journal`
         for t in range(saved.steps):
             self._progress[PHASE], self._progress[SLOT] = STEP, i
             self._progress[COUNT] += 1
             obs, reward, terminated, truncated, _ = self._steps[i](self._envs.action(saved.actions, t))
             if terminated or truncated:
                 self.slots.skip(i)
-                return f"its episode ended earlier than before, so it starts the next one; {_NOT_DETERMINISTIC}"
+                return (
+                    f"the episode ended earlier than before, so the slot starts its next episode; {_NOT_DETERMINISTIC}"
+                )
             self.slots.replayed(i, float(reward))
             for name, leaf in leaves(self._obs, obs):
                 self.current[name][i] = leaf
         same = all(np.array_equal(self.current[name][i], leaf, equal_nan=True) for name, leaf in saved.obs.items())
-        return "" if same else f"its observation differs from the saved one; {_NOT_DETERMINISTIC}"
+        return "" if same else f"the observation differs from the saved observation; {_NOT_DETERMINISTIC}"
 
     def step(self, t: int) -> None:
-        """Step every environment with the actions of row `t`; the new observations go to row `t + 1`."""
+        """Step every environment with the actions of row `t`. Write the new observations to row `t + 1`."""
         progress, rewards, rows = self._progress, self._rewards, self._rows
         progress[PHASE] = STEP
         progress[COUNT] += 1
@@ -264,7 +266,7 @@ class HostedEnvs(Host):
             self.infos[i] = info
 
     def recover(self, i: int | None) -> None:
-        """After an exception: rebuild environment `i`, if given, and let all slots continue with their next episode."""
+        """Recover from an exception: rebuild environment `i`, if given, and discard the current chunk of all slots."""
         self.slots.rewind(() if i is None else (i,))
         if i is not None:
             self._replace(i)

@@ -1,4 +1,4 @@
-"""The single environments of a worker, one per slot, and checks of what they return; used by the hosts."""
+"""The single environments of a worker, one per slot, and checks of their results. The hosts use them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SingleEnvs:
         return as_info(info)
 
     def check_obs(self, obs: Any) -> None:
-        """Raise `SpaceError` if an observation has another shape than its space; NumPy would broadcast it silently."""
+        """Raise `SpaceError` if an observation does not have the shape of its space. NumPy would broadcast silently."""
         for name, leaf in leaves(self._obs, obs):
             if np.shape(leaf) != self._obs_schema[name].shape:
                 raise SpaceError(
@@ -64,7 +64,7 @@ class SingleEnvs:
                 )
 
     def check_first_obs(self, obs: Any) -> None:
-        """As `check_obs`, but also check dtypes.
+        """Check shapes, as `check_obs` does, and dtypes.
 
         A check in every step would be slow, and a wrong dtype is already visible in the first observation.
         """
@@ -72,7 +72,8 @@ class SingleEnvs:
         check_dtypes(leaves(self._obs, obs), self._obs_schema, self.envs[0])
 
     def actions(self, rows: dict[str, Array], t: int) -> Any:
-        """The actions of row `t`, one per environment; copies, since an environment may modify its action."""
+        """The actions of row `t`, one per environment. These are copies, because an environment may modify its
+        action."""
         if isinstance(self._action, str):
             return rows[self._action][t].copy()
         arrays = {name: rows[name][t].copy() for name in leaf_names(self._action)}
@@ -90,7 +91,7 @@ class SingleEnvs:
 
 
 def check_dtypes(arrays: Iterable[tuple[str, Any]], schema: Schema, env: Any) -> None:
-    """Raise `SpaceError` for values that do not fit the space's dtype: NumPy would truncate or wrap them silently."""
+    """Raise `SpaceError` for values that the space's dtype cannot represent. NumPy would convert them silently."""
     for name, leaf in arrays:
         array, expected = np.asarray(leaf), np.dtype(schema[name].dtype)
         if array.dtype == expected:
@@ -98,7 +99,9 @@ def check_dtypes(arrays: Iterable[tuple[str, Any]], schema: Schema, env: Any) ->
         if array.dtype.kind in "biu" and expected.kind in "biu":
             fits = np.array_equal(array.astype(expected), array)
         else:
-            fits = np.can_cast(array.dtype, expected, "same_kind")  # float64 for float32 is common and intended
+            fits = np.can_cast(
+                array.dtype, expected, "same_kind"
+            )  # many environments return float64 for a float32 space
         if not fits:
             raise SpaceError(
                 f"{name}: {type(getattr(env, 'unwrapped', env)).__name__} returned {array.dtype}, but its observation "
@@ -108,7 +111,7 @@ def check_dtypes(arrays: Iterable[tuple[str, Any]], schema: Schema, env: Any) ->
 
 
 def as_info(info: Any) -> Any:
-    """The info, {} for None; raises `TypeError` if it is not a mapping."""
+    """Return the info, or {} for None. Raise `TypeError` if it is not a mapping."""
     if info is None:
         return {}
     if not isinstance(info, Mapping):
@@ -117,7 +120,7 @@ def as_info(info: Any) -> Any:
 
 
 def explain_step(error: Exception) -> None:
-    """Add an explanation to the error that a step in the old Gym API causes, here or in a wrapper."""
+    """Add an explanation to the error of a step that follows the old Gym API."""
     if isinstance(error, ValueError) and "unpack (expected 5, got 4)" in described(error):
         error.args = (
             f"{error}: a step returned 4 values, as in the old Gym API; Gymnasium expects 5: obs, reward, terminated, "
@@ -126,7 +129,7 @@ def explain_step(error: Exception) -> None:
 
 
 def outside(space: spaces.Space[Any], action: Any, name: str = "action") -> Iterator[tuple[spaces.Space[Any], str]]:
-    """The parts of an action that are outside their part of the space, each with a clause that says so."""
+    """The parts of an action that lie outside the space; for each, its space and a clause that explains it."""
     if isinstance(space, spaces.Dict):
         for key, sub in space.spaces.items():
             yield from outside(sub, action[key], f"{name}.{key}")

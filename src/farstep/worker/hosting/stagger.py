@@ -1,8 +1,8 @@
-"""The schedule of staggered resets: computes at which step of its episode each slot should be in each row.
+"""The schedule of staggered resets: computes the episode step of every slot in every row.
 
-Slots are divided into `G` groups, independently of the number of workers; group `g` is `g * (H // G)` steps ahead of
+Slots are divided into `G` groups, independently of the number of workers. Group `g` is `g * (H // G)` steps ahead of
 group 0, where `H` is the horizon (Staggered Environment Resets, arXiv 2511.21011). Every episode lasts `H` steps, so a
-slot that has once been moved to its offset keeps it.
+slot keeps its offset once it has reached it.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from farstep.rollout.seeds import offset_generator
 
 
 class StaggerSchedule:
-    """The schedule of a worker's slots; rows are counted from the worker's start (`Slots.total_rows`)."""
+    """The schedule of a worker's slots. Rows are counted from the start of the worker (`Slots.total_rows`)."""
 
     def __init__(self, stagger: Stagger, num_slots: int, clock: int = 0) -> None:
         assert stagger.horizon is not None, "checked by the configuration"
         self.stagger, self.horizon, self._num_slots = stagger, stagger.horizon, num_slots
         self._origin = -clock
-        """The row at which each slot is at its offset; negative if this worker replaces one that started earlier."""
+        """The row at which each slot is at its offset; negative if this worker replaces an earlier worker."""
         self._offsets: Array | None = None
 
     def restart(self, row: int) -> None:
-        """All slots restart at this row; the next rollout fixes new offsets."""
+        """Restart all slots at this row; the next rollout computes new offsets."""
         self._origin, self._offsets = row, None
 
     def fix_offsets(self, slots: Slots, steps: int) -> None:
-        """Compute the offsets for rollouts of `steps` rows; later calls change nothing until `restart`."""
+        """Compute the offsets for rollouts of `steps` rows. Further calls have no effect until `restart`."""
         if self._offsets is None:
             self._offsets = offsets_of(self.stagger, slots, self._num_slots, steps)
 
     def phase(self, i: int, row: int) -> int:
-        """The step of its episode at which the worker's slot `i` should be at `row`."""
+        """The episode step that the worker's slot `i` should have at `row`."""
         assert self._offsets is not None
         return (int(self._offsets[i]) + row - self._origin) % self.horizon
 
@@ -45,14 +45,14 @@ class StaggerSchedule:
 
 
 def num_groups(stagger: Stagger, num_slots: int, steps: int) -> int:
-    """The number of groups; with "auto", one for each rollout of `steps` rows in a horizon."""
+    """The number of groups. With "auto": the number of rollouts of `steps` rows in a horizon."""
     assert stagger.horizon is not None
     wanted = stagger.horizon // steps if stagger.groups == "auto" else stagger.groups
     return min(max(1, wanted), num_slots)
 
 
 def offsets_of(stagger: Stagger, slots: Slots, num_slots: int, steps: int) -> Array:
-    """How many steps each of a worker's slots is ahead of group 0."""
+    """The number of steps by which each slot of a worker is ahead of group 0."""
     assert stagger.horizon is not None
     horizon, first = stagger.horizon, slots.first
     if stagger.offsets == "random":

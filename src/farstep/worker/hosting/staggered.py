@@ -1,8 +1,8 @@
-"""Hosting of environments whose episodes are spread over the horizon (see `stagger.py`); used only with `stagger`.
+"""Hosts for `EnvConfig.stagger`: the episodes of their environments are spread over the horizon (`stagger.py`).
 
-A slot whose episode starts for any other reason than the end of the previous one (first start, reset, replaced worker,
-failed environment) is out of phase. Before the next rollout the host advances it to the episode step that the schedule
-prescribes.
+Normally an episode starts when the previous episode of its slot ends. A slot is out of phase if its episode started for
+another reason: a first start, a reset, a replaced worker or a failed environment. Before the next rollout, the host
+advances the slot to the episode step that the schedule prescribes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ CheckCancelled = Callable[[], None]
 
 
 class Staggered(Host):
-    """Base of staggered hosts: keeps track of the slots that are out of phase."""
+    """Base class of staggered hosts: tracks the slots that are out of phase."""
 
     _schedule: StaggerSchedule
     _out_of_phase: Array
     _stagger_steps: int
-    """Steps since the last `report` that only advanced slots to their phase."""
+    """Number of steps since the last `report` that only brought slots into phase."""
 
     def _stagger(self, schedule: StaggerSchedule) -> None:
         self._schedule, self._horizon = schedule, schedule.horizon
@@ -59,7 +59,7 @@ class Staggered(Host):
         super().reset(mask, roots, options)
 
     def report(self) -> tuple[int, int]:
-        """For the chunk's header: the schedule's clock, and the steps since the last call that are in no chunk."""
+        """Return the schedule's clock, and the number of steps since the last call that are not part of a chunk."""
         steps, self._stagger_steps = self._stagger_steps, 0
         return self._schedule.clock(self.slots.total_rows), steps
 
@@ -73,13 +73,13 @@ class StaggeredEnvs(HostedEnvs, Staggered):
         self._gated = schedule.stagger.early == "gate"
         self._sampler = deepcopy(self.action_space)
         self._left = np.zeros(self.num_envs, np.int64)
-        """Steps until each slot is in phase, -1 if not computed yet; kept if the ticket is cancelled meanwhile."""
+        """Remaining steps until each slot is in phase; -1 if not computed yet. Kept if the ticket is cancelled."""
         self._due = np.zeros(self.num_envs, np.int64)
-        """The row at which each slot has to start a new episode."""
+        """The row at which each slot must start a new episode."""
         self._next_due = 0
         """A lower bound of `_due`."""
         self._waiting = np.zeros(self.num_envs, bool)
-        """Slots whose episode ended early and that wait for the start of their group's next episode (the gate)."""
+        """Slots whose episode ended early, and which wait for the gate: the start of their group's next episode."""
         self._num_waiting = 0
 
     def _start(self, chosen: Array, options: Info | None) -> None:
@@ -102,7 +102,7 @@ class StaggeredEnvs(HostedEnvs, Staggered):
             for name, current in self.current.items():
                 self._rows[name][0] = current
         for i in np.flatnonzero(self._out_of_phase).tolist():
-            whole = init != "clock" and not self._gated  # the episode gets its full horizon
+            whole = init != "clock" and not self._gated  # the episode lasts for the full horizon
             self._set_due(i, int(self.slots.start_row[i]) + self._horizon if whole else self._gate(i, now))
 
     def _advance_at_random(self, check_cancelled: CheckCancelled) -> None:
@@ -117,7 +117,8 @@ class StaggeredEnvs(HostedEnvs, Staggered):
         self._sampler.seed(advance_seed(self.slots.roots[i], self.slots.first + i, self.slots.episodes[i]))
 
     def _advance_with_agent(self, actor: Actor, check_cancelled: CheckCancelled) -> None:
-        """Use the agent's actions. It acts for all slots, in row 0, but only slots out of phase are stepped."""
+        """Advance slots with the agent's actions. The agent acts for all slots in row 0; only slots out of phase
+        step."""
         rows, starts = self._rows, self._out_of_phase.copy()
         with actor.restoring_state():
             while (self._left > 0).any():
@@ -135,7 +136,7 @@ class StaggeredEnvs(HostedEnvs, Staggered):
         rows["episode_start"][0] = False
 
     def _advance_one(self, i: int, action: Any) -> bool:
-        """Do one step that no chunk records; returns whether it ended an episode."""
+        """Do one step that no chunk records. Return whether it ended an episode."""
         progress, slots = self._progress, self.slots
         progress[PHASE], progress[SLOT] = STEP, i
         progress[COUNT] += 1
@@ -148,7 +149,7 @@ class StaggeredEnvs(HostedEnvs, Staggered):
             raise
         for name, leaf in leaves(self._obs, obs):
             self.current[name][i] = leaf
-        slots.start_row[i] -= 1  # the step counts for the length of the episode
+        slots.start_row[i] -= 1  # the step counts toward the length of the episode
         self._stagger_steps += 1
         self._left[i] -= 1
         ended = bool(terminated or truncated)
@@ -214,7 +215,7 @@ class StaggeredEnvs(HostedEnvs, Staggered):
     def reset(self, mask: Array | None, roots: list[int] | None, options: Info | None) -> None:
         for i in np.flatnonzero(self._waiting if mask is None else self._waiting & mask).tolist():
             self._wake(i)
-            self.slots.started[i] = False  # its next episode has not started, so the reset must not skip it
+            self.slots.started[i] = False  # the next episode has not started, so the reset must not skip it
         super().reset(mask, roots, options)
 
     def recover(self, i: int | None) -> None:
@@ -230,17 +231,17 @@ def _paused_step(obs: Any, action: Any) -> tuple[Any, float, bool, bool, Info]:
 class StaggeredVector(HostedVector, Staggered):
     """One staggered vector environment.
 
-    It steps all slots together, so the host brings them into phase by truncating their first episodes, not by extra
-    steps.
+    A vector environment steps all slots together. The host therefore brings slots into phase by truncating their first
+    episodes, not by extra steps.
     """
 
     def __init__(self, source: Source, slots: Slots, progress: memoryview, schedule: StaggerSchedule) -> None:
         super().__init__(source, slots, progress)
         self._stagger(schedule)
         self._first_row = np.full(self.num_envs, -1, np.int64)
-        """The first row of the episode that is truncated early."""
+        """For each slot, the first row of the episode that is truncated early."""
         self._first_length = np.zeros(self.num_envs, np.int64)
-        """The length of that episode."""
+        """For each slot, the length of the episode that is truncated early."""
 
     def _start(self, chosen: Array, options: Info | None) -> None:
         self._out_of_phase |= chosen

@@ -1,7 +1,7 @@
 """Hosting for `make_vec`: single environments with exactly the semantics of Gymnasium's `SyncVectorEnv`.
 
-Here the head acts, and an environment keeps its own generator after its first seed. A chunk has one step: row 0 has the
-action, reward and flags, row 1 the observation after the step; a final observation is in the infos.
+The head chooses the actions. An environment is seeded once and then keeps its own generator. A chunk has one step: row
+0 holds the action, reward and flags, row 1 the observation after the step. Final observations are in the infos.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class StrictEnvs:
         self._check = self._envs.check_first_obs
         self._seeds: list[int | None] = [None] * self.num_envs
         self.infos: list[tuple[int, Info | None, Info]] = []
-        """Per slot that has any: the slot, the final observation and info of an ended episode (SAME_STEP only, else
-        None), and the info."""
+        """Infos of the slots that have any: the slot, the final observation and info of an ended episode (None unless
+        SAME_STEP), and the info."""
 
     def _check_spaces(self) -> None:
         for i, env in enumerate(self.envs):
@@ -110,7 +110,7 @@ class StrictEnvs:
                 for name, leaf in leaves(self._obs, obs):
                     after[name][i] = leaf
             if done[i] and same_step:
-                # The object that the environment returned, copied, since the environment may reuse its memory.
+                # Copy the object that the environment returned, because the environment may reuse its memory.
                 self._autoreset(i, {"final_obs": deepcopy(obs), "final_info": as_info(info)})
             elif info:
                 self.infos.append((i, None, as_info(info)))
@@ -128,13 +128,13 @@ class StrictEnvs:
         return b""
 
     def recover(self, i: int | None) -> None:
-        """Does nothing: the user steps these environments and handles their errors."""
+        """Do nothing: the user steps these environments and handles their errors."""
 
     def seed_of(self, i: int) -> int | None:
         return self._seeds[i]
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: Info) -> list[Any]:
-        """`SyncVectorEnv.call`: each environment's attribute, called if it is callable."""
+        """Like `SyncVectorEnv.call`: return an attribute of each environment, or call it if it is callable."""
         results = []
         for i, env in enumerate(self.envs):
             self._progress[SLOT] = i

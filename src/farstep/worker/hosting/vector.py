@@ -1,7 +1,7 @@
-"""Hosting of a vector environment: a Gymnasium VectorEnv with any autoreset mode, or an EnvPool.
+"""Host of a vector environment: a Gymnasium VectorEnv with any autoreset mode, or an EnvPool.
 
-Rows look the same as those of single environments, with one exception: in mode NEXT_STEP the step after an episode's
-end only resets and ignores its action, so its row has `valid` False.
+The rows equal those of single environments, with one exception. In mode NEXT_STEP, the step after the end of an episode
+only resets the environment and ignores the action; the row of this step has `valid` False.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class HostedVector(Host):
         self._action, _ = space_schema(self.action_space, "action")
         self._action_names = leaf_names(self._action)
         self._one_seed: bool | None = None
-        """Whether `reset` accepts only one seed for all environments; None until the first reset."""
+        """Whether `reset` accepts only a single seed for all environments; None until the first reset."""
         self._checked = False
         """Whether the dtypes of a step's observations were checked."""
         self._pending = np.zeros(self.num_envs, bool)
-        """Slots whose next step only resets them (NEXT_STEP)."""
+        """Slots whose next step is only a reset (NEXT_STEP)."""
 
     def _reseed(self, chosen: Array) -> None:
-        if self._pool:  # an EnvPool takes its seed at construction only
+        if self._pool:  # an EnvPool accepts a seed only at construction
             assert chosen.all(), "the head rejects a reset of some environments of an EnvPool with new seeds"
             self._rebuild()
 
@@ -73,7 +73,7 @@ class HostedVector(Host):
             self.slots.begin_episode(i, 0)
 
     def _reset_vector(self, chosen: Array, options: Info | None) -> tuple[Any, Info]:
-        """Reset with a seed for each slot, or with one for all if the environment rejects a list in the first reset."""
+        """Reset with one seed per slot. If the environment rejects a list in the first reset, use one seed for all."""
         if not chosen.all():
             options = {**(options or {}), "reset_mask": chosen}
         if not self._one_seed:
@@ -81,7 +81,7 @@ class HostedVector(Host):
             try:
                 result = self.env.reset(seed=seeds, options=options)
             except (TypeError, gymnasium.error.Error):
-                if self._one_seed is False:  # it accepted a list before, so this error has another cause
+                if self._one_seed is False:  # the environment accepted a list before, so this error has another cause
                     raise
             else:
                 self._one_seed = False
@@ -89,9 +89,9 @@ class HostedVector(Host):
         if not chosen.all() and self.mode != AutoresetMode.DISABLED:
             # The environment would ignore the mask and reset all slots. In mode DISABLED it must support masks.
             raise ConfigError(
-                f"reset_mask chooses {int(chosen.sum())} of the {self.num_envs} environments that "
-                f"{type(self.env.unwrapped).__name__} resets together; reset all, or use type='gymnasium' or a "
-                "SyncVectorEnv."
+                f"reset_mask selects {int(chosen.sum())} of {self.num_envs} environments, but "
+                f"{type(self.env.unwrapped).__name__} can only reset all of them together; reset all, or use "
+                "type='gymnasium' or a SyncVectorEnv."
             )
         seed = self.slots.seed_of(int(np.flatnonzero(chosen)[0]))
         result = self.env.reset(seed=seed, options=options)
@@ -152,7 +152,7 @@ class HostedVector(Host):
                 self.slots.begin_episode(i, t + 1)
 
     def recover(self, i: int | None) -> None:
-        """After an exception: rebuild the vector; any slot may have raised, so all continue with their next episode."""
+        """Recover from an exception: rebuild the vector. Any slot may have raised, so all start their next episode."""
         self.slots.rewind(range(self.num_envs))
         self._rebuild()
 
@@ -175,7 +175,7 @@ def _build(source: Source, slots: Slots, progress: memoryview) -> Any:
 
 
 def split_infos(batched: Info, count: int) -> list[Info]:
-    """Split the infos of a vector environment by environment; leaves out `final_obs`, which is recorded separately.
+    """Split the infos of a vector environment into one per environment. Skip `final_obs`, which has its own array.
 
     In Gymnasium the mask `_key` marks the environments that have `key`. Without a mask (EnvPool), each array of length
     `count` has an entry for every environment.
@@ -188,7 +188,7 @@ def split_infos(batched: Info, count: int) -> list[Info]:
         if isinstance(value, dict) and mask is not None:
             entries: Any = split_infos(value, count)
         elif isinstance(value, np.ndarray) and value.shape[:1] == (count,):
-            # Convert to Python bools: Gymnasium would put NumPy bools into an object array.
+            # Convert to Python bools, because Gymnasium would put NumPy bools into an object array.
             entries = value.tolist() if value.dtype == bool and value.ndim == 1 else value
         else:
             continue

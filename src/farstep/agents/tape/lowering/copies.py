@@ -35,7 +35,7 @@ def join(w: Writer, op: Op) -> None:
         if op.name == "stack":
             target = op.out.select(dim, index)
         elif part.dim() != op.out.dim():
-            continue  # torch allows empty 1-d tensors among the parts
+            continue  # torch.cat accepts empty 1-d tensors
         else:
             target = op.out.narrow(dim, start, part.shape[dim])
             start += part.shape[dim]
@@ -44,14 +44,14 @@ def join(w: Writer, op: Op) -> None:
 
 @lowers("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 def nothing(w: Writer, op: Op) -> None:
-    """Write no line: the recorded buffer serves as uninitialised memory."""
+    """Write no line: the recorded buffer serves as uninitialized memory."""
 
 
 @lowers("gather")
 def gather(w: Writer, op: Op) -> None:
     x, dim, index = op.args[:3]
     source = producer(w.ops, index)
-    # Only for an index that is in range by construction: otherwise torch raises, and take would not.
+    # Only for an index that is always in range: for other indices torch raises, and take would not.
     safe = source is not None and source.name in ("multinomial", "argmax") and source.args[0].shape == x.shape
     need(safe and x.dim() == 2 and dim in (1, -1) and index.shape == (x.shape[0], 1) and x.is_contiguous())
     rows = w.bind("rows", np.arange(x.shape[0]) * x.shape[1])

@@ -136,7 +136,7 @@ def power(w: Writer, op: Op) -> None:
     x, exponent = op.args
     need(isinstance(x, Tensor) and x.dtype == op.out.dtype in FLOATS and not isinstance(exponent, Tensor))
     name = {2: "square", 0.5: "sqrt", -1: "reciprocal"}.get(exponent)
-    # sqrt(-inf) is nan although pow(-inf, 0.5) is inf; torch uses sqrt here, too.
+    # pow(-inf, 0.5) is inf, but sqrt(-inf) is nan. torch also uses sqrt here.
     need(name is not None)
     w.line(f"{name}({w.array(x)}, {w.array(op.out)})")
 

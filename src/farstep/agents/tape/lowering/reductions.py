@@ -41,7 +41,7 @@ def addmm(w: Writer, op: Op) -> None:
 
 
 def axes_of(op: Op, dims: Any) -> tuple[tuple[int, ...], Tensor, int]:
-    """Return the axes of a reduction, its output with these axes kept, and the number of elements reduced to one."""
+    """Return the axes of a reduction, its output with these axes kept, and the number of elements per result."""
     x: Tensor = op.args[0]
     dims = list(range(x.dim())) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
     axes = tuple(sorted(d % max(x.dim(), 1) for d in dims)) if x.dim() else ()
@@ -101,6 +101,6 @@ def logsumexp(w: Writer, op: Op) -> None:
 def softmax(w: Writer, op: Op) -> None:
     x, dim, half_to_float = op.args
     need(x.dim() > 0 and not half_to_float and x.dtype == op.out.dtype)
-    # torch's Python binding is faster than six ufuncs, and than the overload in torch.ops.
+    # torch's Python binding is faster than six ufuncs, and faster than the overload in torch.ops.
     function = w.bind(op.name[1:], getattr(torch, op.name[1:])) if op.name[1:] not in w.names else op.name[1:]
     w.line(f"{function}({w.tensor(x)}, {dim}, out={w.tensor(op.out)})")

@@ -1,4 +1,4 @@
-"""Random numbers, drawn from torch's generator in the same order as by the eager call."""
+"""Random numbers, drawn from torch's generator in the order of the eager call."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from farstep.agents.tape.op import Op
 from farstep.agents.tape.writer import Writer
 
 LARGE = 1 << 16
-"""Number of elements from which NumPy's sums are less exact than torch's, and its loops slower."""
+"""With at least this many elements, NumPy sums less exactly than torch, and its loops are slower."""
 
 Lowering = Callable[[Writer, Op], None]
 LOWERINGS: dict[str, Lowering] = {}
@@ -28,7 +28,7 @@ def lowers(*names: str) -> Callable[[Lowering], Lowering]:
 
 
 def need(condition: bool) -> None:
-    """Raise `Unsupported`, which leaves the operation to torch, unless the condition holds."""
+    """Raise `Unsupported` if the condition is false; torch then runs the operation."""
     if not condition:
         raise Unsupported
 

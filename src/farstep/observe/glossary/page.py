@@ -1,0 +1,74 @@
+"""Renders the glossary as docs/metrics.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from farstep.observe.glossary.metric import Metric, Namespace
+from farstep.observe.glossary.stats import STATS_GROUPS
+from farstep.observe.glossary.training import NAMESPACES
+
+_INTRODUCTION = """\
+<!-- Generated: edit src/farstep/observe/glossary/, then run `python -m farstep.observe.glossary > docs/metrics.md`. -->
+# Metrics
+
+Every number that farstep logs or counts, with its unit and meaning. The names are the same in `metrics.jsonl`,
+TensorBoard, Weights & Biases and the terminal. A *counter* never decreases while the process runs; a *gauge* may rise
+and fall; an *info* is text.
+
+- [Metrics of `farstep train`](#metrics-of-farstep-train), one line per update
+- [Counters of `env.stats()`](#counters-of-envstats), for any program
+- [Names of your own](#names-of-your-own)
+"""
+_TRAINING = """
+## Metrics of `farstep train`
+
+[Training](training.md#metrics-of-a-run) says where to look first if a run is slow or does not learn. The pages of
+[PPO](ppo.md), [asynchronous PPO](async_ppo.md) and [IMPALA](impala.md) have remedies for numbers that are not healthy;
+*healthy* is a rule of thumb, not a measurement.
+"""
+_STATS = """
+## Counters of `env.stats()`
+
+`env.stats()` is a plain dictionary, and everything in it counts from `launch()`. The name `bytes/weights_sent` stands
+for `env.stats()["bytes"]["weights_sent"]`; a part in angle brackets is any key, or a position in a list. *Logged as* is
+the metric of `farstep train` that measures the same, but per update or per worker, or across resumes. An entry with
+the name of a metric is that metric.
+[The guide](guide.md#counters) shows how to log these numbers from your own program.
+"""
+_OWN = """
+## Names of your own
+
+Loggers accept any name. What your learner's `update` returns is logged with the prefix `train/`, and a phase that it
+measures with `timer("NAME")` as `time/NAME`, which the terminal shows like farstep's own phases. Later versions of
+farstep may add names to the prefixes above, so put yours below one that it does not use, such as `train/mine/`.
+"""
+
+
+def page() -> str:
+    """Return the whole page in Markdown."""
+    training = (_section(f"`{group.prefix}`" if group.prefix else "Progress", group) for group in NAMESPACES)
+    stats = (_section(f'`stats()["{group.prefix.rstrip("/")}"]`', group) for group in STATS_GROUPS[1:])
+    rows = _section("Steps and chunks", STATS_GROUPS[0])
+    return "".join([_INTRODUCTION, _TRAINING, *training, _STATS, rows, *stats, _OWN])
+
+
+def _section(heading: str, group: Namespace) -> str:
+    return f"\n### {heading}\n\n{group.text}\n\n{_table(group.metrics)}"
+
+
+def _table(metrics: Sequence[Metric]) -> str:
+    """Return a table without the columns that would be empty."""
+    columns: dict[str, list[str]] = {
+        "name": [f"`{metric.name}`" for metric in metrics],
+        "kind": [metric.kind for metric in metrics],
+        "unit": [metric.unit for metric in metrics],
+        "measured by": [metric.source for metric in metrics],
+        "when": [metric.when for metric in metrics],
+        "meaning": [metric.meaning for metric in metrics],
+        "healthy": [metric.healthy for metric in metrics],
+        "logged as": [f"`{metric.logged_as}`" if metric.logged_as else "" for metric in metrics],
+    }
+    shown = {name: cells for name, cells in columns.items() if any(cells)}
+    lines = [tuple(shown), ("---",) * len(shown), *zip(*shown.values(), strict=True)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

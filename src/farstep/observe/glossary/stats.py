@@ -1,0 +1,330 @@
+"""The entries of `ClusterEnv.stats`, each by its path of keys."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from farstep.observe.glossary.metric import Metric, Namespace
+from farstep.observe.glossary.training import METRICS
+
+_head, _workers = partial(Metric, source="head"), partial(Metric, source="workers")
+_launcher, _workflow = partial(Metric, source="launcher"), partial(Metric, source="workflow")
+
+_WORKER_PARTS = {
+    "env": ("stepping and resetting environments, and recording rows", "time/env/env_interact_step"),
+    "inference": ("in `act`, and evaluating [probes](aaps.md)", "time/rollout/predict"),
+    "tickets": (
+        "without a ticket: the learner has not asked for more rows, or has no room for them",
+        "time/rollout/tickets",
+    ),
+    "send": (
+        "compressing and sending chunks, and waiting for permission to send (`TransferTrigger.max_senders`)",
+        "time/rollout/send",
+    ),
+    "weights": ("waiting for weights and loading them", "time/rollout/weights"),
+}
+"""Meaning of each part of a worker's time, and the metric that is computed from the sum over workers."""
+
+STATS_GROUPS = (
+    Namespace(
+        "",
+        "Rows that were delivered, and what became of tickets. At any moment "
+        "`rolled = delivered + buffered + in_flight + sum(dropped)`.",
+        (
+            _head("steps", "environment steps delivered to you", kind="counter", unit="steps"),
+            _head(
+                "steps_per_second", "environment steps delivered to you, per second over the last 10 s", unit="steps/s"
+            ),
+            _workers(
+                "stagger_steps",
+                "steps that only moved environments to their position in the horizon; they are in no batch "
+                "([staggered resets](stagger.md))",
+                kind="counter",
+                unit="steps",
+            ),
+            _head(
+                "chunks",
+                "chunks of rows delivered to you, or inserted into the buffer of a workflow",
+                kind="counter",
+                unit="chunks",
+            ),
+            _head("rolled", "tickets issued, also those of resets", kind="counter", unit="tickets"),
+            _head(
+                "delivered", "tickets whose rows, or resets, were delivered and not dropped afterwards", unit="tickets"
+            ),
+            _head("buffered", "tickets whose rows wait to be delivered", unit="tickets"),
+            _head("in_flight", "tickets that workers hold", unit="tickets"),
+        ),
+    ),
+    Namespace(
+        "dropped/",
+        "Chunks and tickets dropped, by cause. Each exists once it is above 0; a workflow also counts chunks that were "
+        "too old, or unread, in its buffer.",
+        (
+            *(metric for name, metric in METRICS.items() if name.startswith("dropped/")),
+            _workflow(
+                "dropped/worker_left",
+                "chunks in the incomplete window of a trigger when their worker left",
+                kind="counter",
+                unit="chunks",
+                when="in a workflow, once a node has left",
+            ),
+        ),
+    ),
+    Namespace(
+        "workers/",
+        "Workers by state.",
+        (
+            METRICS["workers/alive"],
+            _head("workers/starting", "workers that connect or construct environments", unit="workers"),
+            _head("workers/queued", "workers that wait for a node", unit="workers"),
+            _head("workers/parked", "unused, always 0", unit="workers"),
+            _head("workers/lost", "workers that are being ended", unit="workers"),
+            METRICS["workers/restarts"],
+            _head(
+                "workers/steps_per_second/<worker>",
+                "environment steps of one worker that arrived, per second over the last 10 s",
+                unit="steps/s",
+            ),
+        ),
+    ),
+    Namespace(
+        "nodes/",
+        "A list with one entry per node of a cluster; empty on this machine.",
+        (
+            _launcher("nodes/<node>/host", "name of the host", kind="info"),
+            _launcher("nodes/<node>/pid", "process id of the node daemon", kind="info"),
+            _launcher("nodes/<node>/place", "name in the engine, such as a SLURM job", kind="info"),
+            _launcher("nodes/<node>/address", "address at which it reached the head", kind="info"),
+            _launcher("nodes/<node>/workers/<position>", "numbers of its workers", kind="info"),
+        ),
+    ),
+    Namespace(
+        "pulls/",
+        "How often workers pulled weights.",
+        (
+            _workers(
+                "pulls/total",
+                "how often workers pulled weights, summed over workers",
+                kind="counter",
+                unit="pulls",
+                logged_as="sync/pulls_per_worker",
+            ),
+            _workers("pulls/per_worker/<worker>", "how often one worker pulled weights", kind="counter", unit="pulls"),
+        ),
+    ),
+    Namespace(
+        "bytes/",
+        "What travelled between head and workers.",
+        (
+            METRICS["bytes/weights_sent"],
+            METRICS["bytes/probes_sent"],
+            _head(
+                "bytes/rollouts_received",
+                "rollouts that arrived; with shared memory, bytes read in place",
+                kind="counter",
+                unit="bytes",
+            ),
+        ),
+    ),
+    Namespace(
+        "versions/",
+        "Versions of the weights; in a workflow, as of the time when chunks entered the buffer.",
+        (
+            _head(
+                "versions/current",
+                "newest published version",
+                unit="versions",
+                logged_as="train/actor/current_version",
+            ),
+            _head(
+                "versions/oldest_consumed", "oldest version that acted in a delivered row; None: none", unit="versions"
+            ),
+            _head(
+                "versions/lag_mean", "mean lag of all rows delivered", unit="versions", logged_as="lag/versions_mean"
+            ),
+            _head(
+                "versions/lag_max",
+                "largest lag of all rows delivered",
+                unit="versions",
+                logged_as="lag/versions_max",
+            ),
+            _head(
+                "versions/lag_histogram/<worker>/<lag>",
+                "chunks of one worker with this lag; from 16 on, lags are rounded down to powers of two",
+                kind="counter",
+                unit="chunks",
+            ),
+        ),
+    ),
+    Namespace(
+        "divergence/",
+        "Empty unless the sync rule measures divergence ([AAPS](aaps.md)).",
+        (
+            _workers(
+                "divergence/<worker>",
+                "running KL divergence of a worker's policy from the learner's when it began its last chunk; right "
+                "after a pull, the KL that remained (0 if it was not measured)",
+                unit="nats",
+                logged_as="sync/divergence_mean",
+            ),
+        ),
+    ),
+    Namespace(
+        "episodes/",
+        "Episodes that ended in delivered rows.",
+        (
+            _head(
+                "episodes/count",
+                "episodes that have ended so far",
+                kind="counter",
+                unit="episodes",
+                logged_as="env/episodes",
+            ),
+            _head(
+                "episodes/return_mean",
+                "mean return of the last 100 episodes; None: none has ended",
+                logged_as="env/return_mean",
+            ),
+            _head(
+                "episodes/length_mean",
+                "mean length of the last 100 episodes; None: none has ended",
+                unit="steps",
+                logged_as="env/length_mean",
+            ),
+        ),
+    ),
+    Namespace(
+        "inference",
+        "How workers act.",
+        (_workers("inference", "`fast`, or why `act` is not replayed; empty before the first rollout", kind="info"),),
+    ),
+    Namespace(
+        "start/",
+        "Parts of the start.",
+        (
+            _head("start/connect", "time until all workers had connected", unit="seconds"),
+            _head("start/construct", "time from then until all environments were constructed", unit="seconds"),
+            _head("start/agent", "time until all workers had the agent", unit="seconds", when="once an agent was sent"),
+        ),
+    ),
+    Namespace(
+        "time/",
+        "Where time went; [how it is measured](guide.md#times).",
+        (
+            *(
+                _workers(
+                    f"time/workers/{part}",
+                    f"{meaning}; all workers",
+                    kind="counter",
+                    unit="seconds",
+                    logged_as=logged_as,
+                )
+                for part, (meaning, logged_as) in _WORKER_PARTS.items()
+            ),
+            *(
+                _workers(f"time/per_worker/<worker>/{part}", f"{meaning}; one worker", kind="counter", unit="seconds")
+                for part, (meaning, _) in _WORKER_PARTS.items()
+            ),
+            _head(
+                "time/learner/wait",
+                "in `collect`, `step`, `stream` and the loop of a workflow, until a batch or chunk was there",
+                kind="counter",
+                unit="seconds",
+            ),
+            _head(
+                "time/learner/prepare",
+                "assembling batches; in a workflow, inserting chunks into the buffer",
+                kind="counter",
+                unit="seconds",
+            ),
+            _head(
+                "time/learner/update",
+                "everything else between two batches, hence your code; in a workflow also consumer threads that handle "
+                "a message. Consumers in other processes are not measured",
+                kind="counter",
+                unit="seconds",
+            ),
+            _head(
+                "time/learner/publish",
+                "in `publish`, and in the part of `collect` that publishes or sends a new agent",
+                kind="counter",
+                unit="seconds",
+            ),
+            _head(
+                "time/head/receive",
+                "copying chunks of workers without shared memory, in any thread",
+                kind="counter",
+                unit="seconds",
+            ),
+            _head(
+                "time/head/held",
+                "from a ticket until its chunk arrived, summed over workers without shared memory. The part that "
+                "exceeds their env, inference, send and weights is the time that messages took",
+                kind="counter",
+                unit="seconds",
+            ),
+        ),
+    ),
+    Namespace(
+        "buffer/",
+        "The buffer of the last [workflow](workflows.md).",
+        (
+            _workflow("buffer/fill", "rows in the buffer", unit="rows"),
+            _workflow("buffer/capacity", "rows that fit into the buffer", unit="rows"),
+            _workflow("buffer/bytes", "size of the buffer's arrays", unit="bytes"),
+            _workflow(
+                "buffer/full_s",
+                "time for which chunks waited, because consumers had not read the rows that they would overwrite",
+                kind="counter",
+                unit="seconds",
+            ),
+        ),
+    ),
+    Namespace(
+        "limiter/",
+        "The limiter of that buffer.",
+        (
+            _workflow("limiter/ratio", "rows sampled per row inserted so far"),
+            _workflow(
+                "limiter/blocked/insert",
+                "time for which chunks that had arrived waited for the limiter",
+                kind="counter",
+                unit="seconds",
+            ),
+            _workflow(
+                "limiter/blocked/sample",
+                "time for which threads in `Buffer.sample` waited for the limiter",
+                kind="counter",
+                unit="seconds",
+            ),
+        ),
+    ),
+    Namespace(
+        "workflow/",
+        "The triggers of that workflow, by name.",
+        (
+            _workflow("workflow/<trigger>/fired", "how often the trigger fired", kind="counter", unit="messages"),
+            _workflow(
+                "workflow/<trigger>/pending_rows",
+                "rows that the trigger has not taken yet; None: it does not count rows",
+                unit="rows",
+            ),
+            _workflow("workflow/<trigger>/outstanding", "messages of the trigger that are not done", unit="messages"),
+            _workflow(
+                "workflow/<trigger>/lag",
+                "age of the oldest row in the last message to the trigger's consumer; None: it takes no rows",
+                unit="versions",
+            ),
+            _workflow(
+                "workflow/<trigger>/waits_for",
+                "the trigger as text; None if part of it is a `TimeTrigger`, which may be far from its next firing",
+                kind="info",
+            ),
+        ),
+    ),
+)
+"""All entries of `ClusterEnv.stats`, by their first key."""
+
+STATS = {metric.name: metric for group in STATS_GROUPS for metric in group.metrics}
+"""The same, by path."""

@@ -1,0 +1,401 @@
+"""The metrics of `farstep train`: what every logger receives with each update."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from farstep.observe.glossary.metric import Metric, Namespace
+
+_PPO, _KL, _EVAL = "ppo, async-ppo", "with `--kl-threshold`", "with `--eval-every`"
+_ENDED = "once an episode has ended"
+_loop, _learner = partial(Metric, source="training loop"), partial(Metric, source="learner")
+_evaluation, _workers = partial(Metric, source="evaluation"), partial(Metric, source="workers")
+_head = partial(Metric, source="head")
+
+NAMESPACES = (
+    Namespace(
+        "",
+        "How far the run is. A resumed run continues these numbers.",
+        (
+            _loop(
+                "step",
+                "environment steps so far, the x axis of plots; includes the steps that move staggered environments "
+                "to their offsets",
+                kind="counter",
+                unit="steps",
+                label="steps",
+            ),
+            _loop("update", "updates so far", kind="counter", unit="updates"),
+            _loop(
+                "seconds",
+                "training time so far, including the time before a resume, without the start of workers and the last "
+                "evaluation",
+                kind="counter",
+                unit="seconds",
+            ),
+        ),
+    ),
+    Namespace(
+        "env/",
+        "Episodes that ended during training. Returns are sums of raw rewards, also with `--normalize-reward`.",
+        (
+            _loop("env/return_mean", "mean return of the last 100 episodes", when=_ENDED, label="return"),
+            _loop("env/length_mean", "mean length of the last 100 episodes", unit="steps", when=_ENDED, label="length"),
+            _loop("env/episodes", "episodes that have ended so far", kind="counter", unit="episodes"),
+        ),
+    ),
+    Namespace(
+        "eval/",
+        "The latest evaluation, in the line of the first update after it ended.",
+        (
+            _evaluation(
+                "eval/return_mean",
+                "mean return of the evaluation's episodes",
+                when=_EVAL,
+                healthy="at least `env/return_mean`",
+                label="evaluation",
+            ),
+            _evaluation("eval/return_std", "standard deviation of the evaluation's returns", when=_EVAL),
+            _evaluation("eval/length_mean", "mean length of the evaluation's episodes", unit="steps", when=_EVAL),
+            _evaluation("eval/version", "version of the evaluated weights", unit="versions", when=_EVAL),
+            _evaluation(
+                "eval/step", "environment steps of training when the evaluation started", unit="steps", when=_EVAL
+            ),
+        ),
+    ),
+    Namespace(
+        "rate/",
+        "Speed of the run.",
+        (
+            _loop(
+                "rate/steps_per_second",
+                "`step` divided by `seconds`: the mean since the start, updates included. `farstep plot` shows the "
+                "speed over windows instead",
+                unit="steps/s",
+                label="speed",
+            ),
+        ),
+    ),
+    Namespace(
+        "lag/",
+        "Staleness of the rows of this update: the version when the batch was taken minus the version that acted.",
+        (
+            _loop(
+                "lag/versions_mean",
+                "mean age of the rows of this update",
+                unit="versions",
+                healthy="ppo: 0 without AAPS; async-ppo, impala: up to the staleness bound",
+                label="staleness",
+            ),
+            _loop("lag/versions_max", "age of the oldest row of this update", unit="versions", label="oldest row"),
+        ),
+    ),
+    Namespace(
+        "train/actor/",
+        "The update of the policy. Numbers are means over all minibatches of all epochs of an update. The *proximal "
+        "policy* is the learner's at the start of the update; the *behavior policy* acted. The *ratio* is the "
+        "probability of a row's action under the current policy divided by that under the proximal policy (with "
+        "`--no-decoupled`: the behavior policy); the *weight* of a row is its probability under the proximal policy "
+        "divided by that under the behavior policy, and is called *rho* in V-trace.",
+        (
+            _learner(
+                "train/actor/policy_loss",
+                "loss of the policy: clipped and weighted (ppo, async-ppo), or the mean of -advantage * "
+                "log-probability (impala)",
+                healthy="ppo, async-ppo: around 0, since advantages are normalized",
+            ),
+            _learner(
+                "train/actor/total_loss",
+                "the loss that is minimised: policy loss + weighted value loss - weighted entropy; during critic "
+                "warm-up only the value loss has an effect",
+            ),
+            _learner(
+                "train/actor/entropy_loss",
+                "entropy of the policy; higher is more random. It is log(n) for n equally likely actions, and may be "
+                "negative for continuous actions",
+                unit="nats",
+                healthy="falls slowly",
+            ),
+            _learner("train/actor/proximal_ratio", "mean ratio", when=_PPO, healthy="close to 1"),
+            _learner(
+                "train/actor/clipped_proximal_ratio", "mean ratio after clipping", when=_PPO, healthy="close to 1"
+            ),
+            _learner(
+                "train/actor/clip_fraction",
+                "rows that clipping excludes from the gradient",
+                unit="fraction",
+                when=_PPO,
+                healthy="0.02 to 0.25",
+            ),
+            _learner(
+                "train/actor/dual_clip_fraction",
+                "rows bounded by the dual clip (`--clip-ratio-c`), which ppo does not have",
+                unit="fraction",
+                when=_PPO,
+                healthy="near 0",
+            ),
+            _learner(
+                "train/actor/proximal_approx_kl",
+                "change of the policy in this update, as the mean of -log(ratio); may be negative",
+                unit="nats",
+                when=_PPO,
+                healthy="0.001 to 0.02",
+            ),
+            _learner(
+                "train/actor/proximal_k3",
+                "change of the policy in this update, as the mean of ratio - 1 - log(ratio): never negative, less "
+                "noisy; compared with `--target-kl`",
+                unit="nats",
+                when=_PPO,
+                healthy="0.001 to 0.02",
+            ),
+            _learner(
+                "train/actor/behav_approx_kl",
+                "KL divergence between proximal and behavior policy, as the mean of -log(weight) over the rows that "
+                "were kept; it hides outliers",
+                unit="nats",
+                when=_PPO,
+                healthy="below 0.05; ppo: 0 without AAPS",
+            ),
+            _learner(
+                "train/actor/behave_k3",
+                "KL divergence between proximal and behavior policy, as the mean of weight - 1 - log(weight) over all "
+                "rows: includes outliers, never negative",
+                unit="nats",
+                when=_PPO,
+                healthy="below 0.05, with AAPS below its threshold; ppo: 0 without AAPS",
+            ),
+            _learner(
+                "train/actor/behav_clip_fraction",
+                "rows whose weight is beyond `--behave-weight-threshold` or `--behave-weight-lower`",
+                unit="fraction",
+                when=_PPO,
+                healthy="below 0.05, with AAPS below 0.1",
+            ),
+            _learner(
+                "train/actor/behave_weight_p95",
+                "the weight that 5 % of the rows exceed",
+                when=_PPO,
+                healthy="below `--behave-weight-threshold`",
+            ),
+            _learner(
+                "train/actor/ess",
+                "effective sample size of the weighted rows, relative to their number; 1 if all weights are equal",
+                unit="fraction",
+                healthy="above 0.8; impala: above 0.9",
+            ),
+            _learner("train/actor/rho_mean", "mean rho, before clipping", when="impala", healthy="close to 1"),
+            _learner(
+                "train/actor/rho_clip_fraction",
+                "rows with a rho above `--rho-bar`. With a `--rho-bar` of 1 this is about one half as soon as "
+                "weights differ at all: look at `train/actor/ess` instead",
+                unit="fraction",
+                when="impala",
+            ),
+            _loop(
+                "train/actor/current_version",
+                "version of the weights that this update produced",
+                unit="versions",
+                label="version",
+            ),
+            _learner(
+                "train/actor/average_version",
+                "mean version of the rows; 1 below `train/actor/current_version` for fresh ones",
+                unit="versions",
+                when="async-ppo",
+            ),
+            _learner(
+                "train/actor/grad_norm",
+                "norm of the gradient of all parameters (during critic warm-up: of the critic's own) before it is "
+                "scaled down to `--max-grad-norm`",
+                healthy="no upward trend",
+            ),
+            _learner(
+                "train/actor/skipped_steps",
+                "optimizer steps that were skipped because the gradient was not finite",
+                unit="fraction",
+                healthy="0",
+            ),
+            _learner(
+                "train/actor/epochs",
+                "epochs of this update; fewer than `--update-epochs` if `--target-kl` stopped it. impala: always 1",
+                unit="epochs",
+            ),
+            _learner("train/actor/lr", "learning rate of the policy; 0 during critic warm-up"),
+        ),
+    ),
+    Namespace(
+        "train/critic/",
+        "The update of the critic, also as means over all minibatches.",
+        (
+            _learner(
+                "train/critic/value_loss",
+                "half the squared difference between values and their targets, in units of (normalized) returns "
+                "squared (linear beyond `--huber-delta`); grows with the return",
+            ),
+            _learner(
+                "train/critic/value_clip_ratio",
+                "rows where `--value-clip` changes the loss; 0 without it, as in impala",
+                unit="fraction",
+                healthy="below 0.5",
+            ),
+            _learner(
+                "train/critic/explained_variance",
+                "variance of the targets that values explain. 1: perfect; 0: no better than a constant; negative: "
+                "worse",
+                unit="fraction",
+                healthy="rises to 0.5 and more",
+            ),
+            _learner("train/critic/lr", "learning rate of the critic's own layers"),
+            _learner(
+                "train/critic/warmup", "1: only the critic's own layers are trained", when="during critic warm-up"
+            ),
+        ),
+    ),
+    Namespace(
+        "time/",
+        "Phases of the learner since the previous line. Their sum is at most `time/step`, except for `time/evaluate`.",
+        (
+            _loop("time/step", "time since the previous update", unit="seconds"),
+            _loop("time/collect", "waiting for this batch (RLinf: `recv_rollout_trajectories`)", unit="seconds"),
+            _learner(
+                "time/recompute_logprobs",
+                "forward pass over the batch that computes proximal log-probabilities and values",
+                unit="seconds",
+                when="async-ppo",
+                label="recompute",
+            ),
+            _learner(
+                "time/advantages",
+                "values of last observations, and advantages or V-trace (RLinf: `cal_adv_and_returns`)",
+                unit="seconds",
+            ),
+            _learner(
+                "time/actor_training", "forward and backward passes, and optimizer steps", unit="seconds", label="train"
+            ),
+            _loop(
+                "time/publish",
+                "until workers could pull the new version (RLinf: `update_rollout_weights`)",
+                unit="seconds",
+            ),
+            _loop(
+                "time/checkpoint",
+                "writing the checkpoint after the previous update",
+                unit="seconds",
+                when="after a checkpoint",
+            ),
+            _loop(
+                "time/evaluate",
+                "waiting for an evaluation at the end of the run",
+                unit="seconds",
+                when="at the end, with `--eval-every`",
+            ),
+        ),
+    ),
+    Namespace(
+        "time/env/",
+        "Environments on workers, since the previous line, as the mean over workers.",
+        (
+            _workers(
+                "time/env/env_interact_step", "stepping and resetting environments, and recording rows", unit="seconds"
+            ),
+        ),
+    ),
+    Namespace(
+        "time/rollout/",
+        "The rest of the workers' time, since the previous line, as the mean over workers.",
+        (
+            _workers("time/rollout/predict", "inference, and evaluating probes", unit="seconds"),
+            _workers("time/rollout/tickets", "without work: waiting for the learner", unit="seconds"),
+            _workers("time/rollout/send", "compressing and sending rollouts", unit="seconds"),
+            _workers("time/rollout/weights", "waiting for weights and loading them", unit="seconds"),
+        ),
+    ),
+    Namespace(
+        "sync/",
+        "How workers follow the learner's policy.",
+        (
+            _workers(
+                "sync/pulls_per_worker",
+                "how often a worker has pulled weights since the process started, averaged over workers",
+                kind="counter",
+                unit="pulls",
+                label="pulls per worker",
+            ),
+            _workers(
+                "sync/divergence_mean",
+                "KL divergence of the workers' policies from the learner's, as each measured it at its last chunk; "
+                "mean over workers",
+                unit="nats",
+                when=_KL,
+                healthy="below the threshold",
+            ),
+            _workers(
+                "sync/divergence_max",
+                "largest KL divergence of a worker's policy from the learner's",
+                unit="nats",
+                when=_KL,
+            ),
+        ),
+    ),
+    Namespace(
+        "bytes/",
+        "What was sent since the process started; the same counters as in `env.stats()`.",
+        (
+            _workers(
+                "bytes/weights_sent",
+                "weights that workers loaded; with shared memory all workers of a machine read one copy, and nothing "
+                "is sent",
+                kind="counter",
+                unit="bytes",
+            ),
+            _head(
+                "bytes/probes_sent",
+                "[probes](aaps.md#how-it-is-measured) for measuring divergence; 0 without `--kl-threshold`",
+                kind="counter",
+                unit="bytes",
+            ),
+        ),
+    ),
+    Namespace(
+        "workers/",
+        "Worker processes; the same counters as in `env.stats()`.",
+        (
+            _head("workers/alive", "workers that run", unit="workers"),
+            _head(
+                "workers/restarts",
+                "restarts after failures",
+                kind="counter",
+                unit="restarts",
+                healthy="0",
+            ),
+        ),
+    ),
+    Namespace(
+        "dropped/",
+        "Chunks and tickets dropped so far, by cause; the same counters as in `env.stats()`. Each exists once it is "
+        "above 0. [What happens then](guide.md#what-happens-when-something-dies).",
+        (
+            _head(
+                "dropped/stale", "chunks that became too old before they were delivered", kind="counter", unit="chunks"
+            ),
+            _head(
+                "dropped/cancelled",
+                "chunks and tickets cancelled by another call, by the end of a stream or by the end of a workflow",
+                kind="counter",
+                unit="chunks",
+            ),
+            _head("dropped/worker_lost", "tickets in flight when their worker was lost", kind="counter", unit="chunks"),
+            _head(
+                "dropped/environment_failed",
+                "tickets in flight when an environment raised",
+                kind="counter",
+                unit="chunks",
+            ),
+        ),
+    ),
+)
+"""All metrics of `farstep train`, by prefix."""
+
+METRICS = {metric.name: metric for namespace in NAMESPACES for metric in namespace.metrics}
+"""The same, by name."""

@@ -1,0 +1,82 @@
+"""A run of `farstep train` says what it is waiting for: in its events, in the terminal, and once per cause."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from farstep.cli import main
+from farstep.event import Event
+from farstep.learners.loop import diagnosing
+from farstep.learners.loop.diagnosing import RunDiagnosis
+from farstep.observe.console import LiveDisplay
+from farstep.observe.diagnosis import Diagnosis
+from farstep.observe.event_files import read_events
+from farstep.testing import FakeClock
+from tests.learning.tasks import make_env
+
+PPO = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "in-process", "--name", "run"]
+
+
+def warned(folder: Path) -> list[Event]:
+    return [event for event in read_events(folder / "run" / "events.jsonl") if event.kind == "warned"]
+
+
+def test_the_paper_case_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """AAPS with the loss of the paper: clipping around old weights stalls the learner, so that no worker ever pulls."""
+    monkeypatch.setattr(diagnosing, "EVERY_S", 0.0)
+    updates, rows = 22, 1024
+    options = ["--num-steps", str(rows // 16), "--total-steps", str(updates * rows), "--folder", str(tmp_path)]
+    assert main([*PPO, "--kl-threshold", "0.05", "--no-decoupled", *options]) == 0
+    (found,) = [event.text for event in warned(tmp_path) if "stalls at its clip range" in event.text]
+    assert "the loss clips around those" in found and "Use the decoupled loss" in found
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("steps ")]
+    assert lines[-1].endswith("so the learner stalls at its clip range.")
+
+
+class ScriptedDiagnoses:
+    """Replaces `diagnoses_of`: returns prepared diagnoses, in turn."""
+
+    def __init__(self, *rounds: tuple[str, ...]) -> None:
+        self.rounds = list(rounds)
+
+    def __call__(self, env: Any, metrics: Any) -> list[Diagnosis]:
+        causes = self.rounds.pop(0)
+        return [Diagnosis(cause=each, text=f"{each}.", remedy="Do.", is_problem=each != "healthy") for each in causes]
+
+
+def test_a_run_warns_once_about_each_cause_that_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = [("memory",), ("healthy",), ("memory",), ("memory", "straggler"), ("memory", "straggler"), ("straggler",)]
+    scripted = ScriptedDiagnoses(*rounds)
+    monkeypatch.setattr(diagnosing, "diagnoses_of", scripted)
+    clock, env, shown = FakeClock(), make_env("CartPole-v1", 1, launcher="in-process"), []
+    diagnosis = RunDiagnosis(env, clock)
+    diagnosis.on_diagnosis = lambda found: shown.append(found.cause)
+    after = []
+    for _ in rounds:
+        diagnosis.observe({"update": 1.0})  # too early
+        clock.advance(diagnosing.EVERY_S)
+        diagnosis.observe({"update": 2.0})
+        after.append([event.text for event in env.events("warned")])
+    env.close()
+    memory, straggler = "memory. Do.", "straggler. Do."
+    assert after == [[], [], [], [memory], [memory, straggler], [memory, straggler]]
+    assert shown == ["memory", "healthy", "memory", "memory", "memory", "straggler"]
+
+
+def test_the_live_display_shows_diagnosis_and_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=40)
+    monkeypatch.setattr("farstep.cli.train.console_logger", lambda steps, title: LiveDisplay(steps, title, console))
+    monkeypatch.setattr(diagnosing, "EVERY_S", 0.0)
+    monkeypatch.setattr(diagnosing, "diagnoses_of", lambda *_: [Diagnosis(cause="memory", text="Memory runs out.")])
+    options = ["--folder", str(tmp_path), "--num-envs", "4", "--num-steps", "16", "--total-steps", "128"]
+    assert main([*PPO, *options]) == 0
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "Memory runs out." in text and "joined" in text
