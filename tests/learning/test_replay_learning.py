@@ -63,8 +63,8 @@ def test_updates_per_step_are_held_and_reported(concurrent: bool) -> None:
     assert last["update"] == (last["step"] - 200) // 2
     assert last["replay/updates_per_step"] == pytest.approx(0.5, abs=0.01)
     assert last["replay/rows"] == last["step"]
-    assert sum("train/critic/loss" in row for row in rows) >= 4
-    assert last["version"] > 10, "weights are published every 16 updates"
+    assert sum("train/critic/value_loss" in row for row in rows) >= 4
+    assert last["train/actor/current_version"] > 10, "weights are published every 16 updates"
 
 
 @pytest.mark.parametrize("config", [CONFIGS["apex"], CONFIGS["sac"]], ids=["apex", "sac"])
@@ -91,7 +91,7 @@ def test_learning_continues_when_a_worker_is_killed() -> None:
         assert env.stats()["workers"]["restarts"] == 1
     assert progress.steps >= 2_000
     assert rows.rows[-1]["replay/updates_per_step"] == pytest.approx(0.25, abs=0.01)
-    assert np.isfinite([row.get("train/critic/loss", 0.0) for row in rows.rows]).all()
+    assert np.isfinite([row.get("train/critic/value_loss", 0.0) for row in rows.rows]).all()
 
 
 @pytest.mark.parametrize("learner", ["apex", "sac"])

@@ -223,7 +223,13 @@ class DQN:
         if self._updates % config.target_update_every == 0:
             self._target.follow(config.tau)
         errors = (target - q.detach()).abs()
-        metrics = {"loss": loss, "q_mean": q.mean(), "td_error": errors.mean(), "target_mean": target.mean(), **step}
+        metrics = {
+            "value_loss": loss,
+            "q_mean": q.mean(),
+            "td_error": errors.mean(),
+            "target_mean": target.mean(),
+            **step,
+        }
         found = {f"critic/{name}": value.detach() for name, value in metrics.items()}
         found["actor/epsilon"] = self.agent.epsilon.clone()
         return found, errors + _MIN_PRIORITY if config.prioritized else None

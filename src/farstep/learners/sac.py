@@ -207,7 +207,7 @@ class SAC:
         else:
             q = self._critics(rows["obs"], action)
         loss = critic_loss(q, target)
-        critic = {"loss": loss, "q_mean": q.mean(), **self._critic_optimizer.minimize(loss)}
+        critic = {"value_loss": loss, "q_mean": q.mean(), **self._critic_optimizer.minimize(loss)}
         self._critics.requires_grad_(False)
         q_actor, logprob = self._evaluate(self._critics, rows["obs"])
         policy_loss = actor_loss(q_actor, logprob, alpha)
@@ -217,7 +217,7 @@ class SAC:
         if config.alpha is None:
             self._alpha_optimizer.minimize(temperature_loss(self._log_alpha, entropy, self._target_entropy))
         self._target.follow(config.tau)
-        actor |= {"entropy": entropy.mean(), "alpha": alpha[0]}
+        actor |= {"entropy_loss": entropy.mean(), "alpha": alpha[0]}
         metrics = {f"critic/{name}": value.detach() for name, value in critic.items()}
         return metrics | {f"actor/{name}": value.detach() for name, value in actor.items()}, None
 

@@ -55,7 +55,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "gradients not finite",
         "learning",
-        "More than half of the optimizer steps were skipped (train/actor/skipped_steps)",
+        "More than half of the optimizer steps were skipped (train/actor/skipped_steps or train/critic/skipped_steps)",
         "Lower --learning-rate, or look for infinite rewards and observations.",
         find.not_finite,
     ),

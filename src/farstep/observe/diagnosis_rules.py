@@ -109,11 +109,12 @@ def silent_trigger(window: Window) -> Finding | None:
 
 def not_finite(window: Window) -> Finding | None:
     """Most optimizer steps were skipped, because their gradients were not finite."""
-    share = _judged(window, "train/actor/skipped_steps")
-    if share is None or share <= _SKIPPED:
-        return None
-    text = f"{percent(share)} of the optimizer steps were skipped, because their gradients were not finite."
-    return Finding(text, {"train/actor/skipped_steps": share})
+    for name in ("train/actor/skipped_steps", "train/critic/skipped_steps"):
+        share = _judged(window, name)
+        if share is not None and share > _SKIPPED:
+            text = f"{percent(share)} of the optimizer steps were skipped, because their gradients were not finite."
+            return Finding(text, {name: share})
+    return None
 
 
 # ---- learning ----

@@ -8,6 +8,7 @@ from farstep.observe.glossary.metric import Metric, Namespace
 
 _PPO, _KL, _EVAL = "ppo, async-ppo", "with `--kl-threshold`", "with `--eval-every`"
 _ENDED = "once an episode has ended"
+_REPLAY, _ON_POLICY = "dqn, apex, sac", "ppo, async-ppo, impala"
 _loop, _learner = partial(Metric, source="training loop"), partial(Metric, source="learner")
 _evaluation, _workers = partial(Metric, source="evaluation"), partial(Metric, source="workers")
 _head = partial(Metric, source="head")
@@ -101,20 +102,23 @@ NAMESPACES = (
             _learner(
                 "train/actor/policy_loss",
                 "loss of the policy: clipped and weighted (ppo, async-ppo), or the mean of -advantage * "
-                "log-probability (impala)",
+                "log-probability (impala), or the mean of alpha * log-probability - smaller critic's value (sac)",
+                when="not dqn, apex",
                 healthy="ppo, async-ppo: around 0, since advantages are normalized",
             ),
             _learner(
                 "train/actor/total_loss",
                 "the loss that is minimised: policy loss + weighted value loss - weighted entropy; during critic "
                 "warm-up only the value loss has an effect",
+                when=_ON_POLICY,
             ),
             _learner(
                 "train/actor/entropy_loss",
                 "entropy of the policy; higher is more random. It is log(n) for n equally likely actions, and may be "
                 "negative for continuous actions",
                 unit="nats",
-                healthy="falls slowly",
+                when="not dqn, apex",
+                healthy="falls slowly; sac: ends at `--target-entropy`",
             ),
             _learner("train/actor/proximal_ratio", "mean ratio", when=_PPO, healthy="close to 1"),
             _learner(
@@ -182,6 +186,7 @@ NAMESPACES = (
                 "train/actor/ess",
                 "effective sample size of the weighted rows, relative to their number; 1 if all weights are equal",
                 unit="fraction",
+                when=_ON_POLICY,
                 healthy="above 0.8; impala: above 0.9",
             ),
             _learner("train/actor/rho_mean", "mean rho, before clipping", when="impala", healthy="close to 1"),
@@ -207,21 +212,36 @@ NAMESPACES = (
             _learner(
                 "train/actor/grad_norm",
                 "norm of the gradient of all parameters (during critic warm-up: of the critic's own) before it is "
-                "scaled down to `--max-grad-norm`",
+                "scaled down to `--max-grad-norm`. sac: of the actor's",
+                when="not dqn, apex",
                 healthy="no upward trend",
             ),
             _learner(
                 "train/actor/skipped_steps",
                 "optimizer steps that were skipped because the gradient was not finite",
                 unit="fraction",
+                when="not dqn, apex",
                 healthy="0",
             ),
             _learner(
                 "train/actor/epochs",
                 "epochs of this update; fewer than `--update-epochs` if `--target-kl` stopped it. impala: always 1",
                 unit="epochs",
+                when=_ON_POLICY,
             ),
-            _learner("train/actor/lr", "learning rate of the policy; 0 during critic warm-up"),
+            _learner("train/actor/lr", "learning rate of the policy; 0 during critic warm-up", when=_ON_POLICY),
+            _learner(
+                "train/actor/epsilon",
+                "probability of a random action; with `--exploration ladder`, that of slot 0",
+                unit="fraction",
+                when="dqn, apex",
+            ),
+            _learner(
+                "train/actor/alpha",
+                "temperature: the weight of the entropy",
+                when="sac",
+                healthy="falls while the policy learns, then is steady",
+            ),
         ),
     ),
     Namespace(
@@ -231,12 +251,15 @@ NAMESPACES = (
             _learner(
                 "train/critic/value_loss",
                 "half the squared difference between values and their targets, in units of (normalized) returns "
-                "squared (linear beyond `--huber-delta`); grows with the return",
+                "squared (linear beyond `--huber-delta`); grows with the return. dqn, apex: "
+                "weighted Huber loss; sac: sum over both critics",
+                healthy="no upward trend over the whole run",
             ),
             _learner(
                 "train/critic/value_clip_ratio",
                 "rows where `--value-clip` changes the loss; 0 without it, as in impala",
                 unit="fraction",
+                when=_ON_POLICY,
                 healthy="below 0.5",
             ),
             _learner(
@@ -244,11 +267,47 @@ NAMESPACES = (
                 "variance of the targets that values explain. 1: perfect; 0: no better than a constant; negative: "
                 "worse",
                 unit="fraction",
+                when=_ON_POLICY,
                 healthy="rises to 0.5 and more",
             ),
-            _learner("train/critic/lr", "learning rate of the critic's own layers"),
+            _learner(
+                "train/critic/q_mean",
+                "mean value of the sampled actions",
+                when=_REPLAY,
+                healthy="at most the largest discounted return; far above it, values are overestimated",
+            ),
+            _learner("train/critic/target_mean", "mean target of these values", when="dqn, apex"),
+            _learner("train/critic/td_error", "mean absolute TD error of sampled rows", when="dqn, apex"),
+            _learner(
+                "train/critic/grad_norm",
+                "norm of the critics' gradient before it is scaled down to `--max-grad-norm`",
+                when=_REPLAY,
+                healthy="no upward trend",
+            ),
+            _learner(
+                "train/critic/skipped_steps",
+                "optimizer steps of the critics that were skipped because the gradient was not finite",
+                unit="fraction",
+                when=_REPLAY,
+                healthy="0",
+            ),
+            _learner("train/critic/lr", "learning rate of the critic's own layers", when=_ON_POLICY),
             _learner(
                 "train/critic/warmup", "1: only the critic's own layers are trained", when="during critic warm-up"
+            ),
+        ),
+    ),
+    Namespace(
+        "replay/",
+        "The replay buffer, and the ratio that its limiter holds.",
+        (
+            _learner("replay/rows", "rows in the buffer", unit="rows", when=_REPLAY),
+            _learner(
+                "replay/updates_per_step",
+                "updates per environment step since learning began",
+                unit="updates/step",
+                when=_REPLAY,
+                healthy="`--updates-per-step`, from the first thousand updates on",
             ),
         ),
     ),
@@ -257,7 +316,18 @@ NAMESPACES = (
         "Phases of the learner since the previous line. Their sum is at most `time/step`, except for `time/evaluate`.",
         (
             _loop("time/step", "time since the previous update", unit="seconds"),
-            _loop("time/collect", "waiting for this batch (RLinf: `recv_rollout_trajectories`)", unit="seconds"),
+            _loop(
+                "time/collect",
+                "waiting for this batch (RLinf: `recv_rollout_trajectories`)",
+                unit="seconds",
+                when=_ON_POLICY,
+            ),
+            _learner(
+                "time/sample",
+                "taking batches from the replay buffer, and waiting for rows",
+                unit="seconds",
+                when=_REPLAY,
+            ),
             _learner(
                 "time/recompute_logprobs",
                 "forward pass over the batch that computes proximal log-probabilities and values",
@@ -269,6 +339,7 @@ NAMESPACES = (
                 "time/advantages",
                 "values of last observations, and advantages or V-trace (RLinf: `cal_adv_and_returns`)",
                 unit="seconds",
+                when=_ON_POLICY,
             ),
             _learner(
                 "time/actor_training", "forward and backward passes, and optimizer steps", unit="seconds", label="train"
