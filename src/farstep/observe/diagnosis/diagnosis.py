@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from farstep.observe.causes import RULES
+from farstep.observe.diagnosis.causes import RULES
+from farstep.observe.diagnosis.run_window import MIN_WINDOW_S, Window
 from farstep.observe.run_status import percent
-from farstep.observe.run_window import MIN_WINDOW_S, Window
 
 
 @dataclass(frozen=True, kw_only=True)

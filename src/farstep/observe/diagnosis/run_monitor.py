@@ -9,8 +9,8 @@ from typing import Any
 
 from farstep.config.launch import RESTART_WINDOW_S
 from farstep.head.events import EventLog
-from farstep.observe.diagnosis import Diagnosis, all_diagnoses
-from farstep.observe.run_window import MIN_WINDOW_S, Snapshot, Window
+from farstep.observe.diagnosis.diagnosis import Diagnosis, all_diagnoses
+from farstep.observe.diagnosis.run_window import MIN_WINDOW_S, Snapshot, Window
 from farstep.resources import MachineUse
 
 _WINDOW_S = 30.0

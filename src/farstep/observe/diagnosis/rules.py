@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from farstep.observe.diagnosis.run_window import MIN_WINDOW_S, Window
 from farstep.observe.run_status import data_size, percent
-from farstep.observe.run_window import MIN_WINDOW_S, Window
 
 _LIMITS = 0.8
 """Share of time from which something limits a run: without it the run would be up to five times as fast."""

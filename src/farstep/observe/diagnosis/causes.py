@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from farstep.head.user_warnings import STALE_REMEDY
-from farstep.observe import diagnosis_rules as find
-from farstep.observe.diagnosis_rules import Finding
-from farstep.observe.run_window import Window
+from farstep.observe.diagnosis import rules as find
+from farstep.observe.diagnosis.rules import Finding
+from farstep.observe.diagnosis.run_window import Window
 
 Group = Literal["failure", "learning", "limit", "time"]
 """What a cause is about. Failures and learning are independent; of the others, which slow a run down, the first counts.
