@@ -20,8 +20,8 @@ from farstep.config.env import check_count, check_seed
 from farstep.errors import ConfigError, RunError, counted
 from farstep.learners.loop.evaluation import EVALUATION_SLOTS, MAX_STEPS, run_episodes
 from farstep.learners.networks.nets import make_agent
-from farstep.observe.episode_progress import EpisodeProgress
 from farstep.observe.run_status import number
+from farstep.observe.terminal.episode_progress import EpisodeProgress
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,6 @@ from farstep.learners.loop.run_config import RunConfig
 from farstep.learners.loop.training import Learner, Limits, Progress, Stopped, Training
 from farstep.learners.networks.nets import ActorCritic, NetConfig, make_agent
 from farstep.learners.ppo import PPO, PPOConfig
-from farstep.observe.console import LiveDisplay, PlainLines, console_logger
 from farstep.observe.diagnosis import Diagnosis
 from farstep.observe.event_files import EventFile
 from farstep.observe.files import as_run_error, replace_file
@@ -48,8 +47,9 @@ from farstep.observe.loggers import (
     require_tensorboard,
     require_wandb,
 )
-from farstep.observe.panel import SHOWN_EVENTS
 from farstep.observe.run_folder import RunFolder, run_name
+from farstep.observe.terminal.console import LiveDisplay, PlainLines, console_logger
+from farstep.observe.terminal.panel import SHOWN_EVENTS
 from farstep.resources import usable_cpus
 from farstep.version import VERSION
 

@@ -27,8 +27,8 @@ from rich.text import Text
 from farstep.errors import ClosedError
 from farstep.event import Event
 from farstep.observe.diagnosis import Diagnosis
-from farstep.observe.panel import panel
 from farstep.observe.run_status import RunStatus, line
+from farstep.observe.terminal.panel import panel
 
 _LINE_EVERY_S = 5.0
 _REFRESH_S = 0.25
