@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from farstep.config.transfer import TransferTrigger
 from farstep.errors import ConfigError, unknown_name
-from farstep.workflow.ledger import Ledger
+from farstep.workflow.triggers.ledger import Ledger
 
 Message = Mapping[str, Any]
 

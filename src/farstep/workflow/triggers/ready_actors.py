@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from farstep.errors import ConfigError
-from farstep.workflow.ledger import Actor, Ledger, Span
+from farstep.workflow.triggers.ledger import Actor, Ledger, Span
 
 Columns = Mapping[str, tuple[Any, ...]]
 """`actor_ids`, `start` and `versions` of a message."""

@@ -8,26 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from farstep.config.transfer import TransferTrigger
 from farstep.errors import ConfigError, unknown_name
-from farstep.workflow.dispatch import AllOf, AnyOf, Delivery, Dispatcher, LazyMessage, Message, Trigger
-from farstep.workflow.fragments import Fragments
-from farstep.workflow.ledger import Actor, Ledger
-from farstep.workflow.ready_actors import NewestSteps, ReadyActors
-
-__all__ = [
-    "AllOf",
-    "AnyOf",
-    "DataKeyTrigger",
-    "Delivery",
-    "Dispatcher",
-    "Ledger",
-    "Message",
-    "ObjectKeyTrigger",
-    "TimeTrigger",
-    "TransferTrigger",
-    "Trigger",
-]
+from farstep.workflow.triggers.dispatch import LazyMessage, Message, Trigger
+from farstep.workflow.triggers.fragments import Fragments
+from farstep.workflow.triggers.ledger import Actor, Ledger
+from farstep.workflow.triggers.ready_actors import NewestSteps, ReadyActors
 
 Unit = Literal["seconds", "env_steps", "learner_steps"]
 

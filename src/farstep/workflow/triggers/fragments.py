@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from farstep.workflow.ledger import Actor, Ledger
+from farstep.workflow.triggers.ledger import Actor, Ledger
 
 
 @dataclass
