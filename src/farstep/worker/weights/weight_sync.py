@@ -13,8 +13,8 @@ from farstep.rollout.progress import COUNT, PHASE, Phase
 from farstep.sync.rules import Always, divergence_of, name_of, probes_of, threshold_of
 from farstep.wire import messages as m
 from farstep.worker.acting import Actor
-from farstep.worker.probing import Probing
-from farstep.worker.weights import Weights
+from farstep.worker.weights.probing import Probing
+from farstep.worker.weights.sources import Weights
 
 
 class PullTotals(NamedTuple):
