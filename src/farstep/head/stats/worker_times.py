@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farstep.head.rates import Rate
+from farstep.head.stats.rates import Rate
 from farstep.wire.messages import Times
 
 _PARTS = Times.__struct_fields__

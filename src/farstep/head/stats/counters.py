@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from farstep.batch import Batch
-from farstep.head.learner_times import LearnerTimes
 from farstep.head.members.membership import State
-from farstep.head.rates import Rate
 from farstep.head.server import Server
+from farstep.head.stats.learner_times import LearnerTimes
+from farstep.head.stats.rates import Rate
+from farstep.head.stats.worker_times import WorkerTimes
 from farstep.head.tickets.records import AcceptedChunk
-from farstep.head.worker_times import WorkerTimes
 from farstep.wire.messages import Chunk
 
 _WINDOW = 100
