@@ -21,7 +21,7 @@ import tyro
 from farstep.cli.launchers import ENGINES, NoOptions, chosen_launcher
 from farstep.config.launch import EngineConfig
 from farstep.errors import ConfigError
-from farstep.learners.loop.run_config import RunConfig
+from farstep.learners.options.run_config import RunConfig
 from farstep.observe.extras import require
 from farstep.version import VERSION
 

@@ -19,7 +19,7 @@ from farstep.doctor.findings import Finding
 from farstep.doctor.machine import addresses, machine
 from farstep.doctor.nodes import nodes
 from farstep.errors import ConfigError
-from farstep.learners.loop.run_config import LauncherName, RunConfig
+from farstep.learners.options.run_config import LauncherName, RunConfig
 
 C = TypeVar("C", bound=LaunchConfig)
 _QUIET_S = 3.0

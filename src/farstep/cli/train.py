@@ -32,9 +32,9 @@ from farstep.learners.async_ppo import AsyncPPO, AsyncPPOConfig
 from farstep.learners.impala import Impala, ImpalaConfig
 from farstep.learners.loop.checkpoint_schedule import DEFAULT_EVERY
 from farstep.learners.loop.evaluation import EVALUATION_SLOTS, Evaluator
-from farstep.learners.loop.run_config import RunConfig
 from farstep.learners.loop.training import Learner, Limits, Progress, Stopped, Training
 from farstep.learners.networks.nets import ActorCritic, NetConfig, make_agent
+from farstep.learners.options.run_config import RunConfig
 from farstep.learners.ppo import PPO, PPOConfig
 from farstep.observe.diagnosis import Diagnosis
 from farstep.observe.event_files import EventFile
