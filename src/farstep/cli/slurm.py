@@ -11,7 +11,7 @@ import tyro
 from farstep.cli.options import parse
 from farstep.config.launch import SlurmConfig
 from farstep.errors import ConfigError
-from farstep.launch.slurm import batch_script, job_sizes
+from farstep.launch.engines.slurm import batch_script, job_sizes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from farstep.launch.ray.actor import DaemonActor
+from farstep.launch.engines.ray.actor import DaemonActor
 
 _STORE_BYTES = 80 * 2**20
 """Size of the object store in bytes: about the minimum that Ray accepts, because farstep does not use it."""

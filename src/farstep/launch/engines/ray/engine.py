@@ -26,8 +26,8 @@ from farstep.config.launch import RayConfig
 from farstep.errors import LaunchError
 from farstep.launch.addresses import own_addresses
 from farstep.launch.daemon.process import import_path
-from farstep.launch.engine import EngineLost, Group, RequestStatus
-from farstep.launch.engine_processes import file_tail
+from farstep.launch.engines.engine import EngineLost, Group, RequestStatus
+from farstep.launch.engines.engine_processes import file_tail
 
 _DIAL_S, _CONNECT_S, _ANSWER_S, _ENDING_S, _CLOSE_S = 5.0, 120.0, 10.0, 5.0, 10.0
 _GONE_S = 30.0
@@ -112,7 +112,7 @@ class Driver:
         self._log = tempfile.TemporaryFile(prefix="farstep-ray-")  # noqa: SIM115 - closed by `close`
         self._process = subprocess.Popen(
             # Do not use -m: Ray's workers would then import from the folder of the file, which contains a module `ray`.
-            [sys.executable, "-c", "from farstep.launch.ray.driver import main; main()", str(os.getpid())],
+            [sys.executable, "-c", "from farstep.launch.engines.ray.driver import main; main()", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

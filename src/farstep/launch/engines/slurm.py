@@ -21,8 +21,8 @@ from farstep.errors import LaunchError, counted
 from farstep.event import Emit, traceback_of
 from farstep.launch.addresses import own_addresses
 from farstep.launch.daemon.guardian import Guardian
-from farstep.launch.engine import RECLAIMED, RESTARTS, Group, RequestStatus, setup_lines
-from farstep.launch.engine_processes import EngineProcess, EngineProcesses, after_setup, end_processes
+from farstep.launch.engines.engine import RECLAIMED, RESTARTS, Group, RequestStatus, setup_lines
+from farstep.launch.engines.engine_processes import EngineProcess, EngineProcesses, after_setup, end_processes
 
 _COMMAND_S = 60.0
 _INTERRUPTED_S = 3.0

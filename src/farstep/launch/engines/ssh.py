@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from farstep.config.launch import SSHConfig
 from farstep.errors import LaunchError
 from farstep.launch.addresses import own_addresses
-from farstep.launch.engine_processes import EngineProcess, EngineProcesses, after_setup, end_processes
+from farstep.launch.engines.engine_processes import EngineProcess, EngineProcesses, after_setup, end_processes
 
 
 class SSHEngine:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import IO
 
-from farstep.launch.engine import Group, RequestStatus, setup_lines
+from farstep.launch.engines.engine import Group, RequestStatus, setup_lines
 
 _TAIL_BYTES = 4096
 _LEAVE_S = 2.0

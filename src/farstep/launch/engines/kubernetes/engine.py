@@ -15,16 +15,16 @@ from farstep.event import Emit, traceback_of
 from farstep.launch.addresses import own_addresses
 from farstep.launch.daemon.guardian import Guardian
 from farstep.launch.daemon.process import import_path
-from farstep.launch.engine import Group, RequestStatus
-from farstep.launch.kubernetes.api import Api, RefusedError, containers
-from farstep.launch.kubernetes.manifests import GROUP_LABEL, RUN_LABEL, Manifest, manifests, owned, owner
+from farstep.launch.engines.engine import Group, RequestStatus
+from farstep.launch.engines.kubernetes.api import Api, RefusedError, containers
+from farstep.launch.engines.kubernetes.manifests import GROUP_LABEL, RUN_LABEL, Manifest, manifests, owned, owner
 
 _MAX_LOGS = 8
 _MAX_RESTARTS = 5
 """A failing pod of a Deployment is given up after this many restarts."""
 _COST = "controller.kubernetes.io/pod-deletion-cost"
 _CLEAN_UP = (
-    "import sys; from farstep.launch.kubernetes.engine import clean_up; clean_up(sys.argv[1], sys.argv[2], "
+    "import sys; from farstep.launch.engines.kubernetes.engine import clean_up; clean_up(sys.argv[1], sys.argv[2], "
     "sys.argv[3:])"
 )
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from farstep.config.kubernetes import KubernetesConfig
-from farstep.launch.engine import setup_lines
+from farstep.launch.engines.engine import setup_lines
 
 Manifest = dict[str, Any]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from farstep.errors import LaunchError
-from farstep.launch.kubernetes.manifests import CONTAINER, Manifest
+from farstep.launch.engines.kubernetes.manifests import CONTAINER, Manifest
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TIMEOUT_S = (5.0, 30.0)
