@@ -11,8 +11,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 import tyro
 
-from farstep.cli.launchers import LAUNCHERS, check_options, chosen_launcher
-from farstep.cli.options import parse
+from farstep.cli.options.launchers import LAUNCHERS, check_options, chosen_launcher
+from farstep.cli.options.parsing import parse
 from farstep.config.launch import LaunchConfig
 from farstep.doctor.engines import engine
 from farstep.doctor.findings import Finding

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import tyro
 
-from farstep.cli.options import parse
+from farstep.cli.options.parsing import parse
 from farstep.cli.saved_run import SavedPolicy, SavedRun
 from farstep.cluster_env import ClusterEnv
 from farstep.config.env import check_count, check_seed

@@ -9,7 +9,7 @@ from typing import Any
 
 import tyro
 
-from farstep.cli.options import parse
+from farstep.cli.options.parsing import parse
 from farstep.config.kubernetes import KubernetesConfig
 from farstep.errors import ConfigError
 from farstep.launch.engines.kubernetes.engine import KubernetesEngine

@@ -18,9 +18,9 @@ import torch
 import tyro
 
 from farstep.checkpoint import folder as checkpoint
-from farstep.cli.config_file import as_yaml, read_options
-from farstep.cli.launchers import ENGINES, NoOptions, check_options, chosen_launcher
-from farstep.cli.options import check_belonging, parse, typed
+from farstep.cli.options.config_file import as_yaml, read_options
+from farstep.cli.options.launchers import ENGINES, NoOptions, check_options, chosen_launcher
+from farstep.cli.options.parsing import check_belonging, parse, typed
 from farstep.cli.recording import check_recording, record
 from farstep.cli.trust import check_trusted
 from farstep.cluster_env import ClusterEnv, event_log_of

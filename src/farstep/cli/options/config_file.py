@@ -18,7 +18,7 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 import tyro
 
-from farstep.cli.launchers import ENGINES, NoOptions, chosen_launcher
+from farstep.cli.options.launchers import ENGINES, NoOptions, chosen_launcher
 from farstep.config.launch import EngineConfig
 from farstep.errors import ConfigError
 from farstep.learners.options.run_config import RunConfig

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from farstep.cli.options import check_belonging
+from farstep.cli.options.parsing import check_belonging
 from farstep.config.kubernetes import KubernetesConfig
 from farstep.config.launch import (
     EngineConfig,
