@@ -27,7 +27,7 @@ from farstep.wire.channels.zmq import MAIN, Hub
 from farstep.wire.codec import Limits, pack, unpack
 from farstep.wire.keys import KeyPair
 from farstep.wire.messages import decoded
-from farstep.workflow.triggers.dispatch import Message
+from farstep.workflow.triggers.messages import Message
 
 _PING_S = 0.5  # only sending to a receiver detects that it is dead
 _SEND_S = 2.0

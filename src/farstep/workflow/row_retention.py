@@ -17,8 +17,8 @@ from farstep.errors import ConfigError, FarstepError
 from farstep.head.tickets.records import DropCause
 from farstep.workflow.partial_chunks import PartialChunks
 from farstep.workflow.triggers import DataKeyTrigger
-from farstep.workflow.triggers.dispatch import Message
 from farstep.workflow.triggers.ledger import Ledger
+from farstep.workflow.triggers.messages import Message
 from farstep.workflow.windows import Windows
 
 

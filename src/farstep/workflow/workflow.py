@@ -39,8 +39,10 @@ from farstep.workflow.objects import ModelBlock
 from farstep.workflow.rollout_requests import RolloutRequests
 from farstep.workflow.run_state import RunState
 from farstep.workflow.triggers import DataKeyTrigger
-from farstep.workflow.triggers.dispatch import Delivery, Dispatcher, Message, Trigger, leaves_of
+from farstep.workflow.triggers.dispatch import Delivery, Dispatcher
 from farstep.workflow.triggers.ledger import Actor, Ledger
+from farstep.workflow.triggers.messages import Message
+from farstep.workflow.triggers.trigger import Trigger, leaves_of
 
 _STEPS = 32  # steps per chunk if no trigger has a size
 _REMOTE_S = 0.05  # seconds between two checks of consumers in other processes

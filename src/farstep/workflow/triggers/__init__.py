@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from farstep.config.transfer import TransferTrigger
-from farstep.workflow.triggers.dispatch import AllOf, AnyOf, Delivery, Dispatcher, Message, Trigger
+from farstep.workflow.triggers.dispatch import Delivery, Dispatcher
 from farstep.workflow.triggers.ledger import Ledger
+from farstep.workflow.triggers.messages import Message
+from farstep.workflow.triggers.trigger import AllOf, AnyOf, Trigger
 from farstep.workflow.triggers.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
 
 __all__ = [

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from farstep.errors import ConfigError, unknown_name
-from farstep.workflow.triggers.dispatch import LazyMessage, Message, Trigger
 from farstep.workflow.triggers.fragments import Fragments
 from farstep.workflow.triggers.ledger import Actor, Ledger
+from farstep.workflow.triggers.messages import LazyMessage, Message
 from farstep.workflow.triggers.ready_actors import NewestSteps, ReadyActors
+from farstep.workflow.triggers.trigger import Trigger
 
 Unit = Literal["seconds", "env_steps", "learner_steps"]
 
