@@ -25,12 +25,12 @@ from farstep.learners.loop.evaluation import Evaluator
 from farstep.learners.loop.timing import WORKER_METRICS
 from farstep.learners.networks.nets import NetConfig
 from farstep.learners.ppo import PPOConfig
-from farstep.observe.console import PlainLines
 from farstep.observe.files import read_rows
 from farstep.observe.glossary import METRICS, NAMESPACES, STATS, STATS_GROUPS
 from farstep.observe.loggers import JsonlLogger, Loggers, TensorBoardLogger, WandbLogger
-from farstep.observe.panel import panel
 from farstep.observe.run_status import RunStatus, line
+from farstep.observe.terminal.console import PlainLines
+from farstep.observe.terminal.panel import panel
 from farstep.testing import FaultyEnv, TableAgent
 from farstep.workflow.triggers import DataKeyTrigger, TimeTrigger
 from tests.cluster.checks import cluster, in_process, within

@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 import tyro
 
-from farstep.cli.options import parse
+from farstep.cli.options.parsing import parse
 from farstep.cli.recording import agent_of, check_recording, record
 from farstep.cli.saved_run import SavedRun
 from farstep.config.env import check_count, check_seed
