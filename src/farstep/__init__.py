@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from farstep.errors import WorkerError as WorkerError
     from farstep.errors import WorkerStuck as WorkerStuck
     from farstep.event import Event as Event
-    from farstep.head.stats import scalars as scalars
+    from farstep.head.stats.counters import scalars as scalars
     from farstep.observe.diagnosis import Diagnosis as Diagnosis
     from farstep.vector_env import make_vec as make_vec
     from farstep.workflow.triggers import DataKeyTrigger as DataKeyTrigger
@@ -99,7 +99,7 @@ _HOMES = {
     "WorkerError": "errors",
     "WorkerStuck": "errors",
     "make_vec": "vector_env",
-    "scalars": "head.stats",
+    "scalars": "head.stats.counters",
 }
 
 __all__ = list(_HOMES)

@@ -31,8 +31,7 @@ from farstep.schema import map_leaves, nest
 from farstep.sync import Always
 
 if TYPE_CHECKING:
-    from farstep.observe.diagnosis import Diagnosis
-    from farstep.observe.run_monitor import RunMonitor
+    from farstep.observe.diagnosis import Diagnosis, RunMonitor
 
 Space = gymnasium.spaces.Space[Any]
 _MAX_STALENESS = 1000
@@ -487,7 +486,7 @@ def collector_for(env: ClusterEnv, agent: Agent) -> Collector:
 
 def diagnoses_of(env: ClusterEnv, metrics: Sequence[Mapping[str, float]] = ()) -> list[Diagnosis]:
     """Return what `ClusterEnv.diagnose` does, then further causes that are independent of it."""
-    from farstep.observe.run_monitor import RunMonitor  # not at launch: `farstep.observe` imports the terminal
+    from farstep.observe.diagnosis import RunMonitor  # not at launch: `farstep.observe` imports the terminal
 
     collector = env._launched()
     if env._monitor is None:

@@ -33,8 +33,7 @@ from farstep.schema import leaves, nest, space_schema
 from farstep.sync import Always
 
 if TYPE_CHECKING:
-    from farstep.observe.diagnosis import Diagnosis
-    from farstep.observe.run_monitor import RunMonitor
+    from farstep.observe.diagnosis import Diagnosis, RunMonitor
 
 
 def make_vec(
@@ -250,7 +249,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         Returns:
             The cause in one sentence, with the numbers behind it and the remedy, as `ClusterEnv.diagnose`.
         """
-        from farstep.observe.run_monitor import RunMonitor  # not at launch: `farstep.observe` imports the terminal
+        from farstep.observe.diagnosis import RunMonitor  # not at launch: `farstep.observe` imports the terminal
 
         server = self._stepper.server
         if self._monitor is None:

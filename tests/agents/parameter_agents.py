@@ -13,7 +13,7 @@ import torch
 
 from farstep.agents.parameters import ParameterLoader, as_stored, leaves_of
 from farstep.head.weights.parameters import ParameterStore
-from farstep.worker.weights import SharedWeights
+from farstep.worker.weights.sources import SharedWeights
 
 
 class Base:

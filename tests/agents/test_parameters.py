@@ -26,7 +26,7 @@ from farstep.config.env import WeightsConfig
 from farstep.errors import AgentError
 from farstep.head.weights.parameters import ParameterStore
 from farstep.rollout.weight_headers import check_digest
-from farstep.worker.weights import RemoteWeights, SharedWeights
+from farstep.worker.weights.sources import RemoteWeights, SharedWeights
 from tests.agents.parameter_agents import (
     AGENTS,
     Base,
@@ -268,7 +268,7 @@ def test_loading_from_read_only_memory_does_not_warn(make: Callable[[], Any]) ->
 
 READER = """
 import sys
-from farstep.worker.weights import SharedWeights
+from farstep.worker.weights.sources import SharedWeights
 
 class Loader:
     nbytes = int(sys.argv[2])

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import farstep
-from farstep.cli.launchers import ENGINES, LAUNCHERS, chosen_launcher
+from farstep.cli.options.launchers import ENGINES, LAUNCHERS, chosen_launcher
 from farstep.doctor import machine
 from farstep.doctor.findings import Finding, problem
 from farstep.errors import ConfigError

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from farstep.cli import main
-from farstep.observe.episode_progress import EpisodeProgress
+from farstep.observe.terminal.episode_progress import EpisodeProgress
 from farstep.testing import FakeClock
 
 HERE = ["--launcher", "in-process", "--num-envs", "2", "--num-steps", "32"]

@@ -20,8 +20,8 @@ from tests.cluster.tables import ENDLESS
 
 @pytest.fixture
 def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("run_monitor", "diagnosis", "diagnosis_rules"):
-        monkeypatch.setattr(f"farstep.observe.{module}.MIN_WINDOW_S", 0.2)
+    for module in ("run_monitor", "diagnosis", "rules"):
+        monkeypatch.setattr(f"farstep.observe.diagnosis.{module}.MIN_WINDOW_S", 0.2)
 
 
 class OneSlowEnv(CountingEnv):

@@ -186,7 +186,7 @@ def test_a_lost_node_costs_only_its_chunks_in_flight(monkeypatch: pytest.MonkeyP
 @pytest.mark.timeout(300)
 def test_a_lost_cluster_raises_and_does_not_kill_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with a large restart budget, whose growing pauses add up to minutes."""
-    monkeypatch.setattr("farstep.launch.ray.engine._GONE_S", 10.0)
+    monkeypatch.setattr("farstep.launch.engines.ray.engine._GONE_S", 10.0)
     with RayCluster(nodes=0, head_cpus=2) as started:
         join(monkeypatch, started)
         with cluster(config=farstep.RayConfig(workers_per_node=1, restart_budget=100)) as env:
@@ -203,7 +203,7 @@ def test_batches_continue_without_rays_first_node_until_ray_ends_the_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "12")
-    monkeypatch.setattr("farstep.launch.ray.engine._GONE_S", 15.0)
+    monkeypatch.setattr("farstep.launch.engines.ray.engine._GONE_S", 15.0)
     with RayCluster(nodes=1, cpus=2) as started:
         join(monkeypatch, started)
         with cluster(config=farstep.RayConfig(workers_per_node=1)) as env:

@@ -19,7 +19,7 @@ import pytest
 import farstep
 from farstep.config.launch import SlurmConfig
 from farstep.errors import LaunchError
-from farstep.launch.slurm import batch_script, job_sizes
+from farstep.launch.engines.slurm import batch_script, job_sizes
 from farstep.testing import CountingEnv, TableAgent, check_launcher
 from tests.cluster import checks
 from tests.cluster.checks import assert_balanced, within, without_programs

@@ -9,8 +9,8 @@ import pytest
 
 import farstep
 from farstep.buffer import SampleToInsertRatio, Uniform
-from farstep.head import stats as head_stats
-from farstep.head.learner_times import LearnerTimes
+from farstep.head.stats import counters as head_stats
+from farstep.head.stats.learner_times import LearnerTimes
 from farstep.testing import TableAgent
 from farstep.workflow.triggers import DataKeyTrigger, TimeTrigger
 from tests.cluster.checks import cluster, eventually, in_process, within

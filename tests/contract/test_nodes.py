@@ -16,7 +16,7 @@ import pytest
 import farstep
 from farstep.config.launch import SSHConfig
 from farstep.errors import LaunchError
-from farstep.launch.ssh import SSHEngine
+from farstep.launch.engines.ssh import SSHEngine
 from farstep.testing import CountingEnv, TableAgent, check_launcher
 from farstep.version import VERSION
 

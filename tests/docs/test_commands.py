@@ -13,8 +13,8 @@ import pytest
 from farstep.cli.train import _options
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.impala import ImpalaConfig
-from farstep.learners.loop.run_config import RunConfig
 from farstep.learners.networks.nets import NetConfig
+from farstep.learners.options.run_config import RunConfig
 from farstep.learners.ppo import PPOConfig
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from farstep.observe.causes import RULES
+from farstep.observe.diagnosis.causes import RULES
 
 PAGE = Path(__file__).parents[2] / "docs" / "waiting.md"
 BEGIN, END = "checked by tests/docs/test_waiting.py -->\n", "<!-- end of causes -->"

@@ -14,9 +14,9 @@ import farstep.launch
 from farstep.config.kubernetes import KubernetesConfig
 from farstep.head.events import EventLog
 from farstep.launch.daemon.guardian import Guardian
-from farstep.launch.engine import Group, RequestStatus
-from farstep.launch.kubernetes.engine import KubernetesEngine
-from farstep.launch.kubernetes.manifests import manifests
+from farstep.launch.engines.engine import Group, RequestStatus
+from farstep.launch.engines.kubernetes.engine import KubernetesEngine
+from farstep.launch.engines.kubernetes.manifests import manifests
 from tests.engines import host_image
 from tests.engines.guarded import require, system_path, wait_until
 from tests.engines.namespaces import Network
@@ -103,7 +103,7 @@ class PodmanConfig(KubernetesConfig):
 
 
 class PodmanEngine:
-    """See `farstep.launch.engine.Engine`."""
+    """See `farstep.launch.engines.engine.Engine`."""
 
     grace_s = 5.0
 

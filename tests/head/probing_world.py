@@ -16,7 +16,7 @@ from farstep.rollout.blocks import Layout
 from farstep.rollout.rows import Rows
 from farstep.schema import ArraySpec
 from farstep.wire.messages import Chunk, Probe
-from farstep.worker.probing import Probing
+from farstep.worker.weights.probing import Probing
 
 STEPS, ENVS, SIZE = 20, 6, 3
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from farstep.head.learner_times import LearnerTimes
-from farstep.head.rates import Rate
+from farstep.head.stats.learner_times import LearnerTimes
+from farstep.head.stats.rates import Rate
 
 
 class Clock:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farstep.head.stats import Counters
+from farstep.head.stats.counters import Counters
 from farstep.wire.messages import Times
 
 

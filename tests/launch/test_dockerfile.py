@@ -7,7 +7,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from farstep.launch.kubernetes import manifests
+from farstep.launch.engines.kubernetes import manifests
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "Dockerfile").read_text()

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from farstep.doctor.programs import Program
-from farstep.launch.engine import SETUP_FAILED, setup_lines
-from farstep.launch.engine_processes import EngineProcess, end_processes
+from farstep.launch.engines.engine import SETUP_FAILED, setup_lines
+from farstep.launch.engines.engine_processes import EngineProcess, end_processes
 
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); time.sleep(60)"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from farstep.head.events import EventLog
-from farstep.launch.engine import Group, RequestStatus
+from farstep.launch.engines.engine import Group, RequestStatus
 from farstep.launch.groups import WatchedGroup
 
 

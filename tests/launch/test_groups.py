@@ -12,7 +12,7 @@ from farstep.config.launch import RESTART_WINDOW_S, SSHConfig
 from farstep.errors import LaunchError
 from farstep.head.events import EventLog
 from farstep.launch import groups as module
-from farstep.launch.engine import EngineLost, Group, RequestStatus
+from farstep.launch.engines.engine import EngineLost, Group, RequestStatus
 from farstep.launch.groups import Groups
 
 

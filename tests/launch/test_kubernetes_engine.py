@@ -17,8 +17,8 @@ import pytest
 from farstep.config.kubernetes import KubernetesConfig
 from farstep.errors import LaunchError
 from farstep.head.events import EventLog
-from farstep.launch.kubernetes import api as kubernetes_api
-from farstep.launch.kubernetes.engine import KubernetesEngine, Pods
+from farstep.launch.engines.kubernetes import api as kubernetes_api
+from farstep.launch.engines.kubernetes.engine import KubernetesEngine, Pods
 from tests.launch.fake_kubernetes import FakeKubernetes, kubeconfig, serving
 
 BOOTSTRAP = json.dumps({"run": "ab12", "secret": "s3cret"}).encode()
@@ -246,7 +246,7 @@ def test_in_a_pod_everything_belongs_to_it(
 
 HEAD = """
 import signal, sys
-from farstep.launch.kubernetes.engine import KubernetesEngine
+from farstep.launch.engines.kubernetes.engine import KubernetesEngine
 from farstep.config.kubernetes import KubernetesConfig
 from farstep.head.events import EventLog
 engine = KubernetesEngine(KubernetesConfig(image="farstep:1"), EventLog().emit)

@@ -13,7 +13,7 @@ import pytest
 
 from farstep.config.kubernetes import KubernetesConfig
 from farstep.errors import ConfigError
-from farstep.launch.kubernetes.manifests import manifests, merged, redacted
+from farstep.launch.engines.kubernetes.manifests import manifests, merged, redacted
 from tests.launch.fake_kubernetes import VERSIONS
 
 FULL: dict[str, Any] = {

@@ -17,7 +17,7 @@ import zmq
 from farstep.errors import WireError
 from farstep.launch.daemon.node_daemon import NodeDaemon, _Child
 from farstep.launch.daemon.process import ProcessStarter
-from farstep.launch.engine import RECLAIMED
+from farstep.launch.engines.engine import RECLAIMED
 from farstep.rollout.progress import ProgressBoard
 from farstep.wire import node_messages as n
 from farstep.wire.keys import KeyPair

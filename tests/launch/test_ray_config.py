@@ -21,7 +21,7 @@ def test_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_launcher_does_not_import_ray() -> None:
-    code = "import sys, farstep.launch.ray.engine\nfarstep.RayConfig()\nassert 'ray' not in sys.modules"
+    code = "import sys, farstep.launch.engines.ray.engine\nfarstep.RayConfig()\nassert 'ray' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
 
 

@@ -12,7 +12,7 @@ import farstep
 from farstep.cli.doctor import main as doctor
 from farstep.cli.slurm import main as slurm
 from farstep.errors import ConfigError
-from farstep.launch.slurm import batch_script, step_command
+from farstep.launch.engines.slurm import batch_script, step_command
 from farstep.testing import CountingEnv, TableAgent
 
 

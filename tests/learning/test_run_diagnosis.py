@@ -13,9 +13,9 @@ from farstep.cli import main
 from farstep.event import Event
 from farstep.learners.loop import diagnosing
 from farstep.learners.loop.diagnosing import RunDiagnosis
-from farstep.observe.console import LiveDisplay
 from farstep.observe.diagnosis import Diagnosis
 from farstep.observe.event_files import read_events
+from farstep.observe.terminal.console import LiveDisplay
 from farstep.testing import FakeClock
 from tests.learning.tasks import make_env
 

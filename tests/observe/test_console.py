@@ -23,11 +23,11 @@ from rich.console import Console
 
 from farstep.errors import ClosedError
 from farstep.event import Event, EventKind
-from farstep.observe.console import LiveDisplay, PlainLines, console_logger
 from farstep.observe.diagnosis import Diagnosis
 from farstep.observe.loggers import Loggers
-from farstep.observe.panel import panel
 from farstep.observe.run_status import RunStatus, data_size, duration, line, number, percent
+from farstep.observe.terminal.console import LiveDisplay, PlainLines, console_logger
+from farstep.observe.terminal.panel import panel
 from farstep.testing import FakeClock
 
 METRICS = {
@@ -308,7 +308,7 @@ def test_a_fork_prints_where_it_printed_before() -> None:
     code = """
 import io, os
 from rich.console import Console
-from farstep.observe.console import LiveDisplay
+from farstep.observe.terminal.console import LiveDisplay
 live = LiveDisplay(10, console=Console(file=io.StringIO(), force_terminal=True))
 if not os.fork():
     print("from the fork", flush=True)
@@ -359,7 +359,7 @@ def test_a_terminal_that_is_gone_does_not_end_the_training(caplog, capsys) -> No
 TRAINING = """
 import logging, sys, time
 logging.basicConfig()
-from farstep.observe.console import console_logger
+from farstep.observe.terminal.console import console_logger
 from farstep.observe.loggers import Loggers
 loggers = Loggers(console_logger(10**9, "run"))
 step = 0

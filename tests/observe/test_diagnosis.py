@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from farstep.head.events import EventLog
-from farstep.observe.causes import CAUSES, RULES
-from farstep.observe.diagnosis import Diagnosis, all_diagnoses, diagnose
-from farstep.observe.run_monitor import RunMonitor
-from farstep.observe.run_window import Snapshot, Window
+from farstep.observe.diagnosis import Diagnosis, RunMonitor, Snapshot, Window, all_diagnoses, diagnose
+from farstep.observe.diagnosis.causes import CAUSES, RULES
 from farstep.resources import MachineUse, ProcessUse
 
 GIB = 2**30
@@ -235,7 +233,7 @@ def test_counters_of_lock_step_environments_are_enough() -> None:
 
 def test_the_window_is_the_last_half_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr("farstep.observe.run_monitor.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("farstep.observe.diagnosis.run_monitor.time.monotonic", lambda: now[0])
     monitor = RunMonitor(EventLog(), 990.0, machine())
 
     def after(seconds: float, **parts: float) -> Diagnosis:

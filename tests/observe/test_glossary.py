@@ -28,12 +28,12 @@ from farstep.learners.networks.nets import NetConfig
 from farstep.learners.ppo import PPOConfig
 from farstep.learners.replay.config import ReplayConfig
 from farstep.learners.sac import SACConfig
-from farstep.observe.console import PlainLines
 from farstep.observe.files import read_rows
 from farstep.observe.glossary import METRICS, NAMESPACES, STATS, STATS_GROUPS
 from farstep.observe.loggers import JsonlLogger, Loggers, TensorBoardLogger, WandbLogger
-from farstep.observe.panel import panel
 from farstep.observe.run_status import RunStatus, line
+from farstep.observe.terminal.console import PlainLines
+from farstep.observe.terminal.panel import panel
 from farstep.testing import FaultyEnv, TableAgent
 from farstep.workflow.triggers import DataKeyTrigger, TimeTrigger
 from tests.cluster.checks import cluster, in_process, within

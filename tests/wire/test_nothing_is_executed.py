@@ -40,7 +40,7 @@ ALLOWED = {
     ("__init__.py", "__getattr__"): "the package's own modules, by names of a table in the same file",
     ("learners/__init__.py", "__getattr__"): "the package's own modules, by names of a table in the same file",
     ("agents/tape/program.py", "__init__"): "source that this process has just written from a recording of its own",
-    ("cli/config_file.py", "_read"): "YAML of a file that the user names, with the safe loader",
+    ("cli/options/config_file.py", "_read"): "YAML of a file that the user names, with the safe loader",
     ("cli/kubernetes.py", "main"): "writes YAML, reads none",
     ("cli/__init__.py", "_command"): "a command of our own, by a name of a table in the same file",
     ("observe/extras.py", "require"): "a library that the user chose, by a name in our own code",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from farstep.worker.weight_sync import WeightSync
+from farstep.worker.weights.weight_sync import WeightSync
 
 
 class FakeWeights:

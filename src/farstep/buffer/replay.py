@@ -28,7 +28,8 @@ from farstep.buffer.saving import (
     refusing_invalid_options,
     save_buffer,
 )
-from farstep.buffer.storage.contents import Contents, fitting_capacity
+from farstep.buffer.storage.capacity import fitting_capacity
+from farstep.buffer.storage.contents import Contents
 from farstep.buffer.storage.rows import (
     arrays_of,
     as_arrays,

@@ -15,7 +15,7 @@ import msgspec
 from farstep.buffer import samplers
 from farstep.buffer.limiter import RateLimiter
 from farstep.buffer.samplers import Sampler, check_sampler
-from farstep.buffer.storage.contents import cells_of
+from farstep.buffer.storage.capacity import cells_of
 from farstep.buffer.storage.table import Table
 from farstep.checkpoint.checks import Count, check_array, check_keys, converted, require
 from farstep.checkpoint.files import Refused

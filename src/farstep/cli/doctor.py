@@ -11,15 +11,15 @@ from typing import Any, Generic, Literal, TypeVar
 
 import tyro
 
-from farstep.cli.launchers import LAUNCHERS, check_options, chosen_launcher
-from farstep.cli.options import parse
+from farstep.cli.options.launchers import LAUNCHERS, check_options, chosen_launcher
+from farstep.cli.options.parsing import parse
 from farstep.config.launch import LaunchConfig
 from farstep.doctor.engines import engine
 from farstep.doctor.findings import Finding
 from farstep.doctor.machine import addresses, machine
 from farstep.doctor.nodes import nodes
 from farstep.errors import ConfigError
-from farstep.learners.loop.run_config import LauncherName, RunConfig
+from farstep.learners.options.run_config import LauncherName, RunConfig
 
 C = TypeVar("C", bound=LaunchConfig)
 _QUIET_S = 3.0

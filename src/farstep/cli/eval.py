@@ -13,15 +13,15 @@ import numpy as np
 import torch
 import tyro
 
-from farstep.cli.options import parse
+from farstep.cli.options.parsing import parse
 from farstep.cli.saved_run import SavedPolicy, SavedRun
 from farstep.cli.train import agent_for
 from farstep.cluster_env import ClusterEnv
 from farstep.config.env import check_count, check_seed
 from farstep.errors import ConfigError, RunError, counted
 from farstep.learners.loop.evaluation import EVALUATION_SLOTS, MAX_STEPS, run_episodes
-from farstep.observe.episode_progress import EpisodeProgress
 from farstep.observe.run_status import number
+from farstep.observe.terminal.episode_progress import EpisodeProgress
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,11 @@ from typing import Any
 
 import tyro
 
-from farstep.cli.options import parse
+from farstep.cli.options.parsing import parse
 from farstep.config.kubernetes import KubernetesConfig
 from farstep.errors import ConfigError
-from farstep.launch.kubernetes.engine import KubernetesEngine
-from farstep.launch.kubernetes.manifests import manifests, redacted
+from farstep.launch.engines.kubernetes.engine import KubernetesEngine
+from farstep.launch.engines.kubernetes.manifests import manifests, redacted
 from farstep.observe.extras import require
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from farstep.cli.options import parse
+from farstep.cli.options.parsing import parse
 from farstep.config.field_docs import show_fields
 from farstep.errors import ConfigError
 from farstep.observe.glossary import METRICS, STATS, Metric

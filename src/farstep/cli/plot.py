@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from farstep.cli.options import parse
+from farstep.cli.options.parsing import parse
 from farstep.config.field_docs import show_fields
 from farstep.errors import ConfigError
 from farstep.observe.files import as_run_error

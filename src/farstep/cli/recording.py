@@ -13,9 +13,9 @@ import numpy as np
 from farstep.agents.policy import Policy
 from farstep.core import Array
 from farstep.errors import ConfigError
-from farstep.learners.loop.run_config import RunConfig
 from farstep.learners.networks.agent import NetworkAgent
 from farstep.learners.networks.nets import Space
+from farstep.learners.options.run_config import RunConfig
 from farstep.observe.video import require_encoder, write_video
 from farstep.rollout.sources import Source, explain_missing
 from farstep.schema import leaves, map_leaves, nest, space_schema

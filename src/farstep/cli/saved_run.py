@@ -15,10 +15,10 @@ from farstep.cli.train import load_config
 from farstep.cli.trust import check_trusted
 from farstep.errors import RunError
 from farstep.learners.loop.checkpoint_schedule import DEFAULT_EVERY
-from farstep.learners.loop.run_config import RunConfig
 from farstep.learners.loop.saving import check_agent, join_state
 from farstep.learners.loop.training import Progress
 from farstep.learners.networks.agent import NetworkAgent
+from farstep.learners.options.run_config import RunConfig
 from farstep.observe.run_folder import RunFolder
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import tyro
 
-from farstep.cli.options import parse
+from farstep.cli.options.parsing import parse
 from farstep.config.launch import SlurmConfig
 from farstep.errors import ConfigError
-from farstep.launch.slurm import batch_script, job_sizes
+from farstep.launch.engines.slurm import batch_script, job_sizes
 
 
 @dataclass(frozen=True, kw_only=True)

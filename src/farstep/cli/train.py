@@ -18,9 +18,9 @@ import torch
 import tyro
 
 from farstep.checkpoint import folder as checkpoint
-from farstep.cli.config_file import as_yaml, read_options
-from farstep.cli.launchers import ENGINES, NoOptions, check_options, chosen_launcher
-from farstep.cli.options import check_belonging, parse, typed
+from farstep.cli.options.config_file import as_yaml, read_options
+from farstep.cli.options.launchers import ENGINES, NoOptions, check_options, chosen_launcher
+from farstep.cli.options.parsing import check_belonging, parse, typed
 from farstep.cli.recording import check_recording, record
 from farstep.cli.trust import check_trusted
 from farstep.cluster_env import ClusterEnv, event_log_of
@@ -33,13 +33,12 @@ from farstep.learners.dqn import DQN, ApexConfig, DQNConfig, make_q_agent
 from farstep.learners.impala import Impala, ImpalaConfig
 from farstep.learners.loop.checkpoint_schedule import DEFAULT_EVERY
 from farstep.learners.loop.evaluation import EVALUATION_SLOTS, Evaluator
-from farstep.learners.loop.run_config import RunConfig
 from farstep.learners.loop.training import Learner, Limits, Progress, Stopped, Training
 from farstep.learners.networks.agent import NetworkAgent
 from farstep.learners.networks.nets import Space, make_agent
+from farstep.learners.options.run_config import RunConfig
 from farstep.learners.ppo import PPO, PPOConfig
 from farstep.learners.sac import SAC, SACConfig, make_soft_actor
-from farstep.observe.console import LiveDisplay, PlainLines, console_logger
 from farstep.observe.diagnosis import Diagnosis
 from farstep.observe.event_files import EventFile
 from farstep.observe.files import as_run_error, replace_file
@@ -51,8 +50,9 @@ from farstep.observe.loggers import (
     require_tensorboard,
     require_wandb,
 )
-from farstep.observe.panel import SHOWN_EVENTS
 from farstep.observe.run_folder import RunFolder, run_name
+from farstep.observe.terminal.console import LiveDisplay, PlainLines, console_logger
+from farstep.observe.terminal.panel import SHOWN_EVENTS
 from farstep.resources import usable_cpus
 from farstep.version import VERSION
 

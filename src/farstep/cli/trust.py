@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from farstep.cli.launchers import ENGINES
+from farstep.cli.options.launchers import ENGINES
 from farstep.errors import RunError
-from farstep.learners.loop.run_config import RunConfig
+from farstep.learners.options.run_config import RunConfig
 from farstep.observe.run_folder import RunFolder
 
 

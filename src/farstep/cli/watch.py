@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 import tyro
 
-from farstep.cli.options import parse
+from farstep.cli.options.parsing import parse
 from farstep.cli.recording import check_recording, record, spaces_of
 from farstep.cli.saved_run import SavedRun
 from farstep.cli.train import agent_for

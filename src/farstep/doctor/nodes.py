@@ -24,8 +24,8 @@ from farstep.head.server import Server
 from farstep.head.tickets.records import IssuedTicket
 from farstep.launch.cluster import ClusterLauncher
 from farstep.launch.daemon.node_daemon import UNANSWERED
-from farstep.launch.engine_processes import ENDED
-from farstep.launch.slurm import NEVER_STARTS
+from farstep.launch.engines.engine_processes import ENDED
+from farstep.launch.engines.slurm import NEVER_STARTS
 from farstep.rollout.program import Program
 from farstep.rollout.sources import Source
 from farstep.sync import Always

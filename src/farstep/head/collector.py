@@ -26,7 +26,7 @@ from farstep.head.members.saved_state import check_saved
 from farstep.head.members.worker_records import ResetRequest, WorkerRecord
 from farstep.head.request import OnPart, Request
 from farstep.head.server import Server
-from farstep.head.stats import Counters
+from farstep.head.stats.counters import Counters
 from farstep.head.tickets.records import AcceptedChunk, FeedPlan, IssuedTicket
 from farstep.head.user_warnings import UserWarnings
 from farstep.head.weights.publisher import Publisher

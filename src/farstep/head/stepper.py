@@ -14,8 +14,8 @@ from farstep.head.events import EventLog
 from farstep.head.members.broadcast import Broadcast
 from farstep.head.members.worker_records import ResetRequest, WorkerRecord
 from farstep.head.server import Server
+from farstep.head.stats.worker_times import WorkerTimes
 from farstep.head.tickets.records import AcceptedChunk, IssuedTicket
-from farstep.head.worker_times import WorkerTimes
 from farstep.rollout.program import Program
 from farstep.schema import ArraySpec, Schema, space_schema
 from farstep.wire import messages as m

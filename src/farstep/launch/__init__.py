@@ -16,14 +16,14 @@ from farstep.core import Launcher
 from farstep.errors import ConfigError
 from farstep.event import Emit
 from farstep.launch.cluster import ClusterLauncher
-from farstep.launch.engine import Engine
+from farstep.launch.engines.engine import Engine
+from farstep.launch.engines.kubernetes.engine import KubernetesEngine
+from farstep.launch.engines.ray.engine import RayEngine
+from farstep.launch.engines.slurm import SlurmEngine
+from farstep.launch.engines.ssh import SSHEngine
 from farstep.launch.in_process import InProcessLauncher
-from farstep.launch.kubernetes.engine import KubernetesEngine
 from farstep.launch.local import LocalLauncher
 from farstep.launch.network import NetworkLauncher
-from farstep.launch.ray.engine import RayEngine
-from farstep.launch.slurm import SlurmEngine
-from farstep.launch.ssh import SSHEngine
 
 
 def launcher_for(config: LaunchConfig, workers: int, envs: int, emit: Emit) -> Launcher:

@@ -20,7 +20,7 @@ from farstep.core import Ended, Launcher, Received, Started
 from farstep.errors import LaunchError, WireError, counted
 from farstep.event import Emit
 from farstep.launch.addresses import own_addresses
-from farstep.launch.engine import Engine
+from farstep.launch.engines.engine import Engine
 from farstep.launch.groups import Groups
 from farstep.launch.hub import HubLink, admit, admit_worker, drain
 from farstep.launch.nodes import Node, RemoteWorker, send_to_node

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from farstep.config.launch import RESTART_WINDOW_S, EngineConfig
 from farstep.errors import FarstepError, LaunchError, counted
 from farstep.event import Emit, traceback_of
-from farstep.launch.engine import Engine, EngineLost, Group, RequestStatus
+from farstep.launch.engines.engine import Engine, EngineLost, Group, RequestStatus
 
 _CHECK_S = 2.0
 """Seconds between two status checks of a group."""

@@ -23,10 +23,10 @@ from farstep.buffer.samplers import NStep, Prioritized, Sampler, Uniform
 from farstep.checkpoint.checks import Count, converted
 from farstep.cluster_env import ClusterEnv
 from farstep.config.field_docs import show_fields
-from farstep.learners.loop.checks import LARGE, check_above, check_choice, check_counts, check_numbers
 from farstep.learners.loop.iteration import Loop
 from farstep.learners.networks.encoders import Space
 from farstep.learners.networks.q_network import PrioritizingQAgent, QAgent, QNetConfig
+from farstep.learners.options.checks import LARGE, check_above, check_choice, check_counts, check_numbers
 from farstep.learners.replay.batches import ReplayBatch
 from farstep.learners.replay.config import ReplayConfig
 from farstep.learners.replay.loop import ReplayLoop

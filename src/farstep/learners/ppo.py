@@ -20,12 +20,12 @@ from farstep.batch import Batch
 from farstep.cluster_env import ClusterEnv
 from farstep.config.field_docs import show_fields
 from farstep.learners import losses
-from farstep.learners.loop.checks import LARGE, check_above, check_choice, check_counts, check_critic, check_numbers
-from farstep.learners.loop.sizes import minibatch_rows, rollout_steps
 from farstep.learners.loop.timing import Timer
 from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import OnPolicy, rollouts
 from farstep.learners.optimizing import Schedule, prefixed
+from farstep.learners.options.checks import LARGE, check_above, check_choice, check_counts, check_critic, check_numbers
+from farstep.learners.options.sizes import minibatch_rows, rollout_steps
 from farstep.learners.rollout import Minibatch
 
 

@@ -25,11 +25,11 @@ from farstep.buffer.samplers import NStep, Sampler
 from farstep.checkpoint.checks import converted
 from farstep.cluster_env import ClusterEnv
 from farstep.config.field_docs import show_fields
-from farstep.learners.loop.checks import LARGE, check_above, check_counts, check_numbers
 from farstep.learners.loop.iteration import Loop
 from farstep.learners.loop.saving import check_tensor
 from farstep.learners.networks.encoders import Space
 from farstep.learners.networks.soft_actor import SACNetConfig, SoftActor, TwinCritics
+from farstep.learners.options.checks import LARGE, check_above, check_counts, check_numbers
 from farstep.learners.replay.batches import ReplayBatch
 from farstep.learners.replay.config import ReplayConfig
 from farstep.learners.replay.loop import ReplayLoop

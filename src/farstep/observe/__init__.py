@@ -6,10 +6,10 @@ This package does not depend on learners. For it, an update is a step and flat m
 
 from __future__ import annotations
 
-from farstep.observe.console import console_logger
 from farstep.observe.loggers import JsonlLogger, Logger, Loggers, TensorBoardLogger, WandbLogger
 from farstep.observe.plots import plot
 from farstep.observe.run_folder import RunFolder, run_name
+from farstep.observe.terminal.console import console_logger
 from farstep.observe.video import write_video
 
 __all__ = [

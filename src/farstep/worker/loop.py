@@ -43,11 +43,11 @@ from farstep.worker.hosting.staggered import StaggeredEnvs, StaggeredVector
 from farstep.worker.hosting.strict import StrictEnvs
 from farstep.worker.hosting.vector import HostedVector
 from farstep.worker.inbox import Inbox, TicketCancelled
-from farstep.worker.probing import Probing
 from farstep.worker.rolling import AnyHost, Roller, Rollout
 from farstep.worker.saving import Saving, seed_generators
-from farstep.worker.weight_sync import WeightSync
-from farstep.worker.weights import RemoteWeights, SharedWeights
+from farstep.worker.weights.probing import Probing
+from farstep.worker.weights.sources import RemoteWeights, SharedWeights
+from farstep.worker.weights.weight_sync import WeightSync
 from farstep.worker.worker_timer import Part, WorkerTimer
 
 log = logging.getLogger("farstep.worker")

@@ -15,10 +15,11 @@ from farstep.core import Agent
 from farstep.errors import ClosedError, FarstepError
 from farstep.head.tickets.records import DropCause
 from farstep.workflow.delivery import Direct, LocalQueue
-from farstep.workflow.dispatch import Delivery, Message, extended
-from farstep.workflow.ledger import Actor, Ledger
 from farstep.workflow.row_retention import RowRetention, rows_of, windows_of
 from farstep.workflow.triggers import DataKeyTrigger
+from farstep.workflow.triggers.dispatch import Delivery
+from farstep.workflow.triggers.ledger import Actor, Ledger
+from farstep.workflow.triggers.messages import Message, extended
 
 Consumer = Callable[[Message], object]
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from farstep.buffer.replay import Buffer
 from farstep.workflow.consumers import Guard
-from farstep.workflow.dispatch import Dispatcher, leaves_of
-from farstep.workflow.ledger import Actor, Ledger
 from farstep.workflow.triggers import DataKeyTrigger, TimeTrigger
+from farstep.workflow.triggers.dispatch import Dispatcher
+from farstep.workflow.triggers.ledger import Actor, Ledger
+from farstep.workflow.triggers.trigger import leaves_of
 
 
 def buffer_counters(buffer: Buffer, full_s: float) -> dict[str, float]:

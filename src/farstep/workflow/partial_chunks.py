@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from farstep.batch import Batch
-from farstep.workflow.ledger import Ledger
 from farstep.workflow.triggers import DataKeyTrigger
+from farstep.workflow.triggers.ledger import Ledger
 
 
 @dataclass

@@ -15,10 +15,10 @@ from farstep.batch import Batch, side_by_side
 from farstep.buffer.replay import Buffer
 from farstep.errors import ConfigError, FarstepError
 from farstep.head.tickets.records import DropCause
-from farstep.workflow.dispatch import Message
-from farstep.workflow.ledger import Ledger
 from farstep.workflow.partial_chunks import PartialChunks
 from farstep.workflow.triggers import DataKeyTrigger
+from farstep.workflow.triggers.ledger import Ledger
+from farstep.workflow.triggers.messages import Message
 from farstep.workflow.windows import Windows
 
 

@@ -35,12 +35,14 @@ from farstep.workflow.binding import bind_buffer, check_limiter, check_triggers
 from farstep.workflow.consumers import Consumer, ConsumerThread, Guard, Publisher, name_of
 from farstep.workflow.counters import buffer_counters, limiter_counters, trigger_counters
 from farstep.workflow.delivery import Direct, LocalQueue
-from farstep.workflow.dispatch import Delivery, Dispatcher, Message, Trigger, leaves_of
-from farstep.workflow.ledger import Actor, Ledger
 from farstep.workflow.objects import ModelBlock
 from farstep.workflow.rollout_requests import RolloutRequests
 from farstep.workflow.run_state import RunState
 from farstep.workflow.triggers import DataKeyTrigger
+from farstep.workflow.triggers.dispatch import Delivery, Dispatcher
+from farstep.workflow.triggers.ledger import Actor, Ledger
+from farstep.workflow.triggers.messages import Message
+from farstep.workflow.triggers.trigger import Trigger, leaves_of
 
 _STEPS = 32  # steps per chunk if no trigger has a size
 _REMOTE_S = 0.05  # seconds between two checks of consumers in other processes

@@ -16,15 +16,16 @@ import numpy as np
 from farstep.batch import PRIORITY, Batch
 from farstep.buffer.samplers import FIFO, EpisodeSelector, Sampler
 from farstep.buffer.selectors import Selector
+from farstep.buffer.storage.capacity import spare_rows
 from farstep.buffer.storage.cyclic import spans
 from farstep.buffer.storage.episodes import Episodes
+from farstep.buffer.storage.free_cells import FreeCells
 from farstep.buffer.storage.rows import arrays_of, as_priorities, check_names, check_rows
 from farstep.buffer.storage.store import Store
 from farstep.checkpoint.checks import check_array, check_keys, check_like, check_numpy_generator, prefixed, require
 from farstep.checkpoint.files import Refused
 from farstep.core import Array
 from farstep.errors import ConfigError
-from farstep.resources import available_memory
 from farstep.schema import Schema, Structure, leaves
 
 
@@ -48,7 +49,7 @@ class Contents:
     ) -> None:
         self.capacity, self.structures, self.rng = capacity, structures, rng
         self.is_cyclic = remover is None
-        rows = capacity // columns + _spare_rows(self.is_cyclic)
+        rows = capacity // columns + spare_rows(self.is_cyclic)
         follow = self.is_cyclic and "obs" in structures
         tails = [name for name in schema if name.split(".")[0] == "obs"] if follow else []
         self.store = Store(schema, rows, columns, tails)
@@ -463,72 +464,6 @@ class Contents:
         is_slot = (slots >= 0) & (slots <= 2**62) & (slots % self.store.columns == columns)
         require((is_slot | (slots == -1)).all(), "slots has an environment slot of another column")
         self._episodes.begun[:], self._slots[:] = begun, slots
-
-
-class FreeCells:
-    """A stack of free cells."""
-
-    def __init__(self, cells: int) -> None:
-        self._stack: Array = np.zeros(cells, np.int64)
-        self._count = 0
-        self.is_free: Array = np.zeros(cells, bool)
-        """For each cell, whether it is on the stack."""
-
-    def __len__(self) -> int:
-        return self._count
-
-    @property
-    def next(self) -> int:
-        """The cell that `pop` returns next."""
-        return int(self._stack[self._count - 1])
-
-    @property
-    def cells(self) -> Array:
-        """All free cells; `pop` starts with the last."""
-        return self._stack[: self._count]
-
-    def push(self, cells: Array) -> None:
-        """Add distinct cells; `pop` returns them in the given order."""
-        self._stack[self._count : self._count + len(cells)] = cells[::-1]
-        self._count += len(cells)
-        self.is_free[cells] = True
-
-    def pop(self, count: int) -> Array:
-        """Remove and return `count` cells."""
-        start = self._count - count
-        taken: Array = self._stack[start : self._count][::-1].copy()
-        self._count = start
-        self.is_free[taken] = False
-        return taken
-
-
-def cells_of(capacity: int, columns: int, is_cyclic: bool) -> int:
-    """Return the number of cells of a store with this capacity."""
-    return (capacity // columns + _spare_rows(is_cyclic)) * columns
-
-
-def _spare_rows(is_cyclic: bool) -> int:
-    """Return the number of rows beyond the capacity: 1 with a remover, since it evicts after the new item is stored."""
-    return 0 if is_cyclic else 1
-
-
-def fitting_capacity(schema: Schema, capacity: int, columns: int, is_cyclic: bool, max_bytes: int | None) -> int:
-    """Return the largest multiple of `columns` that neither `capacity` nor `max_bytes` exceeds."""
-    row_bytes = max(1, sum(spec.nbytes for spec in schema.values()))
-    if max_bytes is not None:
-        capacity = min(capacity, max_bytes // row_bytes - _spare_rows(is_cyclic))
-    if capacity < columns:
-        raise ConfigError(
-            f"capacity or max_bytes leave room for only {capacity} rows of {row_bytes} bytes, less than one per "
-            f"environment slot ({columns}). Raise capacity or max_bytes."
-        )
-    capacity -= capacity % columns
-    if (needed := capacity * row_bytes) > available_memory():
-        raise ConfigError(
-            f"{capacity} rows of {row_bytes} bytes need {needed / 2**30:,.1f} GiB; this machine has "
-            f"{available_memory() / 2**30:,.1f} GiB available. Lower capacity."
-        )
-    return capacity
 
 
 def _last_occurrences(values: Array) -> Array:

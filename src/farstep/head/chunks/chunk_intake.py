@@ -13,7 +13,7 @@ from farstep.head.chunks.send_queue import SendQueue
 from farstep.head.members.worker_records import WorkerRecord
 from farstep.head.request import Request
 from farstep.head.server import Server
-from farstep.head.stats import Counters
+from farstep.head.stats.counters import Counters
 from farstep.head.tickets.records import IssuedTicket
 from farstep.head.user_warnings import UserWarnings
 from farstep.head.weights.publisher import Publisher

@@ -15,7 +15,7 @@ from farstep.errors import AgentError, HandshakeError, WireError, WorkerError, d
 from farstep.head.chunks.rollouts import Rollouts, agent_structures
 from farstep.head.members.worker_records import WorkerRecord
 from farstep.head.server import Server
-from farstep.head.stats import Counters
+from farstep.head.stats.counters import Counters
 from farstep.head.user_warnings import UserWarnings
 from farstep.head.weights.parameters import ParameterStore
 from farstep.head.weights.probes import Prober, ProbeRequest

@@ -28,7 +28,7 @@ import zmq
 from farstep.errors import FarstepError
 from farstep.launch.daemon.process import ProcessStarter, WorkerProcess
 from farstep.launch.daemon.supervisor import keep_alive
-from farstep.launch.engine import RECLAIMED, RESTARTS, SETUP_FAILED
+from farstep.launch.engines.engine import RECLAIMED, RESTARTS, SETUP_FAILED
 from farstep.resources import usable_cpus
 from farstep.rollout.progress import PHASE, Phase, ProgressBoard
 from farstep.wire import node_messages as n

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from farstep.cluster_env import ClusterEnv, diagnoses_of
 from farstep.observe.diagnosis import Diagnosis
-from farstep.observe.diagnosis_rules import UPDATES
+from farstep.observe.diagnosis.rules import UPDATES
 
 EVERY_S = 2.5
 """Seconds between two diagnoses."""

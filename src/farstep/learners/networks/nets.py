@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from farstep.config.env import check_count
 from farstep.config.field_docs import show_fields
 from farstep.core import Nested
-from farstep.learners.loop.checks import check_choice, check_counts
 from farstep.learners.networks.agent import NetworkAgent
 from farstep.learners.networks.encoders import Encoders, hidden_layers, module_key, orthogonal
 from farstep.learners.networks.heads import GaussianHead, head_for
 from farstep.learners.networks.normalizers import RewardScale
+from farstep.learners.options.checks import check_choice, check_counts
 from farstep.schema import leaf_names, leaf_spaces, leaves, map_leaves, nest, space_schema
 
 Space = gymnasium.spaces.Space[Any]

@@ -20,9 +20,9 @@ from farstep.config.env import check_count
 from farstep.config.field_docs import show_fields
 from farstep.core import Nested
 from farstep.errors import SpaceError
-from farstep.learners.loop.checks import check_choice
 from farstep.learners.networks.agent import NetworkAgent
 from farstep.learners.networks.encoders import Encoders, Space, hidden_layers, orthogonal
+from farstep.learners.options.checks import check_choice
 
 _LOG_STD = (-5.0, 2.0)
 _GAIN = 0.01

@@ -7,7 +7,7 @@ from math import inf
 
 from farstep.config.field_docs import show_fields
 from farstep.errors import ConfigError
-from farstep.learners.loop.checks import check_above, check_counts, check_numbers
+from farstep.learners.options.checks import check_above, check_counts, check_numbers
 
 _CHUNK_ROWS = 64
 

@@ -27,8 +27,8 @@ from farstep.learners.optimizing import Means, onednn_for_images
 from farstep.learners.replay.batches import DeviceBatches, ReplayBatch
 from farstep.learners.replay.collected import Collected
 from farstep.learners.replay.config import ReplayConfig
-from farstep.workflow.dispatch import Message
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
+from farstep.workflow.triggers.messages import Message
 from farstep.workflow.workflow import Workflow
 
 _ROUNDS_AHEAD = 2

@@ -12,9 +12,9 @@ _INTRODUCTION = """\
 <!-- Generated: edit src/farstep/observe/glossary/, then run `python -m farstep.observe.glossary > docs/metrics.md`. -->
 # Metrics
 
-Every number that farstep logs or counts, with its unit and meaning. The names are the same in `metrics.jsonl`,
-TensorBoard, Weights & Biases and the terminal. A *counter* never decreases while the process runs; a *gauge* may rise
-and fall; an *info* is text.
+This page lists every number that farstep logs or counts, with its unit and meaning. The names are the same in
+`metrics.jsonl`, TensorBoard, Weights & Biases and the terminal. A *counter* never decreases while the process runs; a
+*gauge* may rise and fall; an *info* is text.
 
 - [Metrics of `farstep train`](#metrics-of-farstep-train), one line per update
 - [Counters of `env.stats()`](#counters-of-envstats), for any program
@@ -24,24 +24,25 @@ _TRAINING = """
 ## Metrics of `farstep train`
 
 [Training](training.md#metrics-of-a-run) says where to look first if a run is slow or does not learn. The pages of
-[PPO](ppo.md), [asynchronous PPO](async_ppo.md) and [IMPALA](impala.md) have remedies for numbers that are not healthy;
-*healthy* is a rule of thumb, not a measurement.
+[PPO](ppo.md), [asynchronous PPO](async_ppo.md) and [IMPALA](impala.md) have remedies for numbers that are not healthy.
+The column *healthy* has rules of thumb, not measurements.
 """
 _STATS = """
 ## Counters of `env.stats()`
 
-`env.stats()` is a plain dictionary, and everything in it counts from `launch()`. The name `bytes/weights_sent` stands
-for `env.stats()["bytes"]["weights_sent"]`; a part in angle brackets is any key, or a position in a list. *Logged as* is
-the metric of `farstep train` that measures the same, but per update or per worker, or across resumes. An entry with
-the name of a metric is that metric.
+`env.stats()` is a plain dictionary. All its counters start at `launch()`. The name `bytes/weights_sent` stands for
+`env.stats()["bytes"]["weights_sent"]`; a part in angle brackets is any key, or a position in a list. If a counter and a
+metric of `farstep train` have the same name, they are the same number. *Logged as* names a metric of `farstep train`
+for the same quantity, but per update, per worker, or across resumes.
 [The guide](guide.md#counters) shows how to log these numbers from your own program.
 """
 _OWN = """
 ## Names of your own
 
-Loggers accept any name. What your learner's `update` returns is logged with the prefix `train/`, and a phase that it
-measures with `timer("NAME")` as `time/NAME`, which the terminal shows like farstep's own phases. Later versions of
-farstep may add names to the prefixes above, so put yours below one that it does not use, such as `train/mine/`.
+Loggers accept any name. farstep adds the prefix `train/` to the metrics that your learner's `update` returns. A phase
+that `update` measures with `timer("NAME")` is logged as `time/NAME`, and the terminal shows it like farstep's own
+phases. Later releases of farstep may add names to the prefixes above, so choose a prefix that farstep does not use,
+such as `train/mine/`.
 """
 
 

@@ -14,7 +14,7 @@ _WORKER_PARTS = {
     "env": ("stepping and resetting environments, and recording rows", "time/env/env_interact_step"),
     "inference": ("in `act`, and evaluating [probes](aaps.md)", "time/rollout/predict"),
     "tickets": (
-        "without a ticket: the learner has not asked for more rows, or has no room for them",
+        "waiting for a ticket, because the learner has not requested more rows or has no room for them",
         "time/rollout/tickets",
     ),
     "send": (
@@ -58,8 +58,8 @@ STATS_GROUPS = (
     ),
     Namespace(
         "dropped/",
-        "Chunks and tickets dropped, by cause. Each exists once it is above 0; a workflow also counts chunks that were "
-        "too old, or unread, in its buffer.",
+        "Chunks and tickets dropped, by cause. A cause is listed once its count is above 0. A workflow also "
+        "counts chunks that were too old, or unread, in its buffer.",
         (
             *(metric for name, metric in METRICS.items() if name.startswith("dropped/")),
             _workflow(
@@ -95,7 +95,7 @@ STATS_GROUPS = (
             _launcher("nodes/<node>/host", "name of the host", kind="info"),
             _launcher("nodes/<node>/pid", "process id of the node daemon", kind="info"),
             _launcher("nodes/<node>/place", "name in the engine, such as a SLURM job", kind="info"),
-            _launcher("nodes/<node>/address", "address at which it reached the head", kind="info"),
+            _launcher("nodes/<node>/address", "address at which the node reached the head", kind="info"),
             _launcher("nodes/<node>/workers/<position>", "numbers of its workers", kind="info"),
         ),
     ),
@@ -138,7 +138,9 @@ STATS_GROUPS = (
                 logged_as="train/actor/current_version",
             ),
             _head(
-                "versions/oldest_consumed", "oldest version that acted in a delivered row; None: none", unit="versions"
+                "versions/oldest_consumed",
+                "oldest version that acted in a delivered row; None before the first row",
+                unit="versions",
             ),
             _head(
                 "versions/lag_mean", "mean lag of all rows delivered", unit="versions", logged_as="lag/versions_mean"
@@ -163,8 +165,8 @@ STATS_GROUPS = (
         (
             _workers(
                 "divergence/<worker>",
-                "running KL divergence of a worker's policy from the learner's when it began its last chunk; right "
-                "after a pull, the KL that remained (0 if it was not measured)",
+                "running KL divergence of a worker's policy from the learner's when the worker began its last chunk; "
+                "right after a pull, the remaining divergence (0 if not measured)",
                 unit="nats",
                 logged_as="sync/divergence_mean",
             ),
@@ -183,12 +185,12 @@ STATS_GROUPS = (
             ),
             _head(
                 "episodes/return_mean",
-                "mean return of the last 100 episodes; None: none has ended",
+                "mean return of the last 100 episodes; None before the first episode has ended",
                 logged_as="env/return_mean",
             ),
             _head(
                 "episodes/length_mean",
-                "mean length of the last 100 episodes; None: none has ended",
+                "mean length of the last 100 episodes; None before the first episode has ended",
                 unit="steps",
                 logged_as="env/length_mean",
             ),
@@ -228,7 +230,7 @@ STATS_GROUPS = (
             ),
             _head(
                 "time/learner/wait",
-                "in `collect`, `step`, `stream` and the loop of a workflow, until a batch or chunk was there",
+                "in `collect`, `step`, `stream` and the loop of a workflow, until a batch or chunk arrived",
                 kind="counter",
                 unit="seconds",
             ),
@@ -240,8 +242,8 @@ STATS_GROUPS = (
             ),
             _head(
                 "time/learner/update",
-                "everything else between two batches, hence your code; in a workflow also consumer threads that handle "
-                "a message. Consumers in other processes are not measured",
+                "everything else between two batches, that is, your code; in a workflow also consumer threads that "
+                "handle a message. Consumers in other processes are not measured",
                 kind="counter",
                 unit="seconds",
             ),
@@ -259,8 +261,8 @@ STATS_GROUPS = (
             ),
             _head(
                 "time/head/held",
-                "from a ticket until its chunk arrived, summed over workers without shared memory. The part that "
-                "exceeds their env, inference, send and weights is the time that messages took",
+                "from a ticket until its chunk arrived, summed over workers without shared memory. The part "
+                "beyond these workers' env, inference, send and weights is the time that messages took",
                 kind="counter",
                 unit="seconds",
             ),
@@ -275,7 +277,7 @@ STATS_GROUPS = (
             _workflow("buffer/bytes", "size of the buffer's arrays", unit="bytes"),
             _workflow(
                 "buffer/full_s",
-                "time for which chunks waited, because consumers had not read the rows that they would overwrite",
+                "time for which chunks waited to be inserted, because consumers had not read the rows to overwrite",
                 kind="counter",
                 unit="seconds",
             ),
@@ -307,13 +309,14 @@ STATS_GROUPS = (
             _workflow("workflow/<trigger>/fired", "how often the trigger fired", kind="counter", unit="messages"),
             _workflow(
                 "workflow/<trigger>/pending_rows",
-                "rows that the trigger has not taken yet; None: it does not count rows",
+                "rows that the trigger has not taken yet; None if the trigger does not count rows",
                 unit="rows",
             ),
             _workflow("workflow/<trigger>/outstanding", "messages of the trigger that are not done", unit="messages"),
             _workflow(
                 "workflow/<trigger>/lag",
-                "age of the oldest row in the last message to the trigger's consumer; None: it takes no rows",
+                "age of the oldest row in the last message to the trigger's consumer; None if the trigger takes no "
+                "rows",
                 unit="versions",
             ),
             _workflow(

@@ -93,11 +93,11 @@ NAMESPACES = (
     ),
     Namespace(
         "train/actor/",
-        "The update of the policy. Numbers are means over all minibatches of all epochs of an update. The *proximal "
-        "policy* is the learner's at the start of the update; the *behavior policy* acted. The *ratio* is the "
-        "probability of a row's action under the current policy divided by that under the proximal policy (with "
-        "`--no-decoupled`: the behavior policy); the *weight* of a row is its probability under the proximal policy "
-        "divided by that under the behavior policy, and is called *rho* in V-trace.",
+        "The update of the policy. Numbers are means over all minibatches of all epochs of an update. The *behavior "
+        "policy* acted; the *proximal policy* is the learner's policy at the start of the update; the *current policy* "
+        "is being optimized. Two quotients of the probabilities of a row's action are used: the *ratio* is current / "
+        "proximal (with `--no-decoupled`: current / behavior), and the *weight* is proximal / behavior. V-trace calls "
+        "the weight *rho*.",
         (
             _learner(
                 "train/actor/policy_loss",
@@ -205,7 +205,7 @@ NAMESPACES = (
             ),
             _learner(
                 "train/actor/average_version",
-                "mean version of the rows; 1 below `train/actor/current_version` for fresh ones",
+                "mean version of the rows; for fresh rows, 1 below `train/actor/current_version`",
                 unit="versions",
                 when="async-ppo",
             ),
@@ -225,7 +225,8 @@ NAMESPACES = (
             ),
             _learner(
                 "train/actor/epochs",
-                "epochs of this update; fewer than `--update-epochs` if `--target-kl` stopped it. impala: always 1",
+                "epochs of this update; fewer than `--update-epochs` if `--target-kl` ended the update. "
+                "impala: always 1",
                 unit="epochs",
                 when=_ON_POLICY,
             ),
@@ -257,7 +258,7 @@ NAMESPACES = (
             ),
             _learner(
                 "train/critic/value_clip_ratio",
-                "rows where `--value-clip` changes the loss; 0 without it, as in impala",
+                "rows where `--value-clip` changes the loss; 0 without this option, as in impala",
                 unit="fraction",
                 when=_ON_POLICY,
                 healthy="below 0.5",
@@ -377,7 +378,7 @@ NAMESPACES = (
         "The rest of the workers' time, since the previous line, as the mean over workers.",
         (
             _workers("time/rollout/predict", "inference, and evaluating probes", unit="seconds"),
-            _workers("time/rollout/tickets", "without work: waiting for the learner", unit="seconds"),
+            _workers("time/rollout/tickets", "waiting for the learner to request rows", unit="seconds"),
             _workers("time/rollout/send", "compressing and sending rollouts", unit="seconds"),
             _workers("time/rollout/weights", "waiting for weights and loading them", unit="seconds"),
         ),
@@ -444,8 +445,8 @@ NAMESPACES = (
     ),
     Namespace(
         "dropped/",
-        "Chunks and tickets dropped so far, by cause; the same counters as in `env.stats()`. Each exists once it is "
-        "above 0. [What happens then](guide.md#what-happens-when-something-dies).",
+        "Chunks and tickets dropped so far, by cause; the same counters as in `env.stats()`. A cause is listed once "
+        "its count is above 0. [What happens then](guide.md#what-happens-when-something-dies).",
         (
             _head(
                 "dropped/stale", "chunks that became too old before they were delivered", kind="counter", unit="chunks"

@@ -1,0 +1,157 @@
+"""The counters of `env.stats()`; every logger uses the same names."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from farstep.batch import Batch
+from farstep.head.members.membership import State
+from farstep.head.server import Server
+from farstep.head.stats.learner_times import LearnerTimes
+from farstep.head.stats.rates import Rate
+from farstep.head.stats.worker_times import WorkerTimes
+from farstep.head.tickets.records import AcceptedChunk
+from farstep.wire.messages import Chunk
+
+_WINDOW = 100
+"""Number of latest episodes over which returns and lengths are averaged."""
+
+
+class Counters:
+    """Counters of a run, updated as chunks arrive and batches are delivered."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.steps = self.chunks = self.episodes = self.stagger_steps = 0
+        self.weights_sent = self.probes_sent = self.rollouts_received = 0
+        self.pulls = [0] * num_workers
+        self.divergence: dict[int, float] = {}
+        self.receive_s = 0.0
+        """Seconds that the head spent on copying arrays of workers without shared memory."""
+        self.learner, self.workers = LearnerTimes(), WorkerTimes(num_workers)
+        self._rate = Rate()
+        self._returns: deque[float] = deque(maxlen=_WINDOW)
+        self._lengths: deque[float] = deque(maxlen=_WINDOW)
+        self._lag_sum = self._lag_rows = self._lag_max = 0
+        self._lags: list[Counter[int]] = [Counter() for _ in range(num_workers)]
+        self._oldest: int | None = None
+
+    def received(self, worker: int, nbytes: int, steps: int) -> None:
+        """Count the bytes and the environment steps of an accepted chunk."""
+        self.rollouts_received += nbytes
+        if steps:
+            self.workers.arrived(worker, steps, time.monotonic())
+
+    def reported(self, worker: int, chunk: Chunk) -> None:
+        """Add a worker's report on pulls, waiting times and divergence. Even a cancelled chunk has a report."""
+        if chunk.divergence is not None:
+            self.divergence[worker] = chunk.divergence
+        self.pulls[worker] += chunk.syncs
+        self.weights_sent += chunk.synced_bytes
+        self.workers.add(worker, chunk.times)
+        self.stagger_steps += chunk.stagger_steps
+
+    def forget(self, worker: int) -> None:
+        """Forget the divergence and the rate of a worker that has ended."""
+        self.divergence.pop(worker, None)
+        self.workers.forget(worker)
+
+    def batch(self, batch: Batch, accepted: Sequence[AcceptedChunk], version: int) -> None:
+        """Count a batch that is delivered to the learner."""
+        rows, slots = batch.shape
+        self.steps += rows * slots
+        self.chunks += len(accepted) if rows else 0  # a reset has no rows
+        self._rate.add(rows * slots, time.monotonic())
+        self.episodes += len(batch.episodes["return"])
+        self._returns.extend(batch.episodes["return"].tolist())
+        self._lengths.extend(batch.episodes["length"].tolist())
+        if rows:
+            versions = np.asarray(batch["version"])[0]  # a chunk has one version, so the first row suffices
+            lags = version - versions
+            for chunk in accepted:
+                self._lags[chunk.ticket.worker][_bucket(version - chunk.info.version)] += 1
+            self._lag_sum += int(lags.sum())
+            self._lag_rows += len(lags)
+            self._lag_max = max(self._lag_max, int(lags.max()))
+            oldest = int(versions.min())
+            self._oldest = oldest if self._oldest is None else min(self._oldest, oldest)
+
+    def snapshot(self, server: Server, version: int, inference: str) -> dict[str, Any]:
+        """All counters as plain data, as `ClusterEnv.stats` returns them."""
+        members, tickets = server.supervisor.membership, server.tickets
+        absent, now = len(tickets.presence.absent), time.monotonic()
+        return {
+            "steps": self.steps,
+            "stagger_steps": self.stagger_steps,
+            "chunks": self.chunks,
+            "rolled": tickets.issued,
+            "delivered": tickets.delivered,
+            "buffered": tickets.buffered,
+            "in_flight": tickets.in_flight,
+            "dropped": dict(tickets.dropped),
+            "steps_per_second": self._rate.per_second(now),
+            "workers": {
+                "alive": members.count(State.ALIVE),
+                "starting": members.count(State.STARTING, State.CONSTRUCTING, State.WAITING) - absent,
+                "queued": absent - server.supervisor.launcher.spare(),
+                "parked": 0,
+                "lost": members.count(State.DYING),
+                "restarts": members.restarts,
+                "steps_per_second": self.workers.rates(now),
+            },
+            "nodes": server.supervisor.launcher.nodes(),
+            "pulls": {"total": sum(self.pulls), "per_worker": list(self.pulls)},
+            "bytes": {
+                "weights_sent": self.weights_sent,
+                "probes_sent": self.probes_sent,
+                "rollouts_received": self.rollouts_received,
+            },
+            "versions": {
+                "current": version,
+                "oldest_consumed": self._oldest,
+                "lag_mean": self._lag_sum / self._lag_rows if self._lag_rows else 0.0,
+                "lag_max": self._lag_max,
+                "lag_histogram": [dict(sorted(lags.items())) for lags in self._lags],
+            },
+            "divergence": dict(self.divergence),
+            "inference": inference,
+            "start": dict(server.start_s),
+            "time": {
+                "workers": self.workers.total(),
+                "per_worker": self.workers.per_worker(),
+                "learner": self.learner.snapshot(),
+                "head": {"receive": self.receive_s, "held": self.workers.held_s},
+            },
+            "episodes": {
+                "count": self.episodes,
+                "return_mean": float(np.mean(self._returns)) if self._returns else None,
+                "length_mean": float(np.mean(self._lengths)) if self._lengths else None,
+            },
+        }
+
+
+def _bucket(lag: int) -> int:
+    """Round lags of 16 and more down to a power of two, to keep the histogram short."""
+    return lag if lag < 16 else 1 << lag.bit_length() - 1
+
+
+def scalars(stats: Mapping[str, Any], prefix: str = "farstep") -> dict[str, float]:
+    """The numbers of `env.stats()` by path, such as `farstep/bytes/weights_sent`, for TensorBoard and similar tools."""
+    return dict(_numbers(stats, prefix))
+
+
+def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            if key != "lag_histogram":  # not a scalar
+                yield from _numbers(part, f"{path}/{key}")
+    elif isinstance(value, list):
+        for i, part in enumerate(value):
+            yield from _numbers(part, f"{path}/{i}")
+    elif isinstance(value, (int, float)) and math.isfinite(value):
+        yield path, float(value)

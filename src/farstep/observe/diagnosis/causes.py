@@ -1,0 +1,176 @@
+"""The table of causes: how each looks, what to do about it, and the rule that recognizes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from farstep.head.user_warnings import STALE_REMEDY
+from farstep.observe.diagnosis import rules as find
+from farstep.observe.diagnosis.rules import Finding
+from farstep.observe.diagnosis.run_window import Window
+
+Group = Literal["failure", "learning", "limit", "time"]
+"""What a cause is about. Failures and learning are independent; of the others, which slow a run down, the first counts.
+Those of group `time` need to know how workers spend their time."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One cause: how it looks, what to do, and the function that recognizes it."""
+
+    cause: str
+    group: Group
+    symptom: str
+    remedy: str
+    find: Callable[[Window], Finding | None]
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "memory",
+        "failure",
+        "Less than 5 % of the memory is left, or it will be used up within ten minutes as the run's processes grow",
+        "Find what grows: an environment or agent that keeps what it has seen, or a buffer. Lower envs_per_node, steps "
+        "or the buffer's capacity, or give the run more memory.",
+        find.memory,
+    ),
+    Rule(
+        "restarting worker",
+        "failure",
+        "One worker was restarted three times or more within ten minutes",
+        'Read the tracebacks in env.events(["lost", "stuck", "warned"]) or events.jsonl: an environment crashes again '
+        "and again. After restart_budget restarts the run ends.",
+        find.restarts,
+    ),
+    Rule(
+        "trigger never fires",
+        "failure",
+        "A trigger of a workflow has not fired once, while others fired 100 times or the buffer's rows were replaced "
+        "10 times",
+        "Publish the object that it waits for, or lower its n or size; remove the trigger if it is not needed.",
+        find.silent_trigger,
+    ),
+    Rule(
+        "gradients not finite",
+        "learning",
+        "More than half of the optimizer steps were skipped (train/actor/skipped_steps or train/critic/skipped_steps)",
+        "Lower --learning-rate, or look for infinite rewards and observations.",
+        find.not_finite,
+    ),
+    Rule(
+        "clip range",
+        "learning",
+        "Clipping excludes more than half of the rows (train/actor/clip_fraction); a quarter of them if the loss clips "
+        "around weights that workers never replace",
+        "Lower --learning-rate or --update-epochs, or set --target-kl. If workers act with older weights: --decoupled, "
+        "or a smaller --kl-threshold.",
+        find.clip_range,
+    ),
+    Rule(
+        "off-policy rows",
+        "learning",
+        "The effective sample size is below 30 % of the rows (train/actor/ess), or the divergence from the policy that "
+        "acted is above 0.5 nats (train/actor/behave_k3)",
+        "Lower --kl-threshold, the staleness or --learning-rate.",
+        find.off_policy,
+    ),
+    Rule(
+        "kl_threshold without effect",
+        "learning",
+        "Workers with kl_threshold have pulled nothing, or every version, for 20 versions",
+        "Never: lower kl_threshold (--kl-threshold), or raise the learning rate. Always: raise kl_threshold above the "
+        "divergence of one update (sync/divergence_mean), or leave it out.",
+        find.threshold_without_effect,
+    ),
+    Rule(
+        "too many threads",
+        "limit",
+        "Twice as many threads as cores want to run, because processes run several at a time",
+        "Set cpus_per_worker=1, limit the threads of the environment's own libraries, and call torch.set_num_threads "
+        "in the learner (--threads).",
+        find.too_many_threads,
+    ),
+    Rule(
+        "too few cores",
+        "limit",
+        "Twice as many processes as cores want to run",
+        "Use more cores or more nodes; on these cores, fewer workers (workers_per_node) do the same work.",
+        find.too_few_cores,
+    ),
+    Rule(
+        "limiter blocks",
+        "limit",
+        "The buffer's limiter makes inserting or sampling wait for 80 % of the time (limiter/blocked)",
+        "Change samples_per_insert or widen min_diff and max_diff (error_buffer); add workers if sampling waits, make "
+        "updates faster if inserting waits.",
+        find.limiter_blocks,
+    ),
+    Rule(
+        "small buffer",
+        "limit",
+        "Chunks wait for room in a workflow's buffer (buffer/full_s), and the learner waits for rows, both for 20 % of "
+        "the time",
+        "Raise the buffer's capacity to twice the rows that its triggers take at once, so that workers roll while the "
+        "learner updates.",
+        find.small_buffer,
+    ),
+    Rule(
+        "staleness bound",
+        "limit",
+        "More than 10 % of the chunks are dropped as stale",
+        STALE_REMEDY,
+        find.dropped_as_stale,
+    ),
+    Rule(
+        "straggler",
+        "time",
+        "One worker takes twice as long as the others, which wait for 30 % of their time, as the learner does",
+        "Give its host fewer environments or look for what else runs there; with num_chunks (stream, --num-chunks) or "
+        "a trigger with n below the number of workers, batches do not wait for it.",
+        find.straggler,
+    ),
+    Rule(
+        "slow network",
+        "time",
+        "Rollouts and weights travel for at least 30 % of the workers' time and longer than rolling takes, and the "
+        "learner waits",
+        "Send less and less often: compression, kl_threshold, weights={'half': True}, smaller observations; collect or "
+        "stream long rollouts instead of calling step; stream, so that chunks travel while the next ones are rolled.",
+        find.slow_network,
+    ),
+    Rule(
+        "staleness bound",
+        "time",
+        "Workers wait for the learner while the learner waits for workers, together for 130 % of the time",
+        "Raise max_staleness (--staleness-threshold); with collect, use stream, so that workers roll while the learner "
+        "updates.",
+        find.both_wait,
+    ),
+    Rule(
+        "slow learner",
+        "time",
+        "Workers wait for the learner for 80 % of their time, and the learner hardly waits",
+        "Make updates faster (fewer epochs, larger minibatches, more threads, a GPU), or use fewer workers; stream "
+        "instead of collect lets both work at the same time.",
+        find.slow_learner,
+    ),
+    Rule(
+        "slow policy",
+        "time",
+        "The learner waits for 80 % of the time, and workers spend most of theirs in act",
+        "Make act faster: env.inference tells whether workers use the fast path; use a smaller network, more "
+        "environments per worker, or a GPU (gpus_per_node).",
+        find.slow_policy,
+    ),
+    Rule(
+        "slow environment",
+        "time",
+        "The learner waits for 80 % of the time, and workers spend most of theirs in environments",
+        "Add workers or nodes, or make the environment faster (a vectorized one, fewer or smaller observations).",
+        find.slow_environment,
+    ),
+)
+CAUSES: tuple[str, ...] = tuple(dict.fromkeys(rule.cause for rule in RULES))
+"""The names of all causes."""

@@ -1,0 +1,72 @@
+"""Keeps the counters of the last half minute, and diagnoses a run from them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from farstep.config.launch import RESTART_WINDOW_S
+from farstep.head.events import EventLog
+from farstep.observe.diagnosis.diagnosis import Diagnosis, all_diagnoses
+from farstep.observe.diagnosis.run_window import MIN_WINDOW_S, Snapshot, Window
+from farstep.resources import MachineUse
+
+_WINDOW_S = 30.0
+"""Seconds that a diagnosis looks back; longer if the last one was made earlier."""
+
+
+class RunMonitor:
+    """Diagnoses one run; costs nothing between two calls.
+
+    Args:
+        events: The events of the run.
+        launched_s: When the workers were ready, in `time.monotonic()` seconds.
+        machine: What its processes had used then.
+    """
+
+    def __init__(self, events: EventLog, launched_s: float, machine: MachineUse) -> None:
+        self._events = events
+        self._kept = deque([Snapshot(time_s=launched_s, stats={}, machine=machine)])
+
+    def diagnoses(
+        self,
+        stats: Mapping[str, Any],
+        machine: MachineUse,
+        kl_threshold: float | None = None,
+        metrics: Sequence[Mapping[str, float]] = (),
+    ) -> list[Diagnosis]:
+        """Diagnose the run since the oldest call of the last half minute; before a second call, since its launch.
+
+        Args:
+            stats: The counters now.
+            machine: What the processes of the run have used.
+            kl_threshold: As in `Snapshot`.
+            metrics: As in `Snapshot`.
+
+        Returns:
+            The most important diagnosis, then further causes that are independent of it.
+        """
+        restarts = self._events.events(["restarted"], since=time.time() - RESTART_WINDOW_S)
+        now = Snapshot(
+            time_s=time.monotonic(),
+            stats=stats,
+            kl_threshold=kl_threshold,
+            restarts=Counter(event.worker for event in restarts if event.worker is not None),
+            machine=machine,
+            metrics=tuple(metrics),
+        )
+        return all_diagnoses(Window(self._before(now), now))
+
+    def _before(self, now: Snapshot) -> Snapshot:
+        """Return the snapshot to compare with, and keep the new one; the start of a run is left out if possible."""
+        kept = self._kept
+        while len(kept) > 1 and now.time_s - kept[1].time_s >= (
+            _WINDOW_S if kept[0].stats.get("steps") else MIN_WINDOW_S
+        ):
+            kept.popleft()
+        before = kept[0]
+        if now.time_s - kept[-1].time_s >= MIN_WINDOW_S:
+            kept.append(now)
+        return before

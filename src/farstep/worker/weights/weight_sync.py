@@ -1,0 +1,111 @@
+"""Decides before each ticket whether the worker pulls weights, and does so."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from farstep.core import BytesLike, SyncRule, SyncState
+from farstep.errors import ConfigError, described
+from farstep.rollout.progress import COUNT, PHASE, Phase
+from farstep.sync.rules import Always, divergence_of, name_of, probes_of, threshold_of
+from farstep.wire import messages as m
+from farstep.worker.acting import Actor
+from farstep.worker.weights.probing import Probing
+from farstep.worker.weights.sources import Weights
+
+
+class PullTotals(NamedTuple):
+    """Number and size of the pulls since the last chunk."""
+
+    pulls: int = 0
+    nbytes: int = 0
+
+
+class WeightSync:
+    """Keeps the weights of a worker's agent as new as the sync rule and the tickets require."""
+
+    def __init__(self, words: memoryview) -> None:
+        self._words = words
+        self.rule: SyncRule = Always()
+        self.weights: Weights | None = None
+        """Where to pull from; None until the head has sent `Parameters` for the current agent."""
+        self.probing: Probing | None = None
+        """None if the rule measures no divergence, or if the agent's policies cannot be compared."""
+        self.passed = -1
+        """The newest version that the current weights count as: their own, or a later version whose probe they
+        passed."""
+        self.divergence: float | None = None
+        """The running divergence of the current weights; None if the rule measures none."""
+        self._pulled_at = time.monotonic()
+        self._totals = PullTotals()
+
+    def close(self) -> None:
+        """Release the source of weights and discard measurements, because the agent is being replaced."""
+        self.probing, self.divergence, self.passed = None, None, -1
+        if self.weights is not None:
+            self.weights.close()
+            self.weights = None
+
+    def compare(self, probe: m.Probe, frames: Sequence[BytesLike], actor: Actor) -> None:
+        """Compare the current weights with the version of a probe."""
+        if self.probing is None:
+            return
+        self._words[PHASE] = Phase.ACT
+        self._words[COUNT] += 1
+        self.probing.compare(probe, frames, actor.version)
+        self._words[PHASE] = Phase.IDLE
+
+    def pull_if_needed(self, ticket: m.Ticket, actor: Actor | None) -> None:
+        """Pull weights if the sync rule decides to, or if the current weights are too old for the ticket.
+
+        Raises:
+            ConfigError: The sync rule raised.
+        """
+        if actor is None or self.weights is None or not ticket.steps:
+            return
+        # A divergence that cannot be measured counts as infinite.
+        divergences = self.probing.divergences if self.probing is not None else (math.inf,) * (probes_of(self.rule) > 0)
+        state = SyncState(actor.version, self.weights.newest(), time.monotonic() - self._pulled_at, divergences)
+        wanted = self._should_pull(state)
+        self.passed = self._counts_as(state)
+        if wanted or self.passed < ticket.min_version:
+            self._pull(actor, self.weights)
+
+    def take_totals(self) -> PullTotals:
+        """Return and reset the totals of the pulls since the last chunk."""
+        totals, self._totals = self._totals, PullTotals()
+        return totals
+
+    def _should_pull(self, state: SyncState) -> bool:
+        self._words[PHASE] = Phase.LOAD  # an error in this phase ends the run, because the rule would raise again
+        try:
+            self.divergence = divergence_of(self.rule, state) if self.probing is not None else None
+            return state.newest > state.held and bool(self.rule.should_pull(state))
+        except Exception as error:
+            raise ConfigError(
+                f"the sync rule {name_of(self.rule)} raised {described(error)} for {state}, so the worker cannot "
+                "decide whether to pull weights. Make should_pull(state) return a bool for every "
+                "farstep.core.SyncState."
+            ) from error
+
+    def _counts_as(self, state: SyncState) -> int:
+        """The newest version that the current weights count as (see `passed`) if the worker does not pull."""
+        if self.probing is not None:
+            return max(state.held, self.probing.compared)
+        return state.newest if state.held >= 0 and threshold_of(self.rule) == math.inf else state.held
+
+    def _pull(self, actor: Actor, weights: Weights) -> None:
+        self._words[PHASE] = Phase.LOAD
+        self._words[COUNT] += 1
+        version, nbytes = weights.load(actor.loader)
+        actor.loaded(version)
+        self._pulled_at, self.passed = time.monotonic(), actor.version
+        pulls, total = self._totals
+        self._totals = PullTotals(pulls + 1, total + nbytes)
+        if self.probing is not None:
+            self._words[PHASE] = Phase.ACT
+            self._words[COUNT] += 1
+            self.divergence = self.probing.pulled(version)
