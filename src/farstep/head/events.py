@@ -69,10 +69,10 @@ class EventLog:
             event = Event(
                 time=0.0,
                 kind=kind,
-                text=_start_of(str(text), _MAX_TEXT),
-                worker=worker,
-                node=node,
-                traceback=_end_of(traceback, _MAX_TRACEBACK),
+                text=_start_of(_encodable(text), _MAX_TEXT),
+                worker=None if worker is None else int(worker),
+                node=_encodable(node),
+                traceback=_end_of(_encodable(traceback), _MAX_TRACEBACK),
             )
             with self._lock:
                 self._last = max(time.time(), self._last + _TICK_S)  # also if the clock was set back
@@ -193,6 +193,11 @@ class Subscription:
             if self._dropped and self._unread.empty():
                 dropped, self._dropped = self._dropped, 0
                 self._events.emit("warned", f"a reader of events is too slow: {dropped} events were dropped for it")
+
+
+def _encodable(text: str) -> str:
+    """Escape what UTF-8 cannot encode (lone surrogates, from undecodable bytes), so that any reader can write it."""
+    return str(text).encode("utf-8", "backslashreplace").decode()
 
 
 def _start_of(text: str, limit: int) -> str:
