@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -83,6 +84,7 @@ def full(share: float) -> dict[str, Any]:
 
 BUSY = worker(env=0.9, tickets=0.1)
 IDLE = worker(env=0.1, tickets=0.9)
+LEFT, JOINED = worker(), worker(env=0.1, tickets=0.3)
 CROWD: dict[str, Any] = {f"worker {i}": (0.9, 0) for i in range(10)}
 CLIPPED: dict[str, Any] = {"train/actor/clip_fraction": 0.35}
 WARMUP: dict[str, Any] = {"train/critic/warmup": 1.0}
@@ -135,6 +137,11 @@ FIRES: list[tuple[str, Window, str]] = [
     ("small buffer", window(stats(wait=0.4, **full(0.4))), "chunks wait 40 % of the time for room among its 100 rows"),
     ("staleness bound", window(stats(dropped={"stale": 100})), "33 % of the chunks are dropped as stale"),
     ("staleness bound", window(stats([IDLE, IDLE], wait=0.7)), "workers 90 % and the learner 70 %"),
+    (
+        "replaced worker",
+        window(stats([IDLE, IDLE], wait=0.7) | {"workers": {"alive": 2, "restarts": 1}}),
+        r"restarted \(1 restart in the last 10 s\): the learner waits 70 % .* workers 90 %",
+    ),
     ("straggler", window(stats([IDLE, BUSY, IDLE], wait=0.9)), "worker 1: it takes 9.0 times as long"),
     ("slow network", window(stats([worker(env=0.2, send=0.5, tickets=0.3)] * 2, wait=0.9)), "for 50 % of the workers'"),
     ("slow network", window(stats([worker(env=0.2, weights=0.5, tickets=0.3)] * 2, wait=0.9)), "rolling takes 20 %"),
@@ -154,7 +161,7 @@ def test_a_cause_is_named_with_its_numbers_and_its_remedy(cause: str, seen: Wind
     found = diagnose(seen)
     assert found.cause == cause
     assert re.search(text, found.text), found.text
-    assert found.is_problem or cause == "slow learner"
+    assert found.is_problem or cause in ("slow learner", "replaced worker")
     assert found.numbers and found.remedy.endswith(".")
     assert found.text.endswith(".") and found.remedy in str(found)
 
@@ -189,6 +196,11 @@ HEALTHY_WINDOWS: dict[str, Window] = {
     "a straggler that nobody waits for": window(stats([BUSY, worker(env=0.8, tickets=0.2)], wait=0.1)),
     "a network that is not waited for": window(stats([worker(env=0.3, send=0.4, tickets=0.3)] * 2, wait=0.2)),
     "synchronous PPO": window(stats([worker(env=0.2, inference=0.15, tickets=0.65)] * 2, wait=0.35)),
+    "workers that left, and one that joined": window(
+        stats([worker(env=0.6, tickets=0.4), LEFT, LEFT, JOINED], wait=0.5) | {"workers": {"alive": 2}}
+    ),
+    "a restart that nobody waits for": window(stats(wait=0.1) | {"workers": {"alive": 2, "restarts": 1}}),
+    "metrics that are not finite": window(metrics=updates(train__actor__skipped_steps=math.nan)),
     "environments half of the time": window(stats([worker(env=0.6, tickets=0.4)] * 2, wait=0.6)),
 }
 
