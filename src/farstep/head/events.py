@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 from farstep.errors import FarstepError, WorkerError, described, typed_shortage
-from farstep.event import EVENT_KINDS, Event, EventKind, check_kind, traceback_of
+from farstep.event import EVENT_KINDS, Emit, Event, EventKind, check_kind, traceback_of
 
 log = logging.getLogger("farstep")
 MAX_EVENTS = 1_000
@@ -41,6 +41,7 @@ class EventLog:
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._counts: Counter[EventKind] = Counter()
         self._subscriptions: list[Subscription] = []
+        self._relay: Callable[[Event], None] | None = None
         self._last = 0.0
         self._failed = False
         """Whether the error that ends the run was emitted."""
@@ -81,8 +82,21 @@ class EventLog:
                 self._counts[kind] += 1
                 for subscription in self._subscriptions:
                     subscription.put(event)
-            if logged:
+            if logged and self._relay is not None:
+                self._relay(event)
+            elif logged:
                 log.log(logging.INFO if kind in _INFO else logging.WARNING, "%s", event.text, stacklevel=2)
+
+    def relay(self, emit: Emit, prefix: str) -> None:
+        """From now on pass events to another run instead of the logger, except the failure that ends this run.
+
+        Args:
+            emit: Emits an event of the other run. It gets no worker, since the other run has workers of its own.
+            prefix: Start of their texts.
+        """
+        self._relay = lambda event: emit(
+            event.kind, f"{prefix}{event.text}", node=event.node, traceback=event.traceback
+        )
 
     def emit_failure(self, error: Exception) -> None:
         """Emit the error that ends the run; only the first, and not logged, since it is raised."""
