@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from farstep.errors import ConfigError
 from farstep.head.events import EventLog
 from farstep.observe.causes import CAUSES, RULES
 from farstep.observe.diagnosis import Diagnosis, all_diagnoses, diagnose
@@ -273,3 +274,20 @@ def test_rules_have_texts_for_the_docs() -> None:
     for rule in RULES:
         assert rule.symptom and not rule.symptom.endswith(".")
         assert rule.remedy.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        (3, "got int as metrics; expected a list"),
+        ({"train/actor/ess": 0.1}, "got dict as metrics"),
+        ([0.1], "got float as the metrics of an update"),
+        ([{"train/actor/ess": None}], "the metric 'train/actor/ess' as NoneType"),
+        ([{"train/actor/ess": "0.1"}], "the metric 'train/actor/ess' as str"),
+    ],
+)
+def test_metrics_of_a_wrong_type_are_named(metrics: Any, message: str) -> None:
+    monitor = RunMonitor(EventLog(), 0.0, machine())
+    assert monitor.diagnoses(stats(), machine(), metrics=[{"a name of the user": "CartPole"}])  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match=message):
+        monitor.diagnoses(stats(), machine(), metrics=metrics)

@@ -8,10 +8,11 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
+from typing import SupportsFloat
 
-from farstep.errors import FarstepError, WorkerError, described, typed_shortage
+from farstep.errors import ConfigError, FarstepError, WorkerError, described, typed_shortage
 from farstep.event import EVENT_KINDS, Emit, Event, EventKind, check_kind, traceback_of
 
 log = logging.getLogger("farstep")
@@ -126,8 +127,12 @@ class EventLog:
         """Return the stored events of these kinds (None: all) that are later than `since`, oldest first.
 
         Raises:
-            ConfigError: A kind is unknown.
+            ConfigError: A kind is unknown, or an argument has a wrong type.
         """
+        if not isinstance(since, SupportsFloat):
+            raise ConfigError(f"since is {since!r}; expected Unix time in seconds, such as the time of an event.")
+        if not isinstance(kinds, str | Iterable | None):
+            raise ConfigError(f"kinds is {kinds!r}; expected a kind of event, such as 'lost', or a list of kinds.")
         chosen = EVENT_KINDS if kinds is None else (kinds,) if isinstance(kinds, str) else tuple(kinds)
         for kind in chosen:
             check_kind(kind)
