@@ -63,6 +63,13 @@ def pulling(per_update: float, updates: int = 20, **more: Any) -> list[dict[str,
     return [{"sync/pulls_per_worker": per_update * k, "lag/versions_mean": float(k), **more} for k in range(updates)]
 
 
+def publishing() -> dict[str, Any]:
+    """A learner that spends most of its time in `publish`."""
+    found = stats([IDLE, IDLE])
+    found["time"]["learner"] = {"wait": 0.5, "prepare": 0.2, "update": 0.3, "publish": 9.0}
+    return found
+
+
 def worker(**shares: float) -> dict[str, float]:
     return dict.fromkeys(HEALTHY, 0.0) | shares
 
@@ -147,7 +154,8 @@ FIRES: list[tuple[str, Window, str]] = [
     ("slow network", window(stats([worker(env=0.2, send=0.5, tickets=0.3)] * 2, wait=0.9)), "for 50 % of the workers'"),
     ("slow network", window(stats([worker(env=0.2, weights=0.5, tickets=0.3)] * 2, wait=0.9)), "rolling takes 20 %"),
     ("slow network", window(stats([IDLE] * 2, wait=0.9, held=0.8)), "for 70 % of the workers' time"),
-    ("slow learner", window(stats([IDLE, IDLE], wait=0.05)), "wait for it 90 % of theirs"),
+    ("slow learner", window(stats([IDLE, IDLE], wait=0.05)), "it updates 91 % .* wait for it 90 % of theirs"),
+    ("slow learner", window(publishing()), "it publishes weights 90 % of the time"),
     (
         "slow policy",
         window(stats([worker(env=0.1, inference=0.8, tickets=0.1)] * 2, wait=0.96)),

@@ -37,6 +37,11 @@ _ALWAYS = 0.95
 """Share of the opportunities to pull that a threshold should leave out at least sometimes."""
 _STALE = 0.1
 """Share of chunks dropped as stale."""
+_SLOW_PARTS = {
+    "prepare": "Collect fewer or smaller observations, or longer rollouts.",
+    "publish": "Publish less often; in a workflow, publish waits until no consumer updates, so make updates shorter.",
+}
+"""Remedies for a learner that spends most of its time in such a part."""
 _SLOWER = 2.0
 """How much longer a straggler takes than the median of the other workers."""
 
@@ -364,10 +369,13 @@ def slow_learner(window: Window) -> Finding | None:
     wait, tickets = window.learner["wait"], window.workers["tickets"]
     if tickets < _LIMITS or wait > 1 - _LIMITS:
         return None
+    part = max(("update", "prepare", "publish"), key=lambda part: window.learner.get(part, 0.0))
+    does = {"update": "updates", "prepare": "prepares batches", "publish": "publishes weights"}[part]
     return Finding(
-        f"The learner is the bottleneck: it updates {percent(window.learner['update'])} of the time, while workers "
-        f"wait for it {percent(tickets)} of theirs.",
-        {"time/learner/wait": wait, "time/learner/update": window.learner["update"], "time/workers/tickets": tickets},
+        f"The learner is the bottleneck: it {does} {percent(window.learner[part])} of the time, while workers wait for "
+        f"it {percent(tickets)} of theirs.",
+        {"time/learner/wait": wait, f"time/learner/{part}": window.learner[part], "time/workers/tickets": tickets},
+        _SLOW_PARTS.get(part, ""),
         is_problem=False,  # with several epochs per update and cheap environments it always is
     )
 
