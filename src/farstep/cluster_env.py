@@ -438,6 +438,7 @@ class ClusterEnv:
             Before there is enough data its cause is `"unknown"`.
 
         Raises:
+            ConfigError: `metrics` is not a list of mappings from names to numbers.
             FarstepError: The workers could not be started, or the `ClusterEnv` is closed.
         """
         return diagnoses_of(self, metrics)[0]
@@ -454,7 +455,7 @@ class ClusterEnv:
             The events, oldest first.
 
         Raises:
-            ConfigError: A kind is unknown.
+            ConfigError: A kind is unknown, or an argument has a wrong type.
         """
         return self._events.events(kinds, since)
 

@@ -40,7 +40,7 @@ def test_config_of_a_run_repeats_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     options = ["--env-kwargs", '{"sutton_barto_reward": true}', "--hidden", "8", "--learning-rate", "1e-05"]
     assert main(["train", "ppo", "--env", "CartPole-v1", *SHORT, *options, "--name", "one", "--no-anneal-lr"]) == 0
     one = tmp_path / "runs" / "one"
-    assert main(["train", "ppo", "--config", str(one / "config.yaml")]) == 0
+    assert main(["train", "--config", str(one / "config.yaml")]) == 0, "the file names the learner"
     again = tmp_path / "runs" / "one-2"
     assert config(again) == config(one)
     assert (again / "config.yaml").read_text() == (one / "config.yaml").read_text()
@@ -49,7 +49,7 @@ def test_config_of_a_run_repeats_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for run in (one, again)
     ]
     assert returns[0] == returns[1]
-    assert main(["train", "ppo", "--resume", str(one), "--total-steps", "96"]) == 0
+    assert main(["train", "--resume", str(one), "--total-steps", "96"]) == 0
     assert "total_steps: 96\n" in (one / "config.yaml").read_text()
 
 
@@ -137,6 +137,29 @@ def test_numbers_without_a_decimal_point_are_numbers_in_mappings_too(tmp_path: P
     options = parsed("--config", path)
     assert json.loads(options.run.env_kwargs) == {"gravity": 0.001, "name": "e3"}
     assert (options.learner.learning_rate, options.run.total_steps) == (3e-4, 1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "message"),
+    [
+        (["--config", "run.yaml"], "env: CartPole-v1", "run.yaml names no learner; add 'algorithm: ppo' to it"),
+        (["--config", "run.yaml"], "algorithm: pppo", "unknown learner 'pppo'"),
+        (["--env", "CartPole-v1"], "", "needs a learner (ppo, async-ppo, impala, "),
+        (["--config"], "", "--config needs a YAML file"),
+    ],
+)
+def test_a_missing_learner_is_named(
+    arguments: list[str],
+    text: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, text)
+    assert main(["train", *arguments]) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_two_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

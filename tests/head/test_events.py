@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from farstep.errors import FarstepError
+from farstep.errors import ConfigError, FarstepError
 from farstep.event import EVENT_KINDS, Event
 from farstep.head import events as module
 from farstep.head.events import MAX_EVENTS, EventLog
@@ -62,6 +62,12 @@ def test_events_are_selected_by_kind_and_time() -> None:
     assert [event.kind for event in log.events(["lost", "joined"])] == ["joined", "lost", "lost"]
     assert log.events(since=first_lost.time) == later
     assert log.events(since=later[-1].time) == []
+
+
+@pytest.mark.parametrize(("kinds", "since"), [(3, 0.0), (None, "yesterday"), (None, None)])
+def test_arguments_of_a_wrong_type_are_named(kinds: Any, since: Any) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        EventLog().events(kinds, since)
 
 
 def test_many_threads_emit_in_one_order_that_all_subscribers_see() -> None:

@@ -55,6 +55,23 @@ def test_a_wait_in_progress_is_counted_until_now() -> None:
         assert times.snapshot()["wait"] == 5
 
 
+def test_a_new_thread_for_each_batch_loses_no_time() -> None:
+    clock = Clock()
+    times = LearnerTimes(clock)
+
+    def collect() -> None:
+        with times.measure("wait"):
+            clock.sleep(1)
+
+    for _ in range(3):
+        in_thread(collect)
+        clock.sleep(5)
+        collect()
+        clock.sleep(2)
+    in_thread(collect)
+    assert times.snapshot() == {"wait": 7, "prepare": 0, "update": 21, "publish": 0}
+
+
 def test_storing_a_chunk_is_not_waiting_for_it() -> None:
     clock = Clock()
     times = LearnerTimes(clock)

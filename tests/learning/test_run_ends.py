@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from farstep.event import Emit
 from farstep.learners.loop.evaluation import EvaluationResult
 from farstep.learners.ppo import PPOConfig
 from tests.learning.tasks import Rows, make_env, make_training
@@ -28,6 +29,9 @@ class FakeEvaluator:
     @property
     def busy(self) -> bool:
         return bool(self.steps) and not self._waited
+
+    def report_to(self, emit: Emit) -> None:
+        pass
 
     def start(self, agent: Any, version: int, step: int) -> None:
         assert not self.busy

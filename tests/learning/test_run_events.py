@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import pytest
 
 import farstep
@@ -15,6 +16,7 @@ from farstep.event import Event
 from farstep.learners.loop.evaluation import Evaluator
 from farstep.learners.ppo import PPOConfig
 from farstep.observe.event_files import read_events
+from farstep.testing import CountingEnv, FaultyEnv
 from tests.learning.tasks import make_env, make_training
 
 
@@ -79,3 +81,28 @@ def test_an_evaluation_that_fails_has_its_traceback() -> None:
         (warned,) = [event for event in env.events("warned") if event.traceback]
     assert warned.text == "an evaluation failed and is skipped: ArithmeticError: no result"
     assert "in fail" in warned.traceback
+
+
+def env_that_dies_once(marker: str) -> gymnasium.Env[Any, Any]:
+    return gymnasium.wrappers.TimeLimit(FaultyEnv("sigkill", "step", marker=marker), 8)
+
+
+def test_a_worker_of_the_evaluation_that_dies_is_seen_in_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    marker = {"marker": str(tmp_path / "died-once")}
+    faulty = farstep.EnvConfig(type="factory", env_name=env_that_dies_once, env_kwargs=marker, envs_per_node=1)
+    healthy = farstep.EnvConfig(type="factory", env_name=CountingEnv, envs_per_node=1)
+    evaluator = Evaluator(faulty, 1, seed=0)
+    try:
+        with farstep.ClusterEnv(healthy, farstep.InProcessConfig()) as env:
+            training, _ = make_training(env, PPOConfig(num_steps=8), 16, evaluator=evaluator)
+            training.run()
+            found = [event for event in env.events() if event.text.startswith("evaluation: ")]
+    finally:
+        evaluator.close()
+    assert [event.kind for event in found if event.kind != "warned"] == ["joined", "lost", "restarted"]
+    assert "killed by SIGKILL" in next(event.text for event in found if event.kind == "lost")
+    assert {event.worker for event in found} == {None}, "the run has a worker 0 of its own"
+    lines = [record.getMessage() for record in caplog.records if "SIGKILL" in record.getMessage()]
+    assert len(lines) == 1 and lines[0].startswith("evaluation: "), "logged once"

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.live import Live
 
 from farstep.errors import ClosedError
 from farstep.event import Event, EventKind
@@ -230,6 +231,19 @@ def test_panel_has_the_diagnosis_and_the_latest_three_events() -> None:
     assert "diagnosis" not in shown(after(METRICS)) and "events" not in shown(after(METRICS))
 
 
+@pytest.mark.parametrize(("width", "height"), [(40, 40), (40, 12), (100, 6)])
+def test_a_small_terminal_shows_steps_time_left_and_diagnosis(width: int, height: int) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=width, height=height)
+    status = after(*[METRICS] * 3)
+    drawn = panel(status, "run", 16.0, 3.0, width, diagnosis=DIAGNOSIS, events=EVENTS)
+    with Live(console=console, auto_refresh=False) as live:
+        live.update(drawn, refresh=True)
+        first = plain(console)
+    words = " ".join(re.sub("[│╰╯─]", " ", first).split())
+    for part in ("6,144 of 500,000", "0:04:01 left", SENTENCE):
+        assert part in words, part
+
+
 def test_live_display_shows_what_it_is_given() -> None:
     console = terminal()
     live = LiveDisplay(500_000, "CartPole-v1", console)
@@ -308,6 +322,7 @@ def test_a_fork_prints_where_it_printed_before() -> None:
     code = """
 import io, os
 from rich.console import Console
+from rich.live import Live
 from farstep.observe.terminal.console import LiveDisplay
 live = LiveDisplay(10, console=Console(file=io.StringIO(), force_terminal=True))
 if not os.fork():

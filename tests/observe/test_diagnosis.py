@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
+from farstep.errors import ConfigError
 from farstep.head.events import EventLog
 from farstep.observe.diagnosis import Diagnosis, RunMonitor, Snapshot, Window, all_diagnoses, diagnose
 from farstep.observe.diagnosis.causes import CAUSES, RULES
@@ -59,6 +61,13 @@ def pulling(per_update: float, updates: int = 20, **more: Any) -> list[dict[str,
     return [{"sync/pulls_per_worker": per_update * k, "lag/versions_mean": float(k), **more} for k in range(updates)]
 
 
+def publishing() -> dict[str, Any]:
+    """A learner that spends most of its time in `publish`."""
+    found = stats([IDLE, IDLE])
+    found["time"]["learner"] = {"wait": 0.5, "prepare": 0.2, "update": 0.3, "publish": 9.0}
+    return found
+
+
 def worker(**shares: float) -> dict[str, float]:
     return dict.fromkeys(HEALTHY, 0.0) | shares
 
@@ -81,6 +90,7 @@ def full(share: float) -> dict[str, Any]:
 
 BUSY = worker(env=0.9, tickets=0.1)
 IDLE = worker(env=0.1, tickets=0.9)
+LEFT, JOINED = worker(), worker(env=0.1, tickets=0.3)
 CROWD: dict[str, Any] = {f"worker {i}": (0.9, 0) for i in range(10)}
 CLIPPED: dict[str, Any] = {"train/actor/clip_fraction": 0.35}
 WARMUP: dict[str, Any] = {"train/critic/warmup": 1.0}
@@ -133,11 +143,17 @@ FIRES: list[tuple[str, Window, str]] = [
     ("small buffer", window(stats(wait=0.4, **full(0.4))), "chunks wait 40 % of the time for room among its 100 rows"),
     ("staleness bound", window(stats(dropped={"stale": 100})), "33 % of the chunks are dropped as stale"),
     ("staleness bound", window(stats([IDLE, IDLE], wait=0.7)), "workers 90 % and the learner 70 %"),
+    (
+        "replaced worker",
+        window(stats([IDLE, IDLE], wait=0.7) | {"workers": {"alive": 2, "restarts": 1}}),
+        r"restarted \(1 restart in the last 10 s\): the learner waits 70 % .* workers 90 %",
+    ),
     ("straggler", window(stats([IDLE, BUSY, IDLE], wait=0.9)), "worker 1: it takes 9.0 times as long"),
     ("slow network", window(stats([worker(env=0.2, send=0.5, tickets=0.3)] * 2, wait=0.9)), "for 50 % of the workers'"),
     ("slow network", window(stats([worker(env=0.2, weights=0.5, tickets=0.3)] * 2, wait=0.9)), "rolling takes 20 %"),
     ("slow network", window(stats([IDLE] * 2, wait=0.9, held=0.8)), "for 70 % of the workers' time"),
-    ("slow learner", window(stats([IDLE, IDLE], wait=0.05)), "wait for it 90 % of theirs"),
+    ("slow learner", window(stats([IDLE, IDLE], wait=0.05)), "it updates 91 % .* wait for it 90 % of theirs"),
+    ("slow learner", window(publishing()), "it publishes weights 90 % of the time"),
     (
         "slow policy",
         window(stats([worker(env=0.1, inference=0.8, tickets=0.1)] * 2, wait=0.96)),
@@ -152,7 +168,7 @@ def test_a_cause_is_named_with_its_numbers_and_its_remedy(cause: str, seen: Wind
     found = diagnose(seen)
     assert found.cause == cause
     assert re.search(text, found.text), found.text
-    assert found.is_problem or cause == "slow learner"
+    assert found.is_problem or cause in ("slow learner", "replaced worker")
     assert found.numbers and found.remedy.endswith(".")
     assert found.text.endswith(".") and found.remedy in str(found)
 
@@ -187,6 +203,11 @@ HEALTHY_WINDOWS: dict[str, Window] = {
     "a straggler that nobody waits for": window(stats([BUSY, worker(env=0.8, tickets=0.2)], wait=0.1)),
     "a network that is not waited for": window(stats([worker(env=0.3, send=0.4, tickets=0.3)] * 2, wait=0.2)),
     "synchronous PPO": window(stats([worker(env=0.2, inference=0.15, tickets=0.65)] * 2, wait=0.35)),
+    "workers that left, and one that joined": window(
+        stats([worker(env=0.6, tickets=0.4), LEFT, LEFT, JOINED], wait=0.5) | {"workers": {"alive": 2}}
+    ),
+    "a restart that nobody waits for": window(stats(wait=0.1) | {"workers": {"alive": 2, "restarts": 1}}),
+    "metrics that are not finite": window(metrics=updates(train__actor__skipped_steps=math.nan)),
     "environments half of the time": window(stats([worker(env=0.6, tickets=0.4)] * 2, wait=0.6)),
 }
 
@@ -259,3 +280,20 @@ def test_rules_have_texts_for_the_docs() -> None:
     for rule in RULES:
         assert rule.symptom and not rule.symptom.endswith(".")
         assert rule.remedy.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        (3, "got int as metrics; expected a list"),
+        ({"train/actor/ess": 0.1}, "got dict as metrics"),
+        ([0.1], "got float as the metrics of an update"),
+        ([{"train/actor/ess": None}], "the metric 'train/actor/ess' as NoneType"),
+        ([{"train/actor/ess": "0.1"}], "the metric 'train/actor/ess' as str"),
+    ],
+)
+def test_metrics_of_a_wrong_type_are_named(metrics: Any, message: str) -> None:
+    monitor = RunMonitor(EventLog(), 0.0, machine())
+    assert monitor.diagnoses(stats(), machine(), metrics=[{"a name of the user": "CartPole"}])  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match=message):
+        monitor.diagnoses(stats(), machine(), metrics=metrics)

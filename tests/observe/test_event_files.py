@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from farstep.event import Event
@@ -78,3 +80,17 @@ def test_a_full_disk_does_not_stop_the_run(caplog: pytest.LogCaptureFixture) -> 
         subscription.close()
     file.close()
     assert "a reader of events failed" in caplog.text and "No space left on device" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "odd", [{"text": "\udcff"}, {"node": "\udc80"}, {"traceback": "\udcff"}, {"worker": np.int64(3)}], ids=repr
+)
+def test_an_event_with_odd_values_is_written_and_so_are_the_next(odd: dict[str, Any], tmp_path: Path) -> None:
+    log, file = EventLog(), EventFile(tmp_path / "events.jsonl")
+    subscription = log.subscribe(file.write)
+    log.emit("lost", **{"text": "an environment died", **odd})
+    log.emit("checkpointed", "wrote checkpoint 000001")
+    subscription.close()
+    file.close()
+    assert read_events(file.path) == log.events()
+    assert [event.kind for event in log.events()] == ["lost", "checkpointed"]

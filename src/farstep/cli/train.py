@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 import tyro
 
 from farstep.checkpoint import folder as checkpoint
-from farstep.cli.options.config_file import as_yaml, read_options
+from farstep.cli.options.config_file import as_yaml, learner_in, read_options
 from farstep.cli.options.launchers import ENGINES, NoOptions, check_options, chosen_launcher
 from farstep.cli.options.parsing import check_belonging, parse, typed
 from farstep.cli.recording import check_recording, record
@@ -123,9 +123,10 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     if arguments[0] in ("-h", "--help"):
         sys.stdout.write(f"usage: farstep train LEARNER [options]\nlearners: {', '.join(ALGORITHMS)}\n")
+        sys.stdout.write("--resume and --config need no LEARNER: the run or the file names it.\n")
         sys.stdout.write("'farstep train ppo --help' lists the options of a learner.\n")
         return 0
-    name, *rest = arguments
+    name, *rest = arguments if not arguments[0].startswith("-") else (_learner_of_file(arguments), *arguments)
     if name not in ALGORITHMS:
         raise ConfigError(unknown_name("learner", name, list(ALGORITHMS)))
     options = _options(name, rest)
@@ -154,8 +155,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _options(name: str, arguments: Sequence[str]) -> Options[Any, Any]:
     command, default, why_not = f"farstep train {name}", None, ""
-    resumed = _named_path(arguments, "--resume", "the folder of a run, e.g. --resume runs/NAME")
-    config = _named_path(arguments, "--config", "a YAML file, e.g. --config run.yaml")
+    resumed, config = _path_of(arguments, "--resume"), _path_of(arguments, "--config")
     if resumed is not None and config is not None:
         raise ConfigError("--resume and --config contradict each other: a resumed run has its own options. Omit one.")
     if resumed is not None:
@@ -181,6 +181,22 @@ def _options(name: str, arguments: Sequence[str]) -> Options[Any, Any]:
     return options
 
 
+def _learner_of_file(arguments: Sequence[str]) -> str:
+    """Return the learner of the run or YAML file that the options name, for a command that names no learner."""
+    known = ", ".join(ALGORITHMS)
+    resumed, config = _path_of(arguments, "--resume"), _path_of(arguments, "--config")
+    if resumed is not None:
+        return str(RunFolder.open(resumed).read_signed_config()[0].get("algorithm"))
+    if config is None:
+        raise ConfigError(f"'farstep train' needs a learner ({known}) before its options, e.g. farstep train ppo.")
+    if (name := learner_in(config)) is None:
+        raise ConfigError(
+            f"{config} names no learner; add 'algorithm: ppo' to it, or name one ({known}): farstep train ppo --config "
+            f"{config}"
+        )
+    return name
+
+
 def _cluster(options: Options[Any, Any]) -> ClusterEnv:
     run, nodes = options.run, options.nodes
     if isinstance(nodes, EngineConfig):
@@ -200,9 +216,13 @@ def _check_same(saved: Options[Any, Any], now: Options[Any, Any]) -> None:
             )
 
 
-def _named_path(arguments: Sequence[str], option: str, expected: str) -> Path | None:
+def _path_of(arguments: Sequence[str], option: Literal["--resume", "--config"]) -> Path | None:
     """Return the path that an option names. Find it before parsing, because the file has the defaults of other
     options."""
+    expected = {
+        "--resume": "the folder of a run, e.g. --resume runs/NAME",
+        "--config": "a YAML file, e.g. --config run.yaml",
+    }[option]
     found = None
     for i, argument in enumerate(arguments):
         flag, _, value = argument.partition("=")

@@ -8,11 +8,12 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
+from typing import SupportsFloat
 
-from farstep.errors import FarstepError, WorkerError, described, typed_shortage
-from farstep.event import EVENT_KINDS, Event, EventKind, check_kind, traceback_of
+from farstep.errors import ConfigError, FarstepError, WorkerError, described, typed_shortage
+from farstep.event import EVENT_KINDS, Emit, Event, EventKind, check_kind, traceback_of
 
 log = logging.getLogger("farstep")
 MAX_EVENTS = 1_000
@@ -41,6 +42,7 @@ class EventLog:
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._counts: Counter[EventKind] = Counter()
         self._subscriptions: list[Subscription] = []
+        self._relay: Callable[[Event], None] | None = None
         self._last = 0.0
         self._failed = False
         """Whether the error that ends the run was emitted."""
@@ -69,10 +71,10 @@ class EventLog:
             event = Event(
                 time=0.0,
                 kind=kind,
-                text=_start_of(str(text), _MAX_TEXT),
-                worker=worker,
-                node=node,
-                traceback=_end_of(traceback, _MAX_TRACEBACK),
+                text=_start_of(_encodable(text), _MAX_TEXT),
+                worker=None if worker is None else int(worker),
+                node=_encodable(node),
+                traceback=_end_of(_encodable(traceback), _MAX_TRACEBACK),
             )
             with self._lock:
                 self._last = max(time.time(), self._last + _TICK_S)  # also if the clock was set back
@@ -81,8 +83,21 @@ class EventLog:
                 self._counts[kind] += 1
                 for subscription in self._subscriptions:
                     subscription.put(event)
-            if logged:
+            if logged and self._relay is not None:
+                self._relay(event)
+            elif logged:
                 log.log(logging.INFO if kind in _INFO else logging.WARNING, "%s", event.text, stacklevel=2)
+
+    def relay(self, emit: Emit, prefix: str) -> None:
+        """From now on pass events to another run instead of the logger, except the failure that ends this run.
+
+        Args:
+            emit: Emits an event of the other run. It gets no worker, since the other run has workers of its own.
+            prefix: Start of their texts.
+        """
+        self._relay = lambda event: emit(
+            event.kind, f"{prefix}{event.text}", node=event.node, traceback=event.traceback
+        )
 
     def emit_failure(self, error: Exception) -> None:
         """Emit the error that ends the run; only the first, and not logged, since it is raised."""
@@ -112,8 +127,12 @@ class EventLog:
         """Return the stored events of these kinds (None: all) that are later than `since`, oldest first.
 
         Raises:
-            ConfigError: A kind is unknown.
+            ConfigError: A kind is unknown, or an argument has a wrong type.
         """
+        if not isinstance(since, SupportsFloat):
+            raise ConfigError(f"since is {since!r}; expected Unix time in seconds, such as the time of an event.")
+        if not isinstance(kinds, str | Iterable | None):
+            raise ConfigError(f"kinds is {kinds!r}; expected a kind of event, such as 'lost', or a list of kinds.")
         chosen = EVENT_KINDS if kinds is None else (kinds,) if isinstance(kinds, str) else tuple(kinds)
         for kind in chosen:
             check_kind(kind)
@@ -193,6 +212,11 @@ class Subscription:
             if self._dropped and self._unread.empty():
                 dropped, self._dropped = self._dropped, 0
                 self._events.emit("warned", f"a reader of events is too slow: {dropped} events were dropped for it")
+
+
+def _encodable(text: str) -> str:
+    """Escape what UTF-8 cannot encode (lone surrogates, from undecodable bytes), so that any reader can write it."""
+    return str(text).encode("utf-8", "backslashreplace").decode()
 
 
 def _start_of(text: str, limit: int) -> str:

@@ -73,6 +73,12 @@ def read_options(
     return _unchecked(RunConfig, values), _unchecked(learners[algorithm], values), _unchecked(nodes, values)
 
 
+def learner_in(path: Path) -> str | None:
+    """Return the learner that a YAML file names; None if it names none. Raise `ConfigError` if it cannot be read."""
+    name = _read(path).get(_ALGORITHM)
+    return None if name is None else str(name)
+
+
 def _read(path: Path) -> dict[str, Any]:
     yaml = require("yaml", "pyyaml", "--config", "safe_load")
 

@@ -46,9 +46,10 @@ class LearnerTimes:
         thread = threading.get_ident()
         with self._lock:
             now = self._clock()
-            if thread == self._thread:
-                self._lap(now)
-            elif part == "wait" and not self._inside:
+            collects = part == "wait" and not self._inside
+            if self._thread is not None and (collects or thread == self._thread):
+                self._lap(now)  # also if another thread collected before: the time since then is its update
+            if collects:
                 self._thread, self._last, self._handled_at_last = thread, now, self._handled_until(now)
             if thread == self._thread:
                 self._inside.append(part)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from farstep.cluster_env import ClusterEnv
+from farstep.cluster_env import ClusterEnv, event_log_of
 from farstep.config.env import EnvConfig
 from farstep.config.launch import InProcessConfig, LaunchConfig, LocalConfig
 from farstep.errors import counted
@@ -80,8 +80,7 @@ class Evaluator:
     ) -> None:
         self._episodes, self._seed, self._after = episodes, seed, after
         self._env = ClusterEnv(env_config, launch or LocalConfig(workers_per_node=1))
-        self.emit: Emit = self._env.emit_event
-        """Receives the events of evaluations. `Training` replaces it, to add them to the events of the run."""
+        self._emit: Emit = self._env.emit_event
         self._agent: NetworkAgent | None = None
         self._thread: threading.Thread | None = None
         self._result: EvaluationResult | None = None
@@ -91,6 +90,15 @@ class Evaluator:
     def busy(self) -> bool:
         """Whether an evaluation is in progress."""
         return self._thread is not None and self._thread.is_alive()
+
+    def report_to(self, emit: Emit) -> None:
+        """Add the events of evaluations, and those of their worker, to the events of a run. `Training` calls this.
+
+        Args:
+            emit: Emits an event of the run.
+        """
+        self._emit = emit
+        event_log_of(self._env).relay(emit, "evaluation: ")
 
     def start(self, agent: NetworkAgent, version: int, step: int) -> None:
         """Start an evaluation of the agent's current parameters. The agent does not explore (`greedy`).
@@ -122,10 +130,10 @@ class Evaluator:
         error, self._error = self._error, None
         if error is not None:
             text = f"an evaluation failed and is skipped: {type(error).__name__}: {error}"
-            self.emit("warned", text, traceback=traceback_of(error))
+            self._emit("warned", text, traceback=traceback_of(error))
         result, self._result = self._result, None
         if result is not None:
-            self.emit("evaluated", result.summary())
+            self._emit("evaluated", result.summary())
         return result
 
     def wait(self) -> None:
@@ -137,7 +145,7 @@ class Evaluator:
         try:
             assert self._agent is not None
             episodes = run_episodes(
-                self._env, self._agent, self._episodes, self._seed, max_steps=MAX_STEPS, emit=self.emit
+                self._env, self._agent, self._episodes, self._seed, max_steps=MAX_STEPS, emit=self._emit
             )
             self._result = EvaluationResult(step, version, *episodes)
             if self._after is not None:

@@ -151,7 +151,7 @@ class Training:
         self.progress = Progress()
         self._signals = StopSignals(self._journal is not None, self._drop_journal, env.emit_event)
         if evaluator is not None:
-            evaluator.emit = env.emit_event
+            evaluator.report_to(env.emit_event)
         self.diagnosis = RunDiagnosis(env)
         self.timer, self._worker_timer = Timer(), WorkerTimer()
         self._schedule = CheckpointSchedule(limits.checkpoint_every)

@@ -124,6 +124,14 @@ RULES: tuple[Rule, ...] = (
         find.dropped_as_stale,
     ),
     Rule(
+        "replaced worker",
+        "time",
+        "A worker was restarted, while the other workers and the learner wait for 30 % of their time",
+        'Read why it was lost in env.events(["lost", "stuck"]) or events.jsonl; with num_chunks (stream, --num-chunks) '
+        "batches do not wait for a worker that starts.",
+        find.replaced_worker,
+    ),
+    Rule(
         "straggler",
         "time",
         "One worker takes twice as long as the others, which wait for 30 % of their time, as the learner does",
@@ -144,8 +152,8 @@ RULES: tuple[Rule, ...] = (
         "staleness bound",
         "time",
         "Workers wait for the learner while the learner waits for workers, together for 130 % of the time",
-        "Raise max_staleness (--staleness-threshold); with collect, use stream, so that workers roll while the learner "
-        "updates.",
+        "Use stream instead of collect (async-ppo instead of ppo), so that workers roll while the learner updates; "
+        "with stream, raise max_staleness (async-ppo: --staleness-threshold).",
         find.both_wait,
     ),
     Rule(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from farstep.errors import counted
 from farstep.observe.diagnosis.run_window import MIN_WINDOW_S, Window
 from farstep.observe.run_status import data_size, percent
 
@@ -36,6 +37,11 @@ _ALWAYS = 0.95
 """Share of the opportunities to pull that a threshold should leave out at least sometimes."""
 _STALE = 0.1
 """Share of chunks dropped as stale."""
+_SLOW_PARTS = {
+    "prepare": "Collect fewer or smaller observations, or longer rollouts.",
+    "publish": "Publish less often; in a workflow, publish waits until no consumer updates, so make updates shorter.",
+}
+"""Remedies for a learner that spends most of its time in such a part."""
 _SLOWER = 2.0
 """How much longer a straggler takes than the median of the other workers."""
 
@@ -289,21 +295,42 @@ def dropped_as_stale(window: Window) -> Finding | None:
     )
 
 
+def replaced_worker(window: Window) -> Finding | None:
+    """Batches wait for a worker that was lost and is started again."""
+    restarts, wait, tickets = window.grown("workers", "restarts"), window.learner["wait"], window.workers["tickets"]
+    if not restarts or min(wait, tickets) < _WASTE:
+        return None
+    return Finding(
+        f"Batches wait for workers that are restarted ({counted(int(restarts), 'restart')} in the last "
+        f"{_duration(window.seconds)}): the learner waits {percent(wait)} of the time, and the other workers "
+        f"{percent(tickets)}.",
+        {"restarts": restarts, "time/learner/wait": wait, "time/workers/tickets": tickets},
+        is_problem=False,  # it passes; the loss of the worker is an event, and repeated restarts are a failure
+    )
+
+
 def straggler(window: Window) -> Finding | None:
     """The learner and all other workers wait for one worker."""
-    busy = [sum(worker.values()) - worker["tickets"] for worker in window.per_worker]
+    reported = {worker: sum(times.values()) for worker, times in enumerate(window.per_worker)}
+    # Workers that joined or left during the window cannot be compared with the others.
+    busy = {
+        worker: 1 - window.per_worker[worker]["tickets"] / seconds
+        for worker, seconds in reported.items()
+        if seconds >= window.seconds / 2
+    }
     if len(busy) < 2:
         return None
-    slowest = max(range(len(busy)), key=lambda worker: busy[worker])
-    others = [worker for worker in range(len(busy)) if worker != slowest]
+    slowest = max(busy, key=lambda worker: busy[worker])
+    others = [worker for worker in busy if worker != slowest]
     usual = median(busy[worker] for worker in others)
     idle = _share([window.per_worker[worker] for worker in others], "tickets")
     if window.learner["wait"] < _WASTE or idle < _WASTE or busy[slowest] < _SLOWER * usual:
         return None
+    longer = f"{busy[slowest] / usual:.1f} times as long as" if usual else "all of the time, unlike"
     return Finding(
-        f"Everything waits for worker {slowest}: it takes {busy[slowest] / usual if usual else math.inf:.1f} times as "
-        f"long as the others, which wait {percent(idle)} of their time.",
-        {"worker": slowest, "busy_s": busy[slowest], "others_busy_s": usual, "others_wait": idle},
+        f"Everything waits for worker {slowest}: it takes {longer} the others, which wait {percent(idle)} of their "
+        "time.",
+        {"worker": slowest, "busy": busy[slowest], "others_busy": usual, "others_wait": idle},
     )
 
 
@@ -343,10 +370,13 @@ def slow_learner(window: Window) -> Finding | None:
     wait, tickets = window.learner["wait"], window.workers["tickets"]
     if tickets < _LIMITS or wait > 1 - _LIMITS:
         return None
+    part = max(("update", "prepare", "publish"), key=lambda part: window.learner.get(part, 0.0))
+    does = {"update": "updates", "prepare": "prepares batches", "publish": "publishes weights"}[part]
     return Finding(
-        f"The learner is the bottleneck: it updates {percent(window.learner['update'])} of the time, while workers "
-        f"wait for it {percent(tickets)} of theirs.",
-        {"time/learner/wait": wait, "time/learner/update": window.learner["update"], "time/workers/tickets": tickets},
+        f"The learner is the bottleneck: it {does} {percent(window.learner[part])} of the time, while workers wait for "
+        f"it {percent(tickets)} of theirs.",
+        {"time/learner/wait": wait, f"time/learner/{part}": window.learner[part], "time/workers/tickets": tickets},
+        _SLOW_PARTS.get(part, ""),
         is_problem=False,  # with several epochs per update and cheap environments it always is
     )
 

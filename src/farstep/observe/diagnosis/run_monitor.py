@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, SupportsFloat
 
 from farstep.config.launch import RESTART_WINDOW_S
+from farstep.errors import ConfigError
 from farstep.head.events import EventLog
 from farstep.observe.diagnosis.diagnosis import Diagnosis, all_diagnoses
 from farstep.observe.diagnosis.run_window import MIN_WINDOW_S, Snapshot, Window
+from farstep.observe.glossary import METRICS
 from farstep.resources import MachineUse
 
 _WINDOW_S = 30.0
@@ -47,7 +49,11 @@ class RunMonitor:
 
         Returns:
             The most important diagnosis, then further causes that are independent of it.
+
+        Raises:
+            ConfigError: `metrics` is not a list of mappings from names to numbers.
         """
+        metrics = _checked(metrics)
         restarts = self._events.events(["restarted"], since=time.time() - RESTART_WINDOW_S)
         now = Snapshot(
             time_s=time.monotonic(),
@@ -55,7 +61,7 @@ class RunMonitor:
             kl_threshold=kl_threshold,
             restarts=Counter(event.worker for event in restarts if event.worker is not None),
             machine=machine,
-            metrics=tuple(metrics),
+            metrics=metrics,
         )
         return all_diagnoses(Window(self._before(now), now))
 
@@ -70,3 +76,18 @@ class RunMonitor:
         if now.time_s - kept[-1].time_s >= MIN_WINDOW_S:
             kept.append(now)
         return before
+
+
+def _checked(metrics: Sequence[Mapping[str, float]]) -> tuple[Mapping[str, float], ...]:
+    """Return the metrics of updates; raise `ConfigError` if they are anything else."""
+    expected = "expected a list with the metrics of each update, such as [{'train/actor/ess': 0.9}]"
+    if isinstance(metrics, Mapping | str) or not isinstance(metrics, Iterable):
+        raise ConfigError(f"diagnose got {type(metrics).__name__} as metrics; {expected}.")
+    updates = tuple(metrics)
+    for update in updates:
+        if not isinstance(update, Mapping):
+            raise ConfigError(f"diagnose got {type(update).__name__} as the metrics of an update; {expected}.")
+        for name, value in update.items():
+            if name in METRICS and not isinstance(value, SupportsFloat):  # other names may have any values
+                raise ConfigError(f"diagnose got the metric {name!r} as {type(value).__name__}; {expected}.")
+    return updates

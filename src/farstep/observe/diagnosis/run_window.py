@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -128,8 +129,8 @@ class Window:
     # ---- metrics of updates ----
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a metric over the updates that have it; None if none has it."""
-        values = [metrics[name] for metrics in self.after.metrics if name in metrics]
+        """Return the mean of a metric over the updates in which it is finite; None if there is none."""
+        values = [metrics[name] for metrics in self.after.metrics if math.isfinite(metrics.get(name, math.nan))]
         return sum(values) / len(values) if values else None
 
 

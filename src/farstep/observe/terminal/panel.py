@@ -45,6 +45,7 @@ _COLORS = {
 }
 _MAX_WIDTH = 100
 _SPARKLINE_WIDTH = 32
+_MIN_BAR_WIDTH = 3
 SHOWN_EVENTS = 3
 
 
@@ -77,7 +78,10 @@ def panel(
     grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-    grid.add_row("steps", _progress(status, now_s))
+    grid.add_row("steps", Progress(status, now_s))
+    if diagnosis is not None and diagnosis.cause != "unknown":  # near the top: a low terminal cuts off the end
+        style = "yellow" if diagnosis.is_problem else ""
+        grid.add_row("diagnosis", Text(diagnosis.text, style=style, no_wrap=False, overflow="fold"))
     if not status.updates:
         grid.add_row("", Text("waiting for the first update", style="dim"))
     if RETURN in latest:
@@ -102,9 +106,6 @@ def panel(
         grid.add_row("workers", _workers(status))
     if shares := status.shares():
         grid.add_row("time", Shares(shares))
-    if diagnosis is not None and diagnosis.cause != "unknown":
-        style = "yellow" if diagnosis.is_problem else ""
-        grid.add_row("diagnosis", Text(diagnosis.text, style=style, no_wrap=False, overflow="fold"))
     if events:
         grid.add_row("events", Text("\n").join(map(_event, events[-SHOWN_EVENTS:])))
     heading = Text(title, style="bold")
@@ -119,20 +120,6 @@ def _event(event: Event) -> Text:
 def _add(text: Text, label: str, value: float | None, form: Callable[[float], str]) -> None:
     if value is not None:
         text.append(f"{label} {form(value)}", style="dim")
-
-
-def _progress(status: RunStatus, now_s: float) -> Table:
-    left = status.seconds_left(now_s)
-    row = Table.grid(padding=(0, 1), expand=True)
-    row.add_column(no_wrap=True)
-    row.add_column(ratio=1)
-    row.add_column(no_wrap=True)
-    row.add_row(
-        f"{status.step:,} of {status.total_steps:,}",
-        ProgressBar(total=1.0, completed=status.fraction, complete_style="cyan", finished_style="green"),
-        Text(f"{percent(status.fraction):>5}  ").append("" if left is None else f"{duration(left)} left", style="dim"),
-    )
-    return row
 
 
 def _sparkline(values: Sequence[float], width: int = _SPARKLINE_WIDTH) -> str:
@@ -173,6 +160,32 @@ def _workers(status: RunStatus) -> Text:
     else:
         text.append("   nothing dropped", style="dim")
     return text
+
+
+class Progress:
+    """Steps, a bar and the time that is left; if there is no room for the bar, in two lines without it."""
+
+    def __init__(self, status: RunStatus, now_s: float) -> None:
+        left_s = status.seconds_left(now_s)
+        self._fraction = status.fraction
+        self._steps = Text(f"{status.step:,} of {status.total_steps:,}", no_wrap=False, overflow="fold")
+        self._left = Text(percent(status.fraction), no_wrap=False, overflow="fold")
+        self._left.append("" if left_s is None else f"  {duration(left_s)} left", style="dim")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.max_width < len(self._steps) + len(self._left) + _MIN_BAR_WIDTH + 2:
+            yield from (self._steps, self._left)
+            return
+        bar = ProgressBar(total=1.0, completed=self._fraction, complete_style="cyan", finished_style="green")
+        row = Table.grid(padding=(0, 1), expand=True)
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True)
+        row.add_row(self._steps, bar, self._left)
+        yield row
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(10, options.max_width)
 
 
 class Shares:
