@@ -6,8 +6,10 @@ import signal
 import tempfile
 from collections.abc import Generator
 
+import cloudpickle
 import pytest
 
+import tests
 from tests.engines.guarded import EngineMissing
 
 pytest_plugins = ["tests.longest_first"]
@@ -15,6 +17,9 @@ pytest_plugins = ["tests.longest_first"]
 # A shell's `&` and nohup have Ctrl-C ignored, here and in all that tests start; some of them are about Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+# Workers get classes of test modules by value: importing the module would import pytest and all that a test needs.
+cloudpickle.register_pickle_by_value(tests)
 
 # Tests start hundreds of processes; without bytecode files each would compile farstep again (0.3 of 0.7 s CPU time).
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
