@@ -109,7 +109,7 @@ def main(arguments: Sequence[str]) -> int:
     name, *rest = arguments
     if name not in ALGORITHMS:
         raise ConfigError(unknown_name("learner", name, list(ALGORITHMS)))
-    options = _options(name, rest)
+    options = parse_options(name, rest)
     run = options.run
     _set_up(run)
     with ExitStack() as stack:
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _options(name: str, arguments: Sequence[str]) -> Options[Any, Any]:
+def parse_options(name: str, arguments: Sequence[str]) -> Options[Any, Any]:
     command, default, why_not = f"farstep train {name}", None, ""
     resumed = _named_path(arguments, "--resume", "the folder of a run, e.g. --resume runs/NAME")
     config = _named_path(arguments, "--config", "a YAML file, e.g. --config run.yaml")
