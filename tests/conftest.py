@@ -3,11 +3,14 @@
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Generator
 
+import cloudpickle
 import pytest
 
+import tests
 from tests.engines.guarded import EngineMissing
 
 pytest_plugins = ["tests.longest_first"]
@@ -16,8 +19,13 @@ pytest_plugins = ["tests.longest_first"]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Workers get classes of test modules by value: importing the module would import pytest and all that a test needs.
+cloudpickle.register_pickle_by_value(tests)
+
 # Tests start hundreds of processes; without bytecode files each would compile farstep again (0.3 of 0.7 s CPU time).
+# pytest keeps test modules with rewritten assertions there, which take half the CPU time of collecting tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # what another process makes meanwhile is not left behind by a test of this one
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="t-")

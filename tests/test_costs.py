@@ -56,8 +56,7 @@ def ticket_cost(workers: int, max_staleness: int | None, actors: int | None) -> 
     tickets.grant(present, 0)
 
     def round_of_all() -> None:
-        for _ in range(workers):
-            order = next(iter(tickets._outstanding.values()))
+        for order in tickets.open_tickets():
             assert tickets.accept(order.worker, order.seq, 0, None)
             arrived = tickets.take_one(lambda worker: True, 0)
             assert arrived is not None

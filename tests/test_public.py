@@ -65,6 +65,15 @@ def test_subpackages_are_imported_on_first_use(folder: str) -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="ClusterEnvv"):
         farstep.ClusterEnvv
+    with pytest.raises(AttributeError, match="has no attribute 'check_launchers'"):
+        farstep.testing.check_launchers
+
+
+def test_environments_for_tests_do_not_import_the_head() -> None:
+    """Workers import them, so that each of hundreds of workers in a test suite would import the head, too."""
+    code = "import sys\nfrom farstep.testing import CountingEnv, TableAgent\nprint('farstep.head' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
 
 
 def loaded_after(statement: str) -> set[str]:

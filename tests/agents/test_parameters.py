@@ -244,7 +244,7 @@ def test_a_kernel_without_the_seal_does_without(monkeypatch: pytest.MonkeyPatch)
         pulled(store, worker)
         message = store.message()
         with closing(SharedWeights(os.dup(store.memory.fd), message.nbytes, message.buffers)) as weights:
-            assert memoryview(weights._map).readonly
+            assert memoryview(weights._map).readonly  # noqa: SLF001
     assert torch.equal(worker.net.weight, learner.net.weight)
 
 

@@ -230,10 +230,10 @@ def test_a_load_of_weights_leaves_the_recurrent_state_alone() -> None:
     actor, probe = actor_of(Remembers())
     probe()
     assert actor.policy.note == "fast"
-    actor._state = actor.policy(OBS + 1, actor._state, STARTS, None)["state"]
-    before = actor._state.copy()
+    actor._state = actor.policy(OBS + 1, actor._state, STARTS, None)["state"]  # noqa: SLF001
+    before = actor._state.copy()  # noqa: SLF001
     actor.loaded(1)
-    np.testing.assert_array_equal(actor._state, before)
+    np.testing.assert_array_equal(actor._state, before)  # noqa: SLF001
 
 
 WEIGHTS = np.zeros(1)

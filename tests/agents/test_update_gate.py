@@ -41,7 +41,7 @@ class Watched(threading.Condition):
 def test_threads_that_wait_do_not_keep_each_other_awake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_gate, "_POLL_S", 0.01)
     gate, order = UpdateGate(), list[str]()
-    changed = gate._changed = Watched()
+    changed = gate._changed = Watched()  # noqa: SLF001
     gate.begin("first", "a consumer", AGENT)
 
     def publish() -> None:

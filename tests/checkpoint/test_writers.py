@@ -181,7 +181,7 @@ def test_the_lock_of_a_killed_process_is_free(two: Path) -> None:
 import sys, signal
 from pathlib import Path
 from farstep.checkpoint import folder as checkpoint
-with checkpoint._locked(Path(sys.argv[1]), 0):
+with checkpoint.locked(Path(sys.argv[1]), 0):
     print("locked", flush=True)
     signal.pause()
 """

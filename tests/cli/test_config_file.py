@@ -20,7 +20,7 @@ SHORT = ["--launcher", "in-process", "--num-envs", "2", "--num-steps", "16", "--
 
 def parsed(*arguments: str, learner: str = "ppo") -> Any:
     """The options that a command has, without running it."""
-    return train._options(learner, list(arguments))
+    return train.parse_options(learner, list(arguments))
 
 
 def written(folder: Path, text: str) -> str:

@@ -356,14 +356,14 @@ class RogueEnv(CountingEnv):
 
     def _endless_phase(self) -> None:
         """Words that say it is queued, which has no time limit, and no answer ever."""
-        frame: Any = sys._getframe()
+        frame: Any = sys._getframe()  # noqa: SLF001
         while "words" not in frame.f_locals:  # the frame of the worker's rollout loop
             frame = frame.f_back
         frame.f_locals["words"][PHASE] = Phase.QUEUED
         do_fault("hang")
 
     def _socket(self) -> socket.socket:
-        sock: socket.socket = self.link._socket
+        sock: socket.socket = self.link._socket  # noqa: SLF001
         return sock
 
 

@@ -171,7 +171,7 @@ def test_changed_and_replayed_bulk_segments_do_not_alter_messages(small_segments
         head.receive(packet, 0.0)
     assert [bytes(frames[0]) for frames in head.messages()] == sent
     assert refused > CASES / 2
-    assert not head._arriving and not head._held
+    assert not head.undelivered and not head.undelivered_bytes
 
 
 def test_random_packets_with_a_valid_key_take_bounded_memory(small_segments: None) -> None:
@@ -194,12 +194,12 @@ def test_random_packets_with_a_valid_key_take_bounded_memory(small_segments: Non
                 continue
             assert len(answers) <= head.unacknowledged + 1
             list(head.messages())
-            assert sum(head._held.values()) <= most
-            assert len(head._ready) + len(head._arriving) <= MAX_AHEAD
+            assert head.undelivered_bytes <= most
+            assert head.undelivered <= MAX_AHEAD
 
 
 def envelope(kind: Kind, seq: int) -> bytes:
-    return sessions._ENVELOPE.pack(kind, seq, 0, 0)
+    return sessions._ENVELOPE.pack(kind, seq, 0, 0)  # noqa: SLF001
 
 
 def test_a_worker_cannot_fill_the_heads_memory_with_unread_data() -> None:
@@ -210,7 +210,7 @@ def test_a_worker_cannot_fill_the_heads_memory_with_unread_data() -> None:
             head.receive(Packet(False, [envelope(Kind.WHOLE, seq), bytes(1000), b"", b""]), 0.0)
         except WireError:
             refused += 1
-    assert refused and sum(len(frame) for frames in head._ready.values() for frame in frames) <= most
+    assert refused and head.undelivered * 1000 <= head.undelivered_bytes <= most
     with pytest.raises(WireError, match="frames"):
         ReliableChannel(None).receive(Packet(False, [envelope(Kind.WHOLE, 1), *[b""] * 5000]), 0.0)
 
@@ -220,10 +220,10 @@ def test_announcing_gigabytes_allocates_no_memory() -> None:
     key = os.urandom(32)
     head = ReliableChannel(Cipher(key, Side.HEAD), 1 << 34)
     size, sealed = 8 << 30, bytearray(sessions.SEGMENT_BYTES + 16)
-    about = sessions._POSITION.pack(0, size // sessions.SEGMENT_BYTES) + sessions._LENGTH.pack(size)
+    about = sessions._POSITION.pack(0, size // sessions.SEGMENT_BYTES) + sessions._LENGTH.pack(size)  # noqa: SLF001
     Cipher(key, Side.WORKER).seal(1, 0, about, bytes(sessions.SEGMENT_BYTES), memoryview(sealed))
     head.receive(Packet(True, [envelope(Kind.SEGMENT, 1), about, sealed]), 0.0)
-    assert head._arriving
+    assert head.undelivered == 1
     assert resident_bytes() - before < 64 << 20
 
 
@@ -240,8 +240,8 @@ def test_messages_of_an_admitted_worker_raise_nothing_but_wire_errors(monkeypatc
     """Every message of a run, and many like it, into a head that goes on; what they say is not judged here."""
     with cluster(CountingEnv, workers=2, transport="tcp") as env:
         env.launch()
-        assert env._collector is not None
-        server, chance = env._collector.server, random.Random(6)
+        assert env._collector is not None  # noqa: SLF001
+        server, chance = env._collector.server, random.Random(6)  # noqa: SLF001
         heard: list[list[bytes]] = []
         receive = server.receive
 
@@ -264,13 +264,13 @@ def test_messages_of_an_admitted_worker_raise_nothing_but_wire_errors(monkeypatc
                 place = chance.randrange(len(frames))
                 frames[place] = mutated(chance, frames[place], [other[0] for other in heard])
                 if case % 100 == 0:  # tickets to be answered
-                    server.tickets._outstanding |= {seq: IssuedTicket(seq, seq % 2, 0, 0, 0) for seq in range(50)}
+                    server.tickets._outstanding |= {seq: IssuedTicket(seq, seq % 2, 0, 0, 0) for seq in range(50)}  # noqa: SLF001
                 try:
                     receive(chance.randrange(2), Received(frames))
                 except Exception as error:
                     raise AssertionError(f"{frames!r}") from error
-            server.tickets._outstanding.clear()
-            server.tickets._arrived.clear()
+            server.tickets._outstanding.clear()  # noqa: SLF001
+            server.tickets._arrived.clear()  # noqa: SLF001
         monkeypatch.undo()
 
 
@@ -317,7 +317,7 @@ def test_make_vec_says_what_a_worker_sent_that_cannot_be_accepted(tmp_path: Path
 def test_a_worker_without_shared_memory_is_held_to_its_channels(monkeypatch: pytest.MonkeyPatch) -> None:
     with cluster(CountingEnv, workers=1, transport="tcp") as env:
         env.collect(TableAgent(), steps=4)
-        collector = env._collector
+        collector = env._collector  # noqa: SLF001
         assert collector is not None
         server, refused = collector.server, []
         monkeypatch.setattr(server.supervisor, "reject", lambda record, error: refused.append(str(error)))
@@ -337,7 +337,7 @@ def test_a_worker_without_shared_memory_is_held_to_its_channels(monkeypatch: pyt
             for message, frames, heartbeat, said in cases:
                 server.receive(0, Received([m.encode(message), *frames], heartbeat=heartbeat))
                 assert len(refused) == 1 and said in refused.pop(), (message, said)
-            order: Any = collector._open(Request(4), None, 1) and server.tickets.grant([0], 0)[0]
+            order: Any = collector._open(Request(4), None, 1) and server.tickets.grant([0], 0)[0]  # noqa: SLF001
             part = m.Part(order.seq, 9, -1, 0, ["reward"])
             server.receive(0, Received([m.encode(part), b"", bytes(8)]))
             assert "which EnvConfig.transfer does not send ahead" in refused.pop()
@@ -420,15 +420,15 @@ def wide(config: Any) -> farstep.ClusterEnv:
 
 
 def hub_of(env: farstep.ClusterEnv) -> Hub:
-    hub = env._collector.server.supervisor.launcher._hub  # type: ignore[union-attr]
+    hub = env._collector.server.supervisor.launcher._hub  # type: ignore[union-attr]  # noqa: SLF001
     assert isinstance(hub, Hub)
     return hub
 
 
 def overhear(hub: Hub, run: Run) -> list[tuple[bytes, list[bytes], list[Sequence[Any]]]]:
     """Of each worker what can be read on the bulk connection: its name, sealed segments, and tokens to come."""
-    heard: dict[bytes, list[Sequence[Any]]] = {key: [] for key, peer in hub._peers.items() if peer.channel}
-    peers, receive = {id(peer.channel): key for key, peer in hub._peers.items()}, ReliableChannel.receive
+    heard: dict[bytes, list[Sequence[Any]]] = {key: [] for key, peer in hub._peers.items() if peer.channel}  # noqa: SLF001
+    peers, receive = {id(peer.channel): key for key, peer in hub._peers.items()}, ReliableChannel.receive  # noqa: SLF001
     with pytest.MonkeyPatch.context() as patch:
 
         def listening(self: ReliableChannel, packet: Packet, now: float) -> list[Packet]:
@@ -439,7 +439,7 @@ def overhear(hub: Hub, run: Run) -> list[tuple[bytes, list[bytes], list[Sequence
         patch.setattr(ReliableChannel, "receive", listening)
         while not all(heard.values()):
             run.collect()
-    tokens = {key: copy.copy(hub._peers[key].tokens) for key in heard}
+    tokens = {key: copy.copy(hub._peers[key].tokens) for key in heard}  # noqa: SLF001
     return [(key, [tokens[key].fresh() for _ in range(8)], packets[:5]) for key, packets in heard.items()]  # type: ignore[union-attr]
 
 
@@ -484,24 +484,24 @@ def test_a_run_on_nodes_survives_strangers_and_a_malicious_daemon(
     config = node_config(tmp_path, nodes=2, workers_per_node=1, head_address="127.0.0.1")
     with wide(config) as env:
         env.launch()
-        assert env._collector is not None
-        launcher: Any = env._collector.server.supervisor.launcher
-        launcher._groups.request(1)
+        assert env._collector is not None  # noqa: SLF001
+        launcher: Any = env._collector.server.supervisor.launcher  # noqa: SLF001
+        launcher._groups.request(1)  # noqa: SLF001
         mad = issued[-2, 0]  # a node daemon of that group, which is the second
-        launcher._on_message(7, n.NodeHello(NODE, launcher._run, "host", 1, 4, versions()))  # of one that nobody knows
-        names = list(launcher._nodes)
-        misfits = [n.NodeHello(NODE, launcher._run, f"host{i}", 1, 4, {"farstep": "0.0"}) for i in range(500)]
+        launcher._on_message(7, n.NodeHello(NODE, launcher._run, "host", 1, 4, versions()))  # of one that nobody knows  # noqa: SLF001
+        names = list(launcher._nodes)  # noqa: SLF001
+        misfits = [n.NodeHello(NODE, launcher._run, f"host{i}", 1, 4, {"farstep": "0.0"}) for i in range(500)]  # noqa: SLF001
         strays = n.NodeBeat(NODE, [(worker, 0) for worker in range(2000)])
         messages: list[n.FromNode] = [*FROM_NODE, *misfits, *[strays] * 20]
         for name in names:
             lies: list[n.FromNode] = [n.Leaving(name, "so I say"), n.NodeBeat(name), n.Printed(name, 0, 0, b"forged")]
             messages += 20 * lies
             messages += [n.WorkerEnded(name, worker, 0, 0, "") for worker in (0, 1)]
-            messages += [n.NodeHello(name, launcher._run, "liar", 1, 4, versions())]
+            messages += [n.NodeHello(name, launcher._run, "liar", 1, 4, versions())]  # noqa: SLF001
         node = {"node": [mad.public, mad.secret], "node_messages": [n.encode(message) for message in messages]}
         sent = withstand(env, {"scale": 20_000, **node})
-        assert list(launcher._nodes) == names
-        assert not any(node.leaving for node in launcher._nodes.values())
+        assert list(launcher._nodes) == names  # noqa: SLF001
+        assert not any(node.leaving for node in launcher._nodes.values())  # noqa: SLF001
     assert sent["node message"] == 20_000 and sent.total() > 60_000, sent
     assert len([record for record in caplog.records if "cannot be accepted" in record.message]) < 20
     assert len([record for record in caplog.records if "does not fit" in record.message]) <= 64
@@ -562,7 +562,7 @@ def test_peer_cannot_claim_another_workers_identity() -> None:
     hub = Hub("tcp://127.0.0.1:*", reliable=True)
     victim, liar = hub.admit(1, 0), hub.admit(2, 0)
     taken: list[int] = []
-    hub._process = lambda peer, packet: taken.append(peer.worker) or iter(())  # type: ignore[method-assign, func-returns-value]
+    hub._process = lambda peer, packet: taken.append(peer.worker) or iter(())  # type: ignore[method-assign, func-returns-value]  # noqa: SLF001
     with contextlib.closing(hub), attacker.dial(f"tcp://127.0.0.1:{hub.bulk_port}") as raw:
         claims = [(b"Socket-Type", b"DEALER"), (b"User-Id", victim.public), (b"Identity", victim.public[:16] + b"bulk")]
         raw.sendall(attacker.greeting(b"PLAIN") + attacker.plain_hello(liar.public, Tokens(liar).fresh()))

@@ -156,34 +156,6 @@ def test_the_contract(ray_cluster: RayCluster) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_lost_node_costs_only_its_chunks_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    with RayCluster(nodes=2, cpus=2) as started:
-        join(monkeypatch, started)
-        config = farstep.RayConfig(nodes=2, min_nodes=1, workers_per_node=2, lease_s=5.0)
-        with cluster(envs=4, config=config) as env:
-            agent, follows = TableAgent(), Continuity()
-
-            def batches_of(columns: int) -> None:
-                for batch in env.stream(agent, steps=16, max_staleness=1):
-                    assert_sound(batch)
-                    follows(batch)
-                    env.publish(agent)
-                    time.sleep(PAUSE_S)
-                    if batch["obs"].shape[1] == columns:
-                        return
-
-            within(lambda: batches_of(8), 120)
-            assert len({node["place"] for node in env.stats()["nodes"]}) == 2, "two daemons, on two nodes"
-            started.kill_node(1)
-            within(lambda: batches_of(4), 60)
-            started.start_node(3)  # as an autoscaler would
-            within(lambda: batches_of(8), 120)
-            stats = env.stats()
-            assert_balanced(stats)
-            assert len(stats["nodes"]) == 2
-
-
-@pytest.mark.timeout(300)
 def test_a_lost_cluster_raises_and_does_not_kill_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with a large restart budget, whose growing pauses add up to minutes."""
     monkeypatch.setattr("farstep.launch.engines.ray.engine._GONE_S", 10.0)
@@ -285,7 +257,7 @@ def test_without_an_address_the_cluster_that_runs_is_joined(
     monkeypatch.delenv("RAY_ADDRESS")
     with cluster(config=farstep.RayConfig(workers_per_node=1)) as env:
         env.launch()
-        driver = env._collector.server.supervisor.launcher._engine._driver  # type: ignore[union-attr]
+        driver = env._collector.server.supervisor.launcher._engine._driver  # type: ignore[union-attr]  # noqa: SLF001
         assert not driver.local and driver.address == ray_cluster.address.rpartition(":")[0]
 
 
@@ -295,9 +267,9 @@ def test_without_a_cluster_a_private_one_is_started(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where Ray notes which cluster runs
     with cluster(config=farstep.RayConfig(workers_per_node=1)) as env:
         env.launch()
-        driver = env._collector.server.supervisor.launcher._engine._driver  # type: ignore[union-attr]
-        assert driver.local and stat.S_IMODE(Path(driver._folder).stat().st_mode) == 0o700
-        found = re.search(rf"{driver._folder}/.*gcs-address=([\d.:]+)", "\n".join(commands().values()))
+        driver = env._collector.server.supervisor.launcher._engine._driver  # type: ignore[union-attr]  # noqa: SLF001
+        assert driver.local and stat.S_IMODE(Path(driver._folder).stat().st_mode) == 0o700  # noqa: SLF001
+        found = re.search(rf"{driver._folder}/.*gcs-address=([\d.:]+)", "\n".join(commands().values()))  # noqa: SLF001
         assert found
         address = found[1]
         stranger = cluster(config=farstep.RayConfig(address=address, workers_per_node=1))
@@ -357,3 +329,31 @@ def test_an_address_without_a_ray_cluster_is_an_error() -> None:
     env = cluster(config=farstep.RayConfig(address="127.0.0.1:9", workers_per_node=1))
     with pytest.raises(farstep.LaunchError, match=r"Ray cluster at '127.0.0.1:9' cannot be joined.*ray start --head"):
         within(env.launch, 140)
+
+
+@pytest.mark.timeout(300)
+def test_a_lost_node_costs_only_its_chunks_in_flight(ray_cluster: RayCluster) -> None:
+    """The last test on the shared cluster, since it leaves only one of its two nodes."""
+    config = farstep.RayConfig(nodes=2, min_nodes=1, workers_per_node=2, cpus_per_worker=2, lease_s=5.0)
+    with cluster(envs=4, config=config) as env:
+        agent, follows = TableAgent(), Continuity()
+
+        def batches_of(columns: int) -> None:
+            for batch in env.stream(agent, steps=16, max_staleness=1):
+                assert_sound(batch)
+                follows(batch)
+                env.publish(agent)
+                time.sleep(PAUSE_S)
+                if batch["obs"].shape[1] == columns:
+                    return
+
+        within(lambda: batches_of(8), 120)
+        assert len({node["place"] for node in env.stats()["nodes"]}) == 2, "two daemons, on two nodes"
+        ray_cluster.kill_node(1)
+        within(lambda: batches_of(4), 60)
+        ray_cluster.start_node(3)  # as an autoscaler would
+        within(lambda: batches_of(8), 120)
+        stats = env.stats()
+        assert_balanced(stats)
+        assert len(stats["nodes"]) == 2
+    ray_cluster.kill_node(3)  # started here, so that it has to end here

@@ -36,7 +36,7 @@ def test_commands_have_options_that_there_are(page: str, capsys: pytest.CaptureF
 
     assert commands(page, "train") and commands(page, "doctor")
     for learner, *arguments in commands(page, "train"):
-        options = train._options(learner, arguments)
+        options = train.parse_options(learner, arguments)
         assert options.run.num_envs % options.nodes.nodes == 0
     for arguments in commands(page, "doctor"):
         assert isinstance(doctor.parsed(arguments).config, EngineConfig)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import fields
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from farstep.cli.train import _options
+from farstep.cli import main
+from farstep.cli.train import parse_options
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.impala import ImpalaConfig
 from farstep.learners.networks.nets import NetConfig
@@ -52,8 +54,10 @@ def named(page: str) -> set[str]:
 
 
 @pytest.mark.parametrize("learner", LEARNERS)
-def test_every_metric_that_the_command_of_a_learners_page_logs_is_explained(learner, tmp_path):
-    shell(commands(f"{learner}.md"), tmp_path)
+def test_every_metric_that_the_command_of_a_learners_page_logs_is_explained(learner, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program, *words = shlex.split(commands(f"{learner}.md"))
+    assert program == "farstep" and main(words) == 0
     (run,) = (tmp_path / "runs").iterdir()
     logged = {name for row in metrics(run) for name in row}
     assert {"env/return_mean", "eval/return_mean", "train/actor/lr", "time/evaluate"} <= logged
@@ -70,7 +74,7 @@ def test_a_learners_page_has_every_option(learner):
 def test_the_configuration_file_of_the_page_is_accepted(tmp_path):
     (text,) = re.findall(r"^```yaml\n(.*?)^```$", (DOCS / "training.md").read_text(), re.S | re.M)
     (tmp_path / "run.yaml").write_text(text)
-    options = _options("ppo", ["--config", str(tmp_path / "run.yaml")])
+    options = parse_options("ppo", ["--config", str(tmp_path / "run.yaml")])
     assert (options.run.env, options.run.env_kwargs) == ("LunarLander-v3", '{"continuous": true}')
     assert (options.learner.learning_rate, options.learner.net.hidden, options.nodes.nodes) == (3e-4, (128, 128), 4)
 

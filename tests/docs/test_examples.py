@@ -16,7 +16,7 @@ BRIEFLY = {
     "clusterenv_ppo.py": [],  # see below
     "own_ppo_single.py": ["--total-timesteps 4096"],
     "own_ppo_farstep.py": ["--total-timesteps 4096"],
-    "sb3_unmodified.py": ["--total-timesteps 4096", "--learner dqn --total-timesteps 2048"],
+    "sb3_unmodified.py": ["--total-timesteps 2048", "--learner dqn --total-timesteps 1024"],
     "evolution.py": [],  # until it is solved: see below
     "jax_agent.py": ["--num-steps 16 --total-steps 5120"],
 }

@@ -88,7 +88,7 @@ def test_the_readmes_commands_are_accepted():
     lines = re.findall(r"^farstep (\w+) (.*?)(?: +#.*)?$", blocks, re.M)
     assert [command for command, _ in lines] == ["train", "train", "eval", "watch", "plot"]
     learner, *options = lines[0][1].split()
-    assert train._options(learner, options).run.env == "CartPole-v1"
+    assert train.parse_options(learner, options).run.env == "CartPole-v1"
 
 
 def test_every_relative_link_exists():

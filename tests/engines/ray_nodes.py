@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines.guarded import Engine, EngineMissing, Guarded, free_ports, wait_until
-from tests.engines.namespaces import Network
 
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -27,7 +26,7 @@ class RayCluster(Engine):
     """A head, which has number 0, and `nodes` more, numbered from 1.
 
     `python` is the interpreter that Ray is installed for. Node I has `cpus` CPUs and as much of a resource `nodeI`; the
-    head has `head_cpus`. With `network` each node is on a host of its own, in order, and drivers are to run there, too.
+    head has `head_cpus`.
     """
 
     def __init__(
@@ -37,13 +36,10 @@ class RayCluster(Engine):
         python: str | Path = sys.executable,
         cpus: int = 2,
         head_cpus: int = 0,
-        network: Network | None = None,
         store_bytes: int = _STORE_BYTES,
     ) -> None:
-        if network is not None and len(network.hosts) <= nodes:
-            raise ValueError(f"a head and {nodes} nodes need {nodes + 1} hosts, got {network.hosts}")
         self._nodes, self._cpus, self._head_cpus = nodes, cpus, head_cpus
-        self._python, self._network, self._store_bytes = Path(python), network, store_bytes
+        self._python, self._store_bytes = Path(python), store_bytes
         self._running: dict[int, Guarded] = {}
 
     def _start(self) -> None:
@@ -51,7 +47,7 @@ class RayCluster(Engine):
         if subprocess.run([self._python, "-c", has_ray]).returncode != 0:
             raise EngineMissing(f"{self._python} has no Ray: {self._python} -m pip install 'ray[default]'")
         self._port = free_ports(1)[0]
-        self.address = f"{self._ip(0)}:{self._port}"
+        self.address = f"{_own_address()}:{self._port}"
         """For `ray.init`."""
         self.environment = {**_ENVIRONMENT, "RAY_ADDRESS": self.address, "RAY_TMPDIR": str(self.folder)}
         """What drivers need in their environment; `address="auto"` is this cluster then."""
@@ -60,7 +56,7 @@ class RayCluster(Engine):
 
     def start_node(self, number: int) -> None:
         """Starts a node, one that was killed or a further one, and waits until it is there."""
-        words = ["--block", "--node-ip-address", self._ip(number), "--disable-usage-stats"]
+        words = ["--block", "--node-ip-address", _own_address(), "--disable-usage-stats"]
         words += ["--log-color=false", "--include-log-monitor=false"]
         words += ["--object-store-memory", str(self._store_bytes), f'--resources={{"node{number}": {self._cpus}}}']
         words += ["--min-worker-port=0", "--max-worker-port=0"]  # any, or nodes of one machine want the same
@@ -82,10 +78,7 @@ class RayCluster(Engine):
                 "stderr": output,
                 "env": environment,
             }
-            if self._network is None:
-                process = Guarded(command, **options)
-            else:
-                process = self._network.popen(self._network.hosts[number], command, **options)
+            process = Guarded(command, **options)
         self._running[number] = self._guarded(process)
         wait_until(lambda: "Ray runtime started" in log.read_text(), f"Ray's node {number}", 90, [log], [process])
 
@@ -93,13 +86,12 @@ class RayCluster(Engine):
         """As if its power failed: Ray's daemons of a node and all actors there are gone."""
         self._running.pop(number).end()
 
-    def _ip(self, number: int) -> str:
-        if self._network is not None:
-            return self._network.address(self._network.hosts[number])
-        # Ray replaces loopback addresses by this one, and then does not find itself.
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect(("192.0.2.1", 9))  # sends nothing
-            except OSError:
-                return "127.0.0.1"  # it is the only one
-            return str(probe.getsockname()[0])
+
+def _own_address() -> str:
+    # Ray replaces loopback addresses by this one, and then does not find itself.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            return "127.0.0.1"  # it is the only one
+        return str(probe.getsockname()[0])

@@ -17,13 +17,11 @@ import pytest
 
 from tests.engines.guarded import EngineError, EngineMissing, Guarded, expect_line, require, wait_until
 from tests.engines.namespaces import Network
-from tests.engines.ray_nodes import RayCluster
 from tests.engines.slurm_cluster import SlurmCluster
 from tests.engines.ssh_hosts import SshServer
 
 HERE = Path(__file__).parent
 TAG = "FARSTEP_ENGINE_TAG"
-RAY_PYTHON = os.environ.get("FARSTEP_RAY_PYTHON", sys.executable)
 
 
 def tagged(tag: str) -> dict[int, str]:
@@ -300,54 +298,6 @@ def test_ssh_runs_commands_and_its_sessions_die_with_it(tmp_path):
 def test_ssh_to_hosts_of_a_network():
     with Network(["h1", "h2"]) as network, SshServer(network=network) as server:
         assert network.run("h1", ["ssh", *server.options, "h2", "hostname"]) == "h2\n"
-
-
-RAY_DRIVER = """
-import ray, sys
-ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-@ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1)
-class Actor:
-    def place(self):
-        return ray.get_runtime_context().get_node_id()
-actor = Actor.remote()
-place = ray.get(actor.place.remote())
-names = {node["NodeID"]: name for node in ray.nodes() for name in node["Resources"] if name.startswith("node")
-         and ":" not in name}
-print(names[place], flush=True)
-sys.stdin.readline()
-moved = ray.get(actor.place.remote(), timeout=60)
-print("moved" if moved != place else "stayed", flush=True)
-"""
-
-
-@pytest.mark.parametrize("in_network", [False, True], ids=["one-machine", "network"])
-def test_ray_restarts_actors_of_a_lost_node(in_network):
-    has_ray = subprocess.run([RAY_PYTHON, "-c", "import ray"], capture_output=True).returncode == 0
-    if not has_ray and os.environ.get("FARSTEP_ENGINES") != "required":
-        pytest.skip(f"{RAY_PYTHON} has no Ray")
-    with (
-        Network(["h0", "h1", "h2"]) as network,
-        RayCluster(nodes=2, python=RAY_PYTHON, network=network if in_network else None) as cluster,
-    ):
-        pipes: dict[str, Any] = {
-            "stdin": subprocess.PIPE,
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.PIPE,
-            "text": True,
-        }
-        command, environment = [RAY_PYTHON, "-c", RAY_DRIVER], {**os.environ, **cluster.environment}
-        if in_network:
-            driver = network.popen("h0", command, env=environment, **pipes)
-        else:
-            driver = Guarded(command, env=environment, **pipes)
-        try:
-            assert driver.stdout is not None
-            number = int(driver.stdout.readline().removeprefix("node"))
-            network.cut(f"h{number}") if in_network else cluster.kill_node(number)
-            output, errors = driver.communicate("\n", timeout=90)
-            assert "moved" in output.splitlines(), output + errors
-        finally:
-            driver.end()
 
 
 USER = """

@@ -264,7 +264,7 @@ def test_a_change_while_parameters_are_read_is_noticed_later(read: str, monkeypa
     agent: Any = SetterAgent()
     agent.parameters = {"first": torch.zeros(LARGE).add_(1), "last": torch.zeros(1).add_(1)}
     with store_of(agent) as store:
-        cast = parameters._cast
+        cast = parameters._cast  # noqa: SLF001
 
         def train_meanwhile(array: Any, dtype: Any) -> Any:
             if array.size == 1:

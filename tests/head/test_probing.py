@@ -122,7 +122,7 @@ def test_an_estimate_looks_at_actions_of_the_weights_in_use_where_it_has_any() -
     world.roll(version=0)
     world.roll(version=1)
     both = world.publish(held=0)
-    rows = world.worker._recent.all()[0].arrays
+    rows = world.worker.recent.all()[0].arrays
     ratio = learner.log_prob(rows["obs"], rows["action"]) - worker.log_prob(rows["obs"], rows["action"])
     assert both == pytest.approx((np.expm1(ratio) - ratio).mean(), rel=1e-4)
 
@@ -130,7 +130,7 @@ def test_an_estimate_looks_at_actions_of_the_weights_in_use_where_it_has_any() -
 def test_a_deterministic_policy_brings_its_own_measure() -> None:
     world = World(DeterministicAgent(0.3), DeterministicAgent(0.1))
     world.roll()
-    obs = world.worker._recent.all()[0].arrays["obs"]
+    obs = world.worker.recent.all()[0].arrays["obs"]
     assert world.publish() == pytest.approx(((obs @ (np.full((SIZE, 4), 0.2) * np.arange(4))) ** 2).sum(axis=1).mean())
 
 
@@ -184,7 +184,7 @@ class RecurrentAgent(LinearAgent):
 def test_a_recurrent_policy_is_asked_where_its_state_is_known() -> None:
     world = World(RecurrentAgent(0.3), RecurrentAgent(0.1))
     world.roll()
-    pick = world.worker._recent.all()[0]
+    pick = world.worker.recent.all()[0]
     assert pick.rows == ENVS
     for row, state in zip(pick.arrays["obs"], pick.arrays["state"], strict=True):
         assert any(
@@ -377,7 +377,7 @@ def test_what_is_left_after_a_pull_is_measured_by_the_probe_that_it_was_for() ->
     world.roll()
     world.publish()
     worker.w[:] = learner.w.astype(np.float16) * 0.9  # what travelled is not what the learner has
-    rows = world.worker._recent.all()[0].arrays["obs"]
+    rows = world.worker.recent.all()[0].arrays["obs"]
     sides = [flat_distribution({"logits": rows @ w}) for w in (worker.w, learner.w)]
     assert world.worker.pulled(world.version) == pytest.approx(kl_divergence(*sides).mean(), rel=1e-4)
     assert world.worker.pulled(world.version + 1) == 0.0  # of that one nothing is known
@@ -532,7 +532,7 @@ def test_a_policy_inside_an_affine_map_is_seen() -> None:
     world = World(OwnScaleAgent(0.3), OwnScaleAgent(0.1))
     world.roll()
     found = world.publish()
-    rows = torch.from_numpy(world.worker._recent.all()[0].arrays["obs"].astype(np.float32))
+    rows = torch.from_numpy(world.worker.recent.all()[0].arrays["obs"].astype(np.float32))
     weights = {v: torch.full((3, 4), v) * torch.arange(4) for v in (0.1, 0.3)}
     local, learner = (torch.distributions.Normal(rows @ w, v + 1) for v, w in weights.items())
     assert found == pytest.approx(float(torch.distributions.kl_divergence(local, learner).sum(-1).mean()), rel=1e-4)

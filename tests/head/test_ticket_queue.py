@@ -78,7 +78,7 @@ def test_grants_the_same_tickets_as_checking_every_worker(seed: int) -> None:
         assert granted[0] == granted[1]
         given += len(granted[0])
         worker, event = rng.randrange(workers), rng.random()
-        open_tickets = list(both[0]._outstanding.values())
+        open_tickets = both[0].open_tickets()
         if event < 0.04:
             up.discard(worker)
             for tickets in both:
@@ -142,7 +142,7 @@ def test_grants_and_takes_the_same_rounds_as_checking_every_worker(seed: int) ->
         granted = [tickets.grant(up, version) for tickets in both]
         assert granted[0] == granted[1]
         worker, event = rng.randrange(workers), rng.random()
-        open_tickets = list(both[0]._outstanding.values())
+        open_tickets = both[0].open_tickets()
         if event < 0.03:
             up.discard(worker)
             for tickets in both:

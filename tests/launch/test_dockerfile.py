@@ -30,5 +30,5 @@ def test_extras_exist_and_python_is_new_enough() -> None:
 
 
 def test_its_user_is_the_one_that_pods_run_as() -> None:
-    assert f"USER {manifests._USER}:{manifests._USER}" in TEXT
-    assert f"--uid {manifests._USER}" in TEXT
+    assert f"USER {manifests.POD_USER}:{manifests.POD_USER}" in TEXT
+    assert f"--uid {manifests.POD_USER}" in TEXT

@@ -202,7 +202,7 @@ def test_no_server_is_one_sentence(engine: Any, tmp_path: Path, monkeypatch: pyt
     (tmp_path / "kubeconfig").write_text(kubeconfig("http://127.0.0.1:9"))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
     one = engine()
-    one._guardian._deadline_s = 0.1  # what it cannot delete is deleted by nobody: there is no server
+    one._guardian._deadline_s = 0.1  # what it cannot delete is deleted by nobody: there is no server  # noqa: SLF001
     with pytest.raises(LaunchError, match=r"http://127.0.0.1:9 does not answer"):
         request(one)
 

@@ -53,16 +53,16 @@ class Link:
 def failing_daemon(monkeypatch: pytest.MonkeyPatch) -> NodeDaemon:
     """One that cannot start processes."""
     daemon = NodeDaemon(BOOTSTRAP, "")
-    daemon._address = "tcp://127.0.0.1:9"
-    monkeypatch.setattr(daemon._starter, "start", lambda *_: (_ for _ in ()).throw(OSError("no memory")))
+    daemon._address = "tcp://127.0.0.1:9"  # noqa: SLF001
+    monkeypatch.setattr(daemon._starter, "start", lambda *_: (_ for _ in ()).throw(OSError("no memory")))  # noqa: SLF001
     return daemon
 
 
 def test_an_end_that_the_head_did_not_hear_of_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
     daemon, deaf, link = failing_daemon(monkeypatch), Link(full=True), Link()
-    daemon._handle(deaf, ORDER)  # type: ignore[arg-type]
-    daemon._handle(link, ORDER)  # type: ignore[arg-type]
-    daemon._starter.close()
+    daemon._handle(deaf, ORDER)  # type: ignore[arg-type]  # noqa: SLF001
+    daemon._handle(link, ORDER)  # type: ignore[arg-type]  # noqa: SLF001
+    daemon._starter.close()  # noqa: SLF001
     assert [(type(said), said.worker, said.incarnation, said.status) for said in link.said] == [
         (n.WorkerEnded, 0, 3, 127)
     ]

@@ -111,6 +111,41 @@ class Rows:
             signal.raise_signal(signal.SIGTERM)
 
 
+class Solved(Exception):
+    """Raised by `Evaluations` to end a training whose greedy policy has reached the target return."""
+
+
+class Evaluations:
+    """A sink that evaluates the greedy policy about every 8,000 steps, and ends the training once it is good enough.
+
+    Eight greedy episodes cost less than the training steps after which the mean of the last 100 episodes, which are
+    sampled from older policies, reaches the same target.
+    """
+
+    def __init__(self, env: Any, target: float) -> None:
+        self.returns: list[float] = []
+        """Mean return of each evaluation."""
+        self.agent: ActorCritic | None = None
+        self._env, self._target, self._next_step = env, target, 8_000
+
+    def log(self, step: int, metrics: Any) -> None:
+        if step >= self._next_step and self.agent is not None:
+            self._next_step = step + 8_000
+            self.returns.append(float(np.mean(greedy_returns(self._env, self.agent))))
+            if self.returns[-1] >= self._target:
+                raise Solved
+
+
+def greedy_returns(env: Any, agent: ActorCritic) -> list[float]:
+    """Returns of the first episodes of at most 500 steps, in eight environments, with the most probable actions."""
+    agent.greedy = True
+    try:
+        with make_env(env, 8, seed=2, launcher="in-process") as cluster:
+            return cluster.collect(agent, steps=500).episodes["return"].tolist()
+    finally:
+        agent.greedy = False
+
+
 def make_env(
     env: Any, num_envs: int, seed: int = 1, launcher: str = "local", workers: int = 2, **options: Any
 ) -> farstep.ClusterEnv:
@@ -150,6 +185,18 @@ def trained(
         training, agent = make_training(cluster, config, total_steps, seed, target_return=target)
         progress = training.run()
     return float(np.mean(progress.returns)), agent
+
+
+def best_evaluation(
+    env: str, config: Config, total_steps: int, num_envs: int, target: float, launcher: str = "in-process"
+) -> float:
+    """Train until the greedy policy reaches the target or the steps are used up; return the best mean return."""
+    evaluations = Evaluations(env, target)
+    with make_env(env, num_envs, launcher=launcher) as cluster:
+        training, evaluations.agent = make_training(cluster, config, total_steps, sink=evaluations)
+        with contextlib.suppress(Solved):
+            training.run()
+    return max(evaluations.returns)
 
 
 def resumable(

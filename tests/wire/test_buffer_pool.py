@@ -62,7 +62,7 @@ def test_not_more_is_kept_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = BufferPool()
     held = [pool.take(LARGE) for _ in range(10)]
     assert len({address(room) for room in held}) == 10
-    assert sum(map(len, pool._buffers)) == 3 * LARGE
+    assert pool.kept_bytes == 3 * LARGE
     del held
     pool.take(100 * LARGE)
-    assert sum(map(len, pool._buffers)) == 3 * LARGE
+    assert pool.kept_bytes == 3 * LARGE

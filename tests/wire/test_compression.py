@@ -44,7 +44,7 @@ def test_what_was_packed_comes_back(choice: str, data: st.DataObject) -> None:
     array = array[:, :: data.draw(st.integers(1, 2))]  # not always one after the other
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_PIECE_BYTES", data.draw(st.integers(1, 2000)))
-        packed = Compressor("auto", ALL, lambda: SLOW)._packed(choice, array)
+        packed = Compressor("auto", ALL, lambda: SLOW).compressed(choice, array)
         assert unpacked(choice, packed, array) == array.tobytes()
         for wrong in (packed[:-1], packed + b"x", packed[:8]):
             with pytest.raises(WireError):
@@ -84,7 +84,7 @@ def test_what_is_not_wanted_or_not_known_to_the_head_is_not_used(mode: str, acce
 
 def test_each_array_is_looked_at_again() -> None:
     compressor, looked = Compressor("auto", ALL, lambda: SLOW), []
-    compressor._best = lambda array: looked.append(int(array[0, 0])) or ""  # type: ignore[method-assign, func-returns-value]
+    compressor._best = lambda array: looked.append(int(array[0, 0])) or ""  # type: ignore[method-assign, func-returns-value]  # noqa: SLF001
     arrays = [np.full((16, 256), i, np.uint8) for i in range(4)]
     for _ in range(130):
         for i, array in enumerate(arrays):
@@ -103,7 +103,7 @@ def test_a_choice_is_looked_at_again() -> None:
 @pytest.mark.parametrize("choice", [*ALL, *(DELTA + name for name in ALL)])
 def test_a_bomb_does_not_go_off(choice: str) -> None:
     huge = np.zeros((1, 50_000_000), np.uint8)
-    packed = Compressor("auto", ALL, lambda: SLOW)._packed(choice, huge)
+    packed = Compressor("auto", ALL, lambda: SLOW).compressed(choice, huge)
     with pytest.raises(WireError, match="at most 1000 fit"):
         list(unpack(choice, packed, 1000, 10))
     lie = (1000).to_bytes(8, "little") + packed[8:]

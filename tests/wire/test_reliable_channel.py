@@ -192,7 +192,7 @@ def test_a_changed_segment_is_refused_and_takes_no_memory(frame: int) -> None:
         changed[frame] = text[:place] + bytes([text[place] ^ 1]) + text[place + 1 :]
         with pytest.raises(WireError):
             head.receive(Packet(True, changed), 0.0)
-    assert not head._arriving
+    assert not head.undelivered
 
 
 def test_a_segment_of_another_worker_or_of_the_other_side_is_refused() -> None:
@@ -214,14 +214,14 @@ def test_a_replayed_segment_changes_nothing() -> None:
     assert len(list(head.messages())) == 1
     for packet in packets:
         head.receive(packet, 0.0)
-    assert not list(head.messages()) and not head._arriving
+    assert not list(head.messages()) and not head.undelivered
 
 
 def test_no_nonce_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     from farstep.wire import encryption as sealing
 
     used: list[bytes] = []
-    nonce = sealing._nonce
+    nonce = sealing._nonce  # noqa: SLF001
     monkeypatch.setattr(sealing, "_nonce", lambda *place: used.append(nonce(*place)) or used[-1])  # type: ignore[func-returns-value]
     pair = Pair()
     for _ in range(20):
@@ -266,7 +266,7 @@ def test_a_forged_segment_does_not_overwrite_received_data() -> None:
     text = os.urandom(2 * SEGMENT_BYTES)
     first, second = worker.send([text], 0.0)
     head.receive(first, 0.0)
-    about = module._POSITION.pack(1, 2) + bytes(first.frames[1])[module._POSITION.size :]
+    about = module._POSITION.pack(1, 2) + bytes(first.frames[1])[module._POSITION.size :]  # noqa: SLF001
     with pytest.raises(WireError):
         head.receive(Packet(True, [first.frames[0], about, first.frames[2]]), 0.0)
     head.receive(second, 0.0)

@@ -163,8 +163,8 @@ def receiving(sender: ZmqSender) -> Iterator[subprocess.Popen[str]]:
 def deliver(sender: ZmqSender, message: Any) -> bool:
     """Pass a message on and wait until it is on its way."""
     done = sender(message)
-    while sender._unsent:
-        sender._serve(0.01)
+    while sender._unsent:  # noqa: SLF001
+        sender._serve(0.01)  # noqa: SLF001
     return done
 
 
@@ -204,15 +204,15 @@ def test_a_dispatcher_notices_by_itself_when_another_process_is_done() -> None:
             dispatcher.add(DataKeyTrigger(n=1, size=1), sender)
             state.wrote("a", 2, 0)
             assert len(dispatcher.check(state)) == 1
-            while sender._unsent:
-                sender._serve(0.01)
+            while sender._unsent:  # noqa: SLF001
+                sender._serve(0.01)  # noqa: SLF001
             taken = receiver.take(PATIENCE_S)
             assert taken is not None and dispatcher.check(state) == []
             receiver.done(taken)
             assert receiver.take(0) is None
             fired: list[Message] = []
             while not fired:
-                sender._poll.poll(PATIENCE_S * 1000)
+                sender._poll.poll(PATIENCE_S * 1000)  # noqa: SLF001
                 fired = dispatcher.check(state)
             assert receiver.take(PATIENCE_S) == fired[0]
             receiver.done(fired[0])
@@ -264,8 +264,8 @@ def test_what_was_passed_before_there_is_a_receiver_is_sent_in_order() -> None:
         sender(message(1, "one"))
         sender(message(2, "two"))
         with contextlib.closing(ZmqReceiver(sender.invitation)) as receiver:
-            while sender._unsent:
-                sender._serve(0.01)
+            while sender._unsent:  # noqa: SLF001
+                sender._serve(0.01)  # noqa: SLF001
             for name in ("one", "two"):
                 taken = receiver.take(PATIENCE_S)
                 assert taken is not None and taken["trigger_id"] == name

@@ -113,8 +113,8 @@ def test_another_process_reads_whole_versions():
 def test_a_version_that_was_never_finished_is_not_seen():
     each = SharedObject.create(np.zeros(4))
     each.publish(np.ones(4))
-    each._words[4 + 1] = -1  # as a writer that was killed while it wrote version 1 leaves it
-    each._copies["object"][1, 0, 0, :2] = 9
+    each._words[4 + 1] = -1  # as a writer that was killed while it wrote version 1 leaves it  # noqa: SLF001
+    each._copies["object"][1, 0, 0, :2] = 9  # noqa: SLF001
     assert each.read()[0] == 0 and each.read()[1].tolist() == [1, 1, 1, 1]
     assert each.publish(np.full(4, 2.0)) == 1 and each.read()[1].tolist() == [2, 2, 2, 2]
     each.close()

@@ -100,7 +100,7 @@ def save(
     try:
         root.mkdir(parents=True, exist_ok=True)
         before = numbered(root)
-        with _locked(root, lock_timeout_s):
+        with locked(root, lock_timeout_s):
             for leftover in root.glob(f"{_TEMPORARY}*"):
                 _remove(leftover)
             folder = _write(root, plan, text)
@@ -227,7 +227,7 @@ def _plain(value: object, where: str) -> object:
 
 
 @contextlib.contextmanager
-def _locked(root: Path, timeout_s: float) -> Iterator[None]:
+def locked(root: Path, timeout_s: float) -> Iterator[None]:
     """Context manager: hold an exclusive lock on the folder. The kernel releases it when the process ends."""
     deadline = time.monotonic() + timeout_s
     with open(root / _LOCK, "ab", opener=files.no_follow) as stream:

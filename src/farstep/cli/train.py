@@ -129,7 +129,7 @@ def main(arguments: Sequence[str]) -> int:
     name, *rest = arguments if not arguments[0].startswith("-") else (_learner_of_file(arguments), *arguments)
     if name not in ALGORITHMS:
         raise ConfigError(unknown_name("learner", name, list(ALGORITHMS)))
-    options = _options(name, rest)
+    options = parse_options(name, rest)
     run = options.run
     _set_up(run)
     with ExitStack() as stack:
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _options(name: str, arguments: Sequence[str]) -> Options[Any, Any]:
+def parse_options(name: str, arguments: Sequence[str]) -> Options[Any, Any]:
     command, default, why_not = f"farstep train {name}", None, ""
     resumed, config = _path_of(arguments, "--resume"), _path_of(arguments, "--config")
     if resumed is not None and config is not None:

@@ -27,6 +27,11 @@ class BufferPool:
     def __init__(self) -> None:
         self._buffers: list[RawBuffer] = []
 
+    @property
+    def kept_bytes(self) -> int:
+        """Total size of the buffers that the pool keeps."""
+        return sum(map(len, self._buffers))
+
     def take(self, length: int) -> memoryview:
         """A buffer of `length` bytes, not cleared. The kernel allocates memory only when it is written to."""
         if not _SMALL_BYTES <= length <= _KEPT_BYTES:
@@ -36,6 +41,6 @@ class BufferPool:
                 return self._buffers[i].data[:length]
         buffer = np.empty(length, np.uint8)
         self._buffers.append(buffer)
-        while sum(map(len, self._buffers)) > _KEPT_BYTES:
+        while self.kept_bytes > _KEPT_BYTES:
             del self._buffers[0]  # views keep its memory alive
         return buffer.data

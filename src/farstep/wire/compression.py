@@ -98,9 +98,9 @@ class Compressor:
         if name not in self._choices or self._uses[name] % _REMEASURE_EVERY == 0:
             self._choices[name] = self._best(array)
         choice = self._choices[name]
-        return choice, self._packed(choice, array) if choice else _bytes(array)
+        return choice, self.compressed(choice, array) if choice else _bytes(array)
 
-    def _packed(self, choice: str, array: Array) -> bytes:
+    def compressed(self, choice: str, array: Array) -> bytes:
         """Return the uncompressed size, then for each piece its length and its compressed bytes."""
         codec = self._codecs[choice.removeprefix(DELTA)]
         frames = [_SIZE.pack(array.nbytes)]
@@ -119,7 +119,7 @@ class Compressor:
         deltas = [f"{DELTA}{name}" for name in self._codecs] if array.dtype == np.uint8 and len(array) > 1 else []
         for choice in [*self._codecs, *deltas]:
             began = time.perf_counter()
-            packed = self._packed(choice, sample)
+            packed = self.compressed(choice, sample)
             for _ in unpack(choice, packed, sample.nbytes, sample[:1].nbytes):
                 pass
             seconds = time.perf_counter() - began

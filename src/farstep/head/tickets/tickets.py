@@ -125,6 +125,10 @@ class Tickets:
         """Open tickets."""
         return len(self._outstanding)
 
+    def open_tickets(self) -> list[IssuedTicket]:
+        """The open tickets, oldest first."""
+        return list(self._outstanding.values())
+
     def has_open(self, worker: int) -> bool:
         """Whether a worker has an open ticket."""
         return bool(self._open[worker])

@@ -149,6 +149,16 @@ class ReliableChannel:
 
     # ---- sending ----
 
+    @property
+    def undelivered(self) -> int:
+        """Number of messages that have arrived, also in part, and wait for an earlier one or for their rest."""
+        return len(self._ready.keys() | self._arriving.keys())
+
+    @property
+    def undelivered_bytes(self) -> int:
+        """Memory that undelivered messages take, including the announced rest of incomplete ones."""
+        return sum(self._held.values())
+
     def send(self, frames: Sequence[BytesLike], now: float) -> Iterator[Packet]:
         """The packets of a message. After taking all packets, the caller may modify the frames.
 
@@ -294,7 +304,7 @@ class ReliableChannel:
         """Account for the memory of a new message. Raise `WireError` if the peer's messages take too much memory."""
         if len(lengths) > MAX_FRAMES:
             raise WireError(f"a message of {len(lengths)} frames; at most {MAX_FRAMES} are accepted.")
-        size, held = sum(lengths) + _FRAME_COST * len(lengths), sum(self._held.values())
+        size, held = sum(lengths) + _FRAME_COST * len(lengths), self.undelivered_bytes
         if sum(lengths) > self._most_bytes or (held and held + size > self._most_bytes):
             raise WireError(
                 f"a message of {sum(lengths)} bytes arrived while undelivered messages take {held} bytes; at most "

@@ -24,7 +24,7 @@ class Probing:
 
     def __init__(self, comparison: Comparison, window: int, rows: int) -> None:
         self._comparison, self._rows = comparison, rows
-        self._recent = RecentProbeRows(_MEMORY * rows)
+        self.recent = RecentProbeRows(_MEMORY * rows)
         self._divergences: deque[float] = deque(maxlen=window)
         self._cached: tuple[tuple[int, tuple[int, ...]], dict[str, Array]] | None = None
         """Version, chunk indices and result of the last evaluation; cached, because successive probes often use the
@@ -43,7 +43,7 @@ class Probing:
 
     def remember(self, index: int, version: int, rows: Rows, steps: int) -> None:
         """Copy the rows of a complete chunk that a later probe may use."""
-        self._recent.add(probe_rows_of(self._comparison, index, version, rows, steps, self._rows))
+        self.recent.add(probe_rows_of(self._comparison, index, version, rows, steps, self._rows))
 
     def pulled(self, version: int) -> float:
         """Discard the divergences of the old weights after a pull.
@@ -64,7 +64,7 @@ class Probing:
             return
         self._newest_probe = probe.version
         self._divergences.appendleft(math.inf)  # replaced below if the divergence can be measured
-        probed = self._recent.find(probe.indices)
+        probed = self.recent.find(probe.indices)
         if not probed:
             return
         local = self._described(held, probed)

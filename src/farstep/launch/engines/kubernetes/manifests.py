@@ -16,7 +16,7 @@ CONTAINER = "node-daemon"
 _FOLDER, _FILE = "/run/farstep", "bootstrap"
 _IN_BASH = 'if command -v bash > /dev/null; then exec bash -c "$0"; else exec sh -c "$0"; fi'
 """Runs the setup in bash, which supports `source`. If the image has no bash, uses sh."""
-_USER = 1000
+POD_USER = 1000
 """User id of the container. Pods do not run as root, even if the image would, unless `pod_template` says so."""
 _KEPT_S = 60
 """Seconds after which Kubernetes deletes an ended Job, if the head did not."""
@@ -115,9 +115,9 @@ def pod_template(config: KubernetesConfig, secret_name: str, labels: Mapping[str
         "enableServiceLinks": False,
         "securityContext": {
             "runAsNonRoot": True,
-            "runAsUser": _USER,
-            "runAsGroup": _USER,
-            "fsGroup": _USER,  # otherwise only root could read the Secret's file
+            "runAsUser": POD_USER,
+            "runAsGroup": POD_USER,
+            "fsGroup": POD_USER,  # otherwise only root could read the Secret's file
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "topologySpreadConstraints": [
