@@ -125,7 +125,7 @@ class Evaluations:
     def __init__(self, env: Any, target: float) -> None:
         self.returns: list[float] = []
         """Mean return of each evaluation."""
-        self.agent: ActorCritic | None = None
+        self.agent: NetworkAgent | None = None
         self._env, self._target, self._next_step = env, target, 8_000
 
     def log(self, step: int, metrics: Any) -> None:
@@ -136,7 +136,7 @@ class Evaluations:
                 raise Solved
 
 
-def greedy_returns(env: Any, agent: ActorCritic) -> list[float]:
+def greedy_returns(env: Any, agent: NetworkAgent) -> list[float]:
     """Returns of the first episodes of at most 500 steps, in eight environments, with the most probable actions."""
     agent.greedy = True
     try:
