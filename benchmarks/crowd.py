@@ -1,7 +1,8 @@
 """Simulated workers: a node daemon that acts for all the workers that the head requests, in one process.
 
 Each simulated worker has the connections of a real one and sends the same messages; instead of rolling, it sends the
-same rows repeatedly. `scale.py` starts this script in place of ssh.
+same rows repeatedly: at once, or with the arguments LOW HIGH after a log-uniform time between these numbers of seconds,
+which is also the sum of the chunk's rewards. `scale.py` and `uneven.py` start this script in place of ssh.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -35,9 +37,12 @@ from farstep.worker.bootstrap import read_bootstrap
 
 
 class Figure:
-    """One simulated worker."""
+    """One simulated worker; `range_s` has the shortest and the longest time of a chunk, both 0 to answer at once."""
 
-    def __init__(self, bootstrap: dict[str, Any], context: Any) -> None:
+    def __init__(self, bootstrap: dict[str, Any], context: Any, range_s: tuple[float, float]) -> None:
+        self._rng, self._range_s = np.random.default_rng(int(bootstrap["worker"])), range_s
+        self._due: deque[tuple[float, float, m.Ticket]] = deque()
+        """Tickets in progress, each with the time when it is done and its duration."""
         pair = KeyPair(bootstrap["public"].encode(), bootstrap["secret"].encode())
         where = (bootstrap["address"], bootstrap["server_key"].encode(), pair)
         self.link = DealerLink(*where, MAIN, bulk=bootstrap["bulk_port"], context=context)
@@ -69,11 +74,26 @@ class Figure:
                     self._layout = Layout(1, layout.steps, self._envs, layout.rows, layout.chunks)
                     self._blocks = self._layout.views(memoryview(bytearray(self._layout.nbytes)))
                 case m.Ticket() as ticket:
-                    self._answer(ticket)
+                    self._accept(ticket)
 
-    def _answer(self, ticket: m.Ticket) -> None:
+    def _accept(self, ticket: m.Ticket) -> None:
+        """Start a ticket when the previous one is done."""
+        low, high = self._range_s
+        took = low * (high / low) ** self._rng.random() if low else 0.0
+        begins = max(time.monotonic(), self._due[-1][0] if self._due else 0.0)
+        self._due.append((begins + took, took, ticket))
+        self.answer_due(time.monotonic())
+
+    def answer_due(self, now: float) -> None:
+        """Answer the tickets that are done."""
+        while self._due and self._due[0][0] <= now:
+            _, took, ticket = self._due.popleft()
+            self._answer(ticket, took)
+
+    def _answer(self, ticket: m.Ticket, took: float) -> None:
         rows = Rows(self._layout, self._blocks, 0, 0, self._envs)
         rows.row["valid"][:] = True
+        rows.row["reward"][:] = took / max(1, ticket.steps)
         tables = rows.tables(ticket.steps)
         frames = [b"" if name.startswith("final_") else table.tobytes() for name, table in tables.items()]
         self._order += ticket.steps > 0
@@ -85,8 +105,9 @@ class Figure:
 class Crowd(NodeDaemon):
     """A node daemon with simulated workers."""
 
-    def __init__(self, bootstrap: dict[str, Any]) -> None:
+    def __init__(self, bootstrap: dict[str, Any], range_s: tuple[float, float]) -> None:
         super().__init__(bootstrap, "crowd")
+        self._range_s = range_s
         self._context = zmq.Context()
         self._context.max_sockets = 20_000
         self._orders: list[dict[str, Any]] = []
@@ -105,12 +126,14 @@ class Crowd(NodeDaemon):
         poller, figures, next_beat = zmq.Poller(), {}, 0.0
         while True:
             while self._orders:
-                figure = Figure(self._orders.pop(0), self._context)
+                figure = Figure(self._orders.pop(0), self._context, self._range_s)
                 for sock in figure.link.sockets:
                     poller.register(sock, zmq.POLLIN)
                     figures[sock] = figure
-            for sock, _ in poller.poll(20):
+            for sock, _ in poller.poll(1 if self._range_s[0] else 20):
                 figures[sock].hear()
+            for figure in dict.fromkeys(figures.values()) if self._range_s[0] else ():
+                figure.answer_due(time.monotonic())
             if time.monotonic() > next_beat:
                 next_beat = time.monotonic() + BEAT_S
                 for figure in dict.fromkeys(figures.values()):
@@ -119,7 +142,8 @@ class Crowd(NodeDaemon):
 
 
 if __name__ == "__main__":
-    crowd = Crowd(read_bootstrap(sys.stdin.fileno(), None))
+    low_s, high_s = (float(word) for word in sys.argv[1:3]) if len(sys.argv) > 2 else (0.0, 0.0)
+    crowd = Crowd(read_bootstrap(sys.stdin.fileno(), None), (low_s, high_s))
     signal.signal(signal.SIGTERM, crowd.on_signal)
     crowd.run()
     os._exit(0)
