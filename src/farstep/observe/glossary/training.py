@@ -102,8 +102,8 @@ NAMESPACES = (
             _learner(
                 "train/actor/policy_loss",
                 "loss of the policy: clipped and weighted (ppo, async-ppo), or the mean of -advantage * "
-                "log-probability (impala; aride: weighted by the clipped rho), or the mean of alpha * log-probability - "
-                "smaller critic's value (sac)",
+                "log-probability (impala; aride: weighted by the clipped rho), or the mean of alpha * "
+                "log-probability - smaller critic's value (sac)",
                 when="not dqn, apex",
                 healthy="ppo, async-ppo: around 0, since advantages are normalized",
             ),
