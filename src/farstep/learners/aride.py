@@ -59,7 +59,7 @@ INVALID_ACTION = "invalid_action"
 _SCORES = 1_000
 """Number of recent episodes among which `filter_quantile` is computed."""
 DEFAULT_NET = NetConfig()
-ARIDE_REPLAY = EpisodeReplayConfig(buffer_size=50_000, learning_starts=1_000, publish_every=1)
+ARIDE_REPLAY = EpisodeReplayConfig(buffer_size=50_000, publish_every=1)
 
 
 @show_fields
@@ -107,7 +107,7 @@ class ArideConfig:
     """Exponent of priorities; 0 samples all episodes equally often."""
     priority_beta: float = 0.4
     """Exponent of the weights that correct for sampling by priority; 1 corrects fully, 0 not at all."""
-    refresh_every: int | None = 50
+    refresh_every: int | None = 100
     """Updates between two recomputations of the priorities of all episodes in the buffer; None: an episode's priority
     changes only when it is sampled."""
     max_grad_norm: float = 0.5
@@ -430,8 +430,9 @@ class Aride:
             starts[0] = True
             initial = tuple(part.to(self.device) for part in agent.initial_state(starts.shape[1]))
             features, states = agent.unroll(episodes.obs, initial, starts)
-            last = torch.from_numpy(episodes.length - 1).to(self.device), torch.arange(starts.shape[1])
-            after = tuple(torch.stack(parts)[last] for parts in zip(*states, strict=True))
+            last = torch.from_numpy(episodes.length - 1).to(self.device)
+            columns = torch.arange(starts.shape[1], device=self.device)
+            after = tuple(torch.stack(parts)[last, columns] for parts in zip(*states, strict=True))
             evaluation = agent.evaluate_features(features[steps], self._valid_rows(episodes.sample, episodes))
             with torch.no_grad():
                 return evaluation, agent.value_after(episodes.final_obs, after)

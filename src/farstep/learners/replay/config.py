@@ -103,7 +103,7 @@ class EpisodeReplayConfig(LoopConfig):
         ConfigError: An option is out of range, or options contradict each other.
     """
 
-    batch_size: int = 16
+    batch_size: int = 4
     """Episodes per update."""
     samples_per_step: float = 4.0
     """How often each row is sampled on average: rows sampled per row that arrives, after learning_starts rows.
