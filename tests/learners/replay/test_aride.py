@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -15,12 +16,14 @@ from torch import Tensor
 
 import farstep
 from farstep.buffer import DPER, Buffer
+from farstep.cli import main
 from farstep.learners.aride import Aride, ArideConfig, penalties
 from farstep.learners.loop.training import Limits, Training
 from farstep.learners.networks.nets import ActorCritic, NetConfig, make_agent
 from farstep.learners.replay.batches import DeviceBatches, ReplayBatch
 from farstep.learners.replay.config import EpisodeReplayConfig
 from farstep.learners.returns import n_step
+from farstep.observe.files import read_rows
 from tests.buffer.sampled_rows import assert_frequencies
 from tests.learning.tasks import Identity, Recall, Rows, make_env, make_training, trained
 
@@ -304,6 +307,17 @@ def test_penalty_without_recorded_infos_is_refused() -> None:
         training, _ = make_training(env, config, 500)
         with pytest.raises(farstep.ConfigError, match="info_keys"):
             training.run()
+
+
+def test_command_line_records_invalid_actions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the actions are invalid at first; the return that is reported has no penalties."""
+    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
+    environment = ["--env", f"{__name__}:InvalidActions", "--env-type", "factory", "--launcher", "in-process"]
+    sizes = ["--num-envs", "4", "--total-steps", "256", "--learning-starts", "64", "--report-every", "64"]
+    run = ["--folder", str(tmp_path), "--name", "run", "--invalid-penalty", "1"]
+    assert main(["train", "aride", *environment, *sizes, *run]) == 0
+    rows = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if "train/actor/penalty" in row]
+    assert rows[0]["train/actor/penalty"] > 0.2 and rows[-1]["env/return_mean"] == 0
 
 
 # ---- the loop ----
