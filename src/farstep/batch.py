@@ -16,10 +16,16 @@ ENDS = np.dtype([("row", "<i4"), ("slot", "<i4"), ("length", "<i8"), ("return", 
 """Record of an episode that ended: position in the chunk, length, return, and duration in seconds."""
 
 RESERVED = {"obs", "reward", "terminated", "truncated", "valid", "version", "episode_start", "final_obs", "last_obs"}
+RESERVED |= {"info"}
 """Names that farstep uses for its own arrays; `act` must not return them."""
 
 PRIORITY = "priority"
 """Name of the array of initial priorities: what the agent's `priorities(rows)` returned, or an output of `act`."""
+
+
+def info_array(key: str) -> str:
+    """Return the name of the array with an entry of the environments' infos (`EnvConfig.info_keys`)."""
+    return f"info.{key}"
 
 
 def is_final(name: str) -> bool:

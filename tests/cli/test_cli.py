@@ -188,7 +188,7 @@ def test_help_names_the_commands(arguments: list[str], capsys: pytest.CaptureFix
 
 
 def test_to_train_needs_a_learner(capsys: pytest.CaptureFixture[str]) -> None:
-    needed = "farstep: 'farstep train' needs a learner: ppo, async-ppo, impala, dqn, apex, sac.\n"
+    needed = "farstep: 'farstep train' needs a learner: ppo, async-ppo, impala, dqn, apex, sac, aride.\n"
     assert said(capsys, "train") == (2, "", needed)
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from farstep.learners.aride import ArideConfig
 from farstep.learners.dqn import ApexConfig
 from farstep.learners.sac import SACConfig
 from farstep.observe.glossary import METRICS
 from tests.docs.test_commands import DOCS, metrics, named, shell
 
-PAGES: dict[str, Any] = {"dqn": ApexConfig(), "sac": SACConfig()}
+PAGES: dict[str, Any] = {"dqn": ApexConfig(), "sac": SACConfig(), "aride": ArideConfig()}
 
 
 def option_names(config: Any) -> Iterator[str]:
@@ -40,5 +41,6 @@ def test_the_command_of_the_page_runs(page: str, tmp_path: Path) -> None:
     shell(command, tmp_path)
     (run,) = (tmp_path / "runs").iterdir()
     logged = {name for row in metrics(run) for name in row}
-    assert {"env/return_mean", "eval/return_mean", "replay/updates_per_step", "train/critic/value_loss"} <= logged
+    ratio = "replay/samples_per_step" if page == "aride" else "replay/updates_per_step"
+    assert {"env/return_mean", "eval/return_mean", ratio, "train/critic/value_loss"} <= logged
     assert logged <= METRICS.keys()

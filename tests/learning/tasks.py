@@ -15,6 +15,7 @@ from gymnasium import spaces
 
 import farstep
 from farstep.cli.train import agent_for
+from farstep.learners.aride import Aride, ArideConfig
 from farstep.learners.async_ppo import AsyncPPO, AsyncPPOConfig
 from farstep.learners.dqn import DQN, ApexConfig, DQNConfig
 from farstep.learners.impala import Impala, ImpalaConfig
@@ -24,7 +25,7 @@ from farstep.learners.ppo import PPO, PPOConfig
 from farstep.learners.sac import SAC, SACConfig
 
 OnPolicyConfig = PPOConfig | AsyncPPOConfig | ImpalaConfig
-Config = OnPolicyConfig | DQNConfig | SACConfig
+Config = OnPolicyConfig | DQNConfig | SACConfig | ArideConfig
 DEFAULTS: dict[str, OnPolicyConfig] = {"ppo": PPOConfig(), "async-ppo": AsyncPPOConfig(), "impala": ImpalaConfig()}
 """Each on-policy learner with its default options."""
 LEARNERS: dict[type, Any] = {
@@ -34,6 +35,7 @@ LEARNERS: dict[type, Any] = {
     DQNConfig: DQN,
     ApexConfig: DQN,
     SACConfig: SAC,
+    ArideConfig: Aride,
 }
 
 

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from farstep.learners.aride import ArideConfig
 from farstep.learners.dqn import ApexConfig, DQNConfig
 from farstep.learners.loop.training import Stopped
+from farstep.learners.networks.nets import NetConfig
 from farstep.learners.networks.q_network import QNetConfig
 from farstep.learners.networks.soft_actor import SACNetConfig
-from farstep.learners.replay.config import ReplayConfig
+from farstep.learners.replay.config import EpisodeReplayConfig, ReplayConfig
 from farstep.learners.sac import SACConfig
 from tests.cluster.checks import worker_pids
 from tests.learning.tasks import Config, Identity, Rows, make_env, make_training, trained
@@ -25,16 +27,30 @@ from tests.learning.tasks import Config, Identity, Rows, make_env, make_training
 pytestmark = pytest.mark.timeout(600)
 
 REPLAY = ReplayConfig(buffer_size=4_000, learning_starts=200, batch_size=64, updates_per_step=0.25, report_every=200)
+OF_EPISODES = EpisodeReplayConfig(
+    buffer_size=4_000, learning_starts=200, batch_size=16, report_every=200, publish_every=1
+)
 Q_NET, SAC_NET = QNetConfig(hidden=(32,)), SACNetConfig(hidden=(32,))
 CONFIGS: dict[str, Config] = {
     "dqn": DQNConfig(replay=REPLAY, net=Q_NET, exploration_steps=1_000, learning_rate=3e-3, gamma=0.5, tau=0.1),
     "apex": ApexConfig(replay=REPLAY, net=Q_NET, learning_rate=3e-3, gamma=0.5, tau=0.1),
     "sac": SACConfig(replay=REPLAY, net=SAC_NET, policy_lr=1e-2, q_lr=1e-2, gamma=0.5),
+    "aride": ArideConfig(
+        replay=OF_EPISODES, net=NetConfig(hidden=(32,)), learning_rate=5e-3, gamma=0.5, refresh_every=5
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    ("learner", "kind"), [("dqn", "discrete"), ("apex", "discrete"), ("sac", "discrete"), ("sac", "continuous")]
+    ("learner", "kind"),
+    [
+        ("dqn", "discrete"),
+        ("apex", "discrete"),
+        ("sac", "discrete"),
+        ("sac", "continuous"),
+        ("aride", "discrete"),
+        ("aride", "dict"),
+    ],
 )
 def test_identity_is_learned(learner: str, kind: str) -> None:
     """A random policy gets 2.5 of 10 with discrete actions and about 3 with continuous ones."""
@@ -67,9 +83,10 @@ def test_updates_per_step_are_held_and_reported(concurrent: bool) -> None:
     assert last["train/actor/current_version"] > 10, "weights are published every 16 updates"
 
 
-@pytest.mark.parametrize("config", [CONFIGS["apex"], CONFIGS["sac"]], ids=["apex", "sac"])
-def test_alternating_runs_with_one_seed_are_identical(config: Any) -> None:
-    config = replace(config, replay=replace(REPLAY, concurrent=False))
+@pytest.mark.parametrize("learner", ["apex", "sac", "aride"])
+def test_alternating_runs_with_one_seed_are_identical(learner: str) -> None:
+    config: Any = CONFIGS[learner]
+    config = replace(config, replay=replace(config.replay, concurrent=False))
     first, second = (train(config, 600, "in-process")[1].state_dict() for _ in range(2))
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
@@ -83,18 +100,21 @@ class KillsWorker(Rows):
             os.kill(worker_pids()[0], signal.SIGKILL)
 
 
-def test_learning_continues_when_a_worker_is_killed() -> None:
+@pytest.mark.parametrize(("learner", "ratio"), [("apex", "updates"), ("aride", "samples")])
+def test_learning_continues_when_a_worker_is_killed(learner: str, ratio: str) -> None:
+    """The killed worker's running episodes are never complete; A-RIDE learns from the others."""
     with make_env(Identity, 4) as env:
         rows = KillsWorker()
-        training, _ = make_training(env, CONFIGS["apex"], 2_000, sink=rows)
+        training, _ = make_training(env, CONFIGS[learner], 2_000, sink=rows)
         progress = training.run()
         assert env.stats()["workers"]["restarts"] == 1
     assert progress.steps >= 2_000
-    assert rows.rows[-1]["replay/updates_per_step"] == pytest.approx(0.25, abs=0.01)
+    expected = {"updates": pytest.approx(0.25, abs=0.01), "samples": pytest.approx(4.0, abs=0.2)}[ratio]
+    assert rows.rows[-1][f"replay/{ratio}_per_step"] == expected
     assert np.isfinite([row.get("train/critic/value_loss", 0.0) for row in rows.rows]).all()
 
 
-@pytest.mark.parametrize("learner", ["apex", "sac"])
+@pytest.mark.parametrize("learner", ["apex", "sac", "aride"])
 def test_stopped_run_resumes_with_its_learner_and_an_empty_buffer(learner: str, tmp_path: Path) -> None:
     config = CONFIGS[learner]
     with pytest.raises(Stopped, match="SIGTERM"):

@@ -19,6 +19,7 @@ from rich.console import Console
 
 import farstep
 from farstep.head.tickets.records import DropCause
+from farstep.learners.aride import ArideConfig
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.dqn import DQNConfig
 from farstep.learners.impala import ImpalaConfig
@@ -26,7 +27,7 @@ from farstep.learners.loop.evaluation import Evaluator
 from farstep.learners.loop.timing import WORKER_METRICS
 from farstep.learners.networks.nets import NetConfig
 from farstep.learners.ppo import PPOConfig
-from farstep.learners.replay.config import ReplayConfig
+from farstep.learners.replay.config import EpisodeReplayConfig, ReplayConfig
 from farstep.learners.sac import SACConfig
 from farstep.observe.files import read_rows
 from farstep.observe.glossary import METRICS, NAMESPACES, STATS, STATS_GROUPS
@@ -126,6 +127,9 @@ def seen(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     replay = ReplayConfig(learning_starts=20, batch_size=8, report_every=20)
     train(seen, make_env("CartPole-v1", 4, launcher="in-process"), DQNConfig(replay=replay), 100)
     train(seen, make_env("Pendulum-v1", 4, launcher="in-process"), SACConfig(replay=replay), 100)
+    of_episodes = EpisodeReplayConfig(learning_starts=20, batch_size=2, report_every=20)
+    aride = ArideConfig(replay=of_episodes, filter_quantile=0.5, refresh_every=1)
+    train(seen, make_env("CartPole-v1", 4, launcher="in-process"), aride, 200)
     _drop_chunks(seen, folder)
     _run_workflow(seen)
     _run_workflow_on_nodes(seen, folder)

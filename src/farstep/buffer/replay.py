@@ -435,6 +435,54 @@ class Buffer:
 
     # ---- items ----
 
+    def keys(self) -> Array:
+        """Return the keys of all items that could be sampled now, whatever the limiter allows.
+
+        With `DPER`, these are the complete episodes; with `NStep` and `Sequence`, the rows at which an item can start.
+
+        Returns:
+            Keys, oldest item first in each environment slot; in any order if `is_cyclic` is False. Empty before the
+            first insert.
+
+        Raises:
+            ClosedError: The buffer is closed.
+        """
+        with self._lock:
+            self._gate.check_open()
+            if self._contents is None:
+                return np.zeros(0, np.int64)
+            cells = self._contents.by_age(self._chooser.usable_items(self._contents))
+            return self._contents.store.table.keys.take(cells)
+
+    def read(self, keys: ArrayLike) -> tuple[dict[str, Nested], Array]:
+        """Read items by their keys. This never waits, and does not count as sampling.
+
+        Args:
+            keys: Keys of items, from `keys`, `insert` or `SampleInfo.keys`; a key may occur more than once.
+
+        Returns:
+            The arrays of the items that can still be sampled, in the order of their keys and as `sample` returns them;
+            and one bool per key: False if its item was removed, was never inserted, or cannot be sampled. The arrays
+            have one entry per True.
+
+        Raises:
+            ConfigError: A key is not an integer, or the buffer has no arrays yet.
+            ClosedError: The buffer is closed.
+
+        Example:
+            keys = buffer.keys()
+            batch, is_present = buffer.read(keys)
+            buffer.update_priorities(keys[is_present], priorities(batch))
+        """
+        keys = as_keys(keys)
+        with self._lock:
+            contents = self.contents
+            cells = keys % contents.store.table.cells
+            is_present = (keys >= 0) & (contents.store.table.keys.take(cells) == keys)
+            is_present[is_present] = self._chooser.can_sample(contents, cells[is_present])
+            batch = self.sampler.rows(contents.store, cells[is_present])
+        return nested(batch, self._structures), is_present
+
     def update_priorities(self, keys: ArrayLike, priorities: ArrayLike) -> int:
         """Set the priorities of items.
 

@@ -164,6 +164,13 @@ class Chooser:
         usable = self._sampler.all_usable(contents.store)
         return items if usable is None else items[usable[items]]
 
+    def can_sample(self, contents: Contents, cells: Array) -> Array:
+        """Return for each of these cells, which hold rows, whether an item that can be sampled starts there."""
+        if isinstance(contents.selector, EpisodeSelector):
+            return contents.selector.weights[cells] > 0
+        usable = self._sampler.usable(contents.store, cells)
+        return np.ones(len(cells), bool) if usable is None else usable
+
     def _uses_left(self, contents: Contents, items: Array) -> float:
         """Return the total number of samples that these items can still provide."""
         if not self._max_times_sampled:

@@ -28,6 +28,7 @@ from farstep.config.field_docs import show_fields
 from farstep.config.launch import EngineConfig
 from farstep.errors import ConfigError, RunError, counted, unknown_name
 from farstep.event import Event
+from farstep.learners.aride import Aride, ArideConfig
 from farstep.learners.async_ppo import AsyncPPO, AsyncPPOConfig
 from farstep.learners.dqn import DQN, ApexConfig, DQNConfig, make_q_agent
 from farstep.learners.impala import Impala, ImpalaConfig
@@ -107,6 +108,7 @@ ALGORITHMS = {
     "dqn": Algorithm(DQNConfig, DQN, make_q_agent),
     "apex": Algorithm(ApexConfig, DQN, make_q_agent),
     "sac": Algorithm(SACConfig, SAC, make_soft_actor),
+    "aride": Algorithm(ArideConfig, Aride, _actor_critic),
 }
 
 
@@ -198,10 +200,10 @@ def _learner_of_file(arguments: Sequence[str]) -> str:
 
 
 def _cluster(options: Options[Any, Any]) -> ClusterEnv:
-    run, nodes = options.run, options.nodes
+    run, nodes, info_keys = options.run, options.nodes, getattr(options.learner, "info_keys", ())
     if isinstance(nodes, EngineConfig):
-        return ClusterEnv(run.env_config(envs_per_node=run.envs_per_node(nodes.nodes)), nodes)
-    return ClusterEnv(run.env_config(), run.launch_config())
+        return ClusterEnv(run.env_config(envs_per_node=run.envs_per_node(nodes.nodes), info_keys=info_keys), nodes)
+    return ClusterEnv(run.env_config(info_keys=info_keys), run.launch_config())
 
 
 def _check_same(saved: Options[Any, Any], now: Options[Any, Any]) -> None:

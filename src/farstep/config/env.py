@@ -192,9 +192,13 @@ class EnvConfig(_Config):
     `act`."""
     stagger: OrMapping[Stagger | None] = or_mapping(None)
     """Spread environments over the horizon; a mapping is accepted: `{"horizon": 1000}`. None: all start together."""
+    info_keys: Sequence[str] = ()
+    """Entries of the environments' infos to record in every row, as arrays `info.<key>` (float32). An entry must be a
+    number or a bool; where it is missing, the array has 0."""
 
     def __post_init__(self) -> None:
         self._one_of("type", EnvType)
+        self._check_info_keys()
         self._one_of("inference", Inference)
         self._one_of("compression", Compression)
         self._at_least("envs_per_node", 1)
@@ -255,6 +259,14 @@ class EnvConfig(_Config):
                 f"EnvConfig has both kl_threshold={threshold!r} and sync={self.sync!r}; give one rule for both, "
                 f"e.g. sync=farstep.sync.AAPS({threshold}) | farstep.sync.MaxLag(10)."
             )
+
+    def _check_info_keys(self) -> None:
+        keys = self.info_keys
+        if isinstance(keys, str) or not isinstance(keys, Sequence) or not all(isinstance(k, str) and k for k in keys):
+            raise ConfigError(f"EnvConfig.info_keys is {keys!r}; expected a list of names, e.g. ['invalid_action'].")
+        if len(set(keys)) < len(keys):
+            raise ConfigError(f"EnvConfig.info_keys is {keys!r}; each name may occur only once.")
+        object.__setattr__(self, "info_keys", tuple(keys))
 
     def _check_wrappers(self) -> None:
         if isinstance(self.wrappers, str) or not isinstance(self.wrappers, Sequence):

@@ -48,7 +48,7 @@ class Collector:
     def __init__(self, env_config: EnvConfig, config: LaunchConfig, seed: int, events: EventLog) -> None:
         by_threshold = Always() if env_config.kl_threshold is None else AAPS(env_config.kl_threshold)
         rule = env_config.sync or by_threshold
-        self._transfer = env_config.transfer
+        self._transfer, self._info_keys = env_config.transfer, env_config.info_keys
         program = Program(
             Source.of(env_config),
             rule,
@@ -86,7 +86,7 @@ class Collector:
         self._action_space = action_space
         remote = not self.server.shares_memory
         self._rollouts = Rollouts(self.server.records, obs, self._obs_schema, remote, self._transfer)
-        self.publisher.start(self._rollouts, base_rows(self._obs_schema), action_schema)
+        self.publisher.start(self._rollouts, base_rows(self._obs_schema, info_keys=self._info_keys), action_schema)
         self._intake.start(self._rollouts)
         return observation_space, action_space
 

@@ -21,6 +21,8 @@ TYPE_CHECKING = False  # type checkers treat this name as True; importing typing
 if TYPE_CHECKING:
     from farstep.learners import losses as losses
     from farstep.learners import returns as returns
+    from farstep.learners.aride import Aride as Aride
+    from farstep.learners.aride import ArideConfig as ArideConfig
     from farstep.learners.async_ppo import AsyncPPO as AsyncPPO
     from farstep.learners.async_ppo import AsyncPPOConfig as AsyncPPOConfig
     from farstep.learners.dqn import DQN as DQN
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from farstep.learners.networks.soft_actor import SoftActor as SoftActor
     from farstep.learners.ppo import PPO as PPO
     from farstep.learners.ppo import PPOConfig as PPOConfig
+    from farstep.learners.replay.config import EpisodeReplayConfig as EpisodeReplayConfig
     from farstep.learners.replay.config import ReplayConfig as ReplayConfig
     from farstep.learners.sac import SAC as SAC
     from farstep.learners.sac import SACConfig as SACConfig
@@ -60,9 +63,12 @@ _HOMES = {
     "SAC": "sac",
     "ActorCritic": "networks.nets",
     "ApexConfig": "dqn",
+    "Aride": "aride",
+    "ArideConfig": "aride",
     "AsyncPPO": "async_ppo",
     "AsyncPPOConfig": "async_ppo",
     "DQNConfig": "dqn",
+    "EpisodeReplayConfig": "replay.config",
     "Evaluator": "loop.evaluation",
     "Impala": "impala",
     "ImpalaConfig": "impala",

@@ -12,14 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from farstep.batch import Batch
 from farstep.cluster_env import ClusterEnv
 from farstep.config.field_docs import show_fields
-from farstep.core import Array
 from farstep.learners import losses
 from farstep.learners.loop.timing import Timer
 from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
@@ -27,7 +25,7 @@ from farstep.learners.on_policy import OnPolicy
 from farstep.learners.optimizing import Schedule, prefixed
 from farstep.learners.options.checks import LARGE, check_above, check_counts, check_critic, check_numbers
 from farstep.learners.options.sizes import chunk_steps
-from farstep.learners.returns import LOG_RATIO_LIMIT, fold_ends, vtrace
+from farstep.learners.returns import fold_ends, ratio_statistics, vtrace
 from farstep.learners.rollout import Minibatch, Rollout
 
 
@@ -124,7 +122,8 @@ class Impala(OnPolicy):
             valid=valid,
         )
         targets, advantages = (torch.from_numpy(array).to(self.device) for array in arrays)
-        return targets, advantages, _ratio_metrics(log_rhos[valid], config.rho_bar)
+        statistics = ratio_statistics(log_rhos[valid], config.rho_bar)
+        return targets, advantages, {f"actor/{name}": number for name, number in statistics.items()}
 
     def _loss(self, minibatch: Minibatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         config, valid = self.config, minibatch.valid
@@ -177,12 +176,3 @@ class Impala(OnPolicy):
         config = self.config
         chunks = min(config.num_chunks, env.num_workers)
         return env.stream(self.agent, chunk_steps(config.num_steps, env.num_envs), config.max_staleness, chunks)
-
-
-def _ratio_metrics(log_rhos: Array, rho_bar: float) -> dict[str, float]:
-    """Return mean of the importance ratios, fraction above `rho_bar`, and effective sample size per row."""
-    if not len(log_rhos):
-        return {}
-    rhos = np.exp(np.clip(log_rhos.astype(np.float64), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    ess = rhos.sum() ** 2 / (len(rhos) * np.square(rhos).sum())
-    return {"actor/rho_mean": rhos.mean(), "actor/rho_clip_fraction": (rhos > rho_bar).mean(), "actor/ess": ess}

@@ -340,6 +340,24 @@ def retrace_q(
     return (corrections + q_values).astype(_float_type(q_values))
 
 
+def ratio_statistics(log_rhos: Array, rho_bar: float) -> dict[str, float]:
+    """Compute statistics of the importance ratios of rows.
+
+    Args:
+        log_rhos: log pi - log mu of the actions taken, `[n]`.
+        rho_bar: Clip of the ratio.
+
+    Returns:
+        `rho_mean`, the mean ratio; `rho_clip_fraction`, the fraction above `rho_bar`; and `ess`, the effective sample
+        size divided by the number of rows. Empty without rows.
+    """
+    if not len(log_rhos):
+        return {}
+    rhos = np.exp(np.clip(log_rhos.astype(np.float64), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    ess = rhos.sum() ** 2 / (len(rhos) * np.square(rhos).sum())
+    return {"rho_mean": rhos.mean(), "rho_clip_fraction": (rhos > rho_bar).mean(), "ess": ess}
+
+
 def _retrace(
     log_rhos: Array,
     rewards: Array,

@@ -28,11 +28,20 @@ class Source:
     seed_episodes: bool = True
     thunks: Sequence[Callable[..., Any]] = ()
     """One factory per slot, used instead of `env_name`."""
+    info_keys: Sequence[str] = ()
+    """Entries of infos that every row records."""
 
     @classmethod
     def of(cls, config: EnvConfig) -> Source:
         assert config.env_name is not None
-        return cls(config.type, config.env_name, dict(config.env_kwargs), list(config.wrappers), config.seed_episodes)
+        return cls(
+            config.type,
+            config.env_name,
+            dict(config.env_kwargs),
+            list(config.wrappers),
+            config.seed_episodes,
+            info_keys=config.info_keys,
+        )
 
     @property
     def is_vector(self) -> bool:

@@ -15,11 +15,13 @@ from torch import Tensor
 import farstep
 from farstep.buffer.samplers import Sampler, Uniform
 from farstep.checkpoint.files import Refused
+from farstep.learners.aride import Aride, ArideConfig
 from farstep.learners.dqn import DQN, ApexConfig, make_q_agent
 from farstep.learners.loop.iteration import Iteration
 from farstep.learners.loop.timing import Timer
 from farstep.learners.loop.training import Limits, Training
 from farstep.learners.networks.agent import NetworkAgent
+from farstep.learners.networks.nets import make_agent
 from farstep.learners.replay.batches import ReplayBatch
 from farstep.learners.replay.config import ReplayConfig
 from farstep.learners.replay.loop import ReplayLoop, make_limiter
@@ -161,6 +163,9 @@ def learner_of(kind: str) -> Any:
     if kind == "dqn":
         config = ApexConfig()
         return DQN(make_q_agent(BOX, spaces.Discrete(2), config), config, seed=1)
+    if kind == "aride":
+        filtered = ArideConfig(filter_quantile=0.5)
+        return Aride(make_agent(BOX, spaces.Discrete(2), filtered.net, filtered.gamma), filtered, seed=1)
     options = SACConfig()
     return SAC(make_soft_actor(BOX, BOX, options), options, seed=1)
 
@@ -168,10 +173,19 @@ def learner_of(kind: str) -> Any:
 def batch(kind: str) -> ReplayBatch:
     obs, action = torch.rand(8, 2), torch.ones(8, dtype=torch.int64) if kind == "dqn" else torch.rand(8, 2)
     rows = {"obs": obs, "action": action, "reward": torch.ones(8), "discount": torch.ones(8), "next_obs": obs}
+    if kind == "aride":  # two episodes of four steps
+        flags = {
+            "terminated": torch.arange(8) % 4 == 3,
+            "truncated": torch.zeros(8).bool(),
+            "valid": torch.ones(8).bool(),
+        }
+        rows = rows | flags | {"action": torch.ones(8, dtype=torch.int64), "logprob": -torch.rand(8)}
+        grouped = {name: column.reshape(2, 4, *column.shape[1:]) for name, column in rows.items()}
+        return ReplayBatch(grouped, torch.ones(2), np.arange(2))
     return ReplayBatch(rows, torch.ones(8), np.arange(8))
 
 
-@pytest.mark.parametrize("kind", ["dqn", "sac"])
+@pytest.mark.parametrize("kind", ["dqn", "sac", "aride"])
 def test_restored_learner_continues_like_the_saved_one(kind: str) -> None:
     first, second, rows = learner_of(kind), learner_of(kind), batch(kind)
     for _ in range(3):
@@ -185,20 +199,26 @@ def test_restored_learner_continues_like_the_saved_one(kind: str) -> None:
     assert all(torch.equal(tensor, saved[name]) for name, tensor in first.agent.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", ["dqn", "sac"])
-def test_damaged_states_are_refused_without_changes(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "network", "optimizer"),
+    [
+        ("dqn", "target", "optimizer"),
+        ("sac", "target", "alpha_optimizer"),
+        ("aride", "trajectory_critic", "optimizer"),
+        ("aride", "trajectory_critic", "trajectory_optimizer"),
+    ],
+)
+def test_damaged_states_are_refused_without_changes(kind: str, network: str, optimizer: str) -> None:
     learner, other = learner_of(kind), learner_of(kind)
     other.step(batch(kind))
-    before = learner.state()["target"]
-    before = {name: tensor.clone() for name, tensor in before.items()}
-    optimizer = "optimizer" if kind == "dqn" else "alpha_optimizer"
+    before = {name: tensor.clone() for name, tensor in learner.state()[network].items()}
     for damage in ({"exp_avg": torch.zeros(3)}, {"step": torch.tensor(-1.0)}, {"exp_avg_sq": None}):
         state = other.state()
         state[optimizer] = {**state[optimizer], **damage}
         with pytest.raises(Refused):
             learner.load(state)
     state = other.state()
-    state["target"] = {name: tensor * np.nan for name, tensor in state["target"].items()}
+    state[network] = {name: tensor * np.nan for name, tensor in state[network].items()}
     with pytest.raises(Refused):
         learner.load(state)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in learner.state()["target"].items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in learner.state()[network].items())

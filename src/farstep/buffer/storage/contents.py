@@ -87,6 +87,16 @@ class Contents:
             return self.selector.episodes
         return np.flatnonzero(self.store.table.keys >= 0)
 
+    def by_age(self, cells: Array) -> Array:
+        """Sort the cells of items, oldest first in each column, if rows stay in order."""
+        if not self.is_cyclic:
+            return cells
+        if not self.is_linked:
+            return cells[np.argsort(self.store.table.keys.take(cells))]  # a ring reuses its cells in order
+        assert self._remover is not None
+        ordered, _ = self._remover.select(self.size, self.rng)
+        return ordered[np.isin(ordered, cells)]
+
     def _selectors(self) -> list[Selector]:
         return [self.selector] if self._remover is None else [self.selector, self._remover]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from farstep.batch import EPISODE_KEYS, RESERVED, Batch, FinalObs, Part, is_final
+from farstep.batch import EPISODE_KEYS, RESERVED, Batch, FinalObs, Part, info_array, is_final
 from farstep.config.transfer import ALL_AT_ONCE, TransferTrigger
 from farstep.core import Array, BytesLike, Nested, Received
 from farstep.errors import WireError
@@ -27,7 +27,7 @@ MAX_STEP_BYTES = 2**28
 """Maximum number of bytes that an agent may return per environment and step."""
 
 
-def base_rows(obs: Schema, reward_dtype: str = "<f4") -> Schema:
+def base_rows(obs: Schema, reward_dtype: str = "<f4", info_keys: Sequence[str] = ()) -> Schema:
     """The arrays of a row, without the outputs of an agent."""
     flag = ArraySpec((), "|b1")
     return {
@@ -39,6 +39,7 @@ def base_rows(obs: Schema, reward_dtype: str = "<f4") -> Schema:
         "episode_start": flag,
         "version": ArraySpec((), "<i8"),
         **{"final_" + name: spec for name, spec in obs.items()},
+        **{info_array(key): ArraySpec((), "<f4") for key in info_keys},
     }
 
 

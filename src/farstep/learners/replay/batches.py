@@ -11,19 +11,21 @@ from torch import Tensor
 
 from farstep.buffer.replay import Buffer
 from farstep.core import Array, Nested
+from farstep.learners.replay.episodes import CompleteEpisodes
 from farstep.schema import map_leaves
 
 
 @dataclass(frozen=True)
 class ReplayBatch:
-    """Rows that were sampled together."""
+    """Items that were sampled together: rows, or whole episodes."""
 
     rows: Mapping[str, Nested]
-    """Tensors `[batch, ...]` by name, nested like the environment's observations and actions."""
+    """Tensors `[batch, ...]` by name, nested like the environment's observations and actions; `[batch, longest, ...]`
+    if items are episodes."""
     weights: Tensor
-    """Importance weight of each row; 1 without priorities."""
+    """Importance weight of each item; 1 without priorities."""
     keys: Array
-    """Keys of the rows in the buffer, to update their priorities."""
+    """Keys of the items in the buffer, to update their priorities."""
 
 
 class DeviceBatches:
@@ -34,13 +36,22 @@ class DeviceBatches:
 
     Args:
         buffer: The replay buffer.
-        batch_size: Rows per batch.
+        batch_size: Items per batch.
         names: The arrays that the learner needs.
         device: Device of the learner.
+        episodes: The episodes of the buffer, if items are episodes.
     """
 
-    def __init__(self, buffer: Buffer, batch_size: int, names: Collection[str], device: torch.device) -> None:
+    def __init__(
+        self,
+        buffer: Buffer,
+        batch_size: int,
+        names: Collection[str],
+        device: torch.device,
+        episodes: CompleteEpisodes | None = None,
+    ) -> None:
         self._buffer, self._batch_size, self._names, self._device = buffer, batch_size, names, device
+        self._episodes = episodes
         self._prefetches = device.type == "cuda"
         self._thread = ThreadPoolExecutor(1, "farstep-prefetch") if self._prefetches else None
         self._stream = torch.cuda.Stream(device) if self._prefetches else None  # type: ignore[no-untyped-call]
@@ -48,8 +59,11 @@ class DeviceBatches:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a batch was prefetched, or the limiter allows to sample one."""
-        return self._next is not None or self._buffer.limiter.can_sample(self._batch_size)
+        """Whether a batch was prefetched, or can be sampled without waiting."""
+        if self._next is not None:
+            return True
+        can_sample = self._buffer.limiter.can_sample(self._batch_size)
+        return can_sample and (self._episodes is None or self._episodes.are_present)
 
     def take(self) -> ReplayBatch:
         """Return the next batch, and start to prefetch the one after it if the limiter allows it."""
@@ -67,8 +81,15 @@ class DeviceBatches:
 
     def _sample(self) -> ReplayBatch:
         sampled, info = self._buffer.sample(self._batch_size)
+        return self._on_device(sampled, torch.from_numpy(info.weights).float(), info.keys)
+
+    def read(self, keys: Array) -> ReplayBatch:
+        """Return the items with these keys that are still in the buffer, in this order; their weights are 1."""
+        found, is_present = self._buffer.read(keys)
+        return self._on_device(found, torch.ones(int(is_present.sum())), keys[is_present])
+
+    def _on_device(self, sampled: Mapping[str, Nested], weights: Tensor, keys: Array) -> ReplayBatch:
         rows = {name: map_leaves(torch.from_numpy, sampled[name]) for name in self._names}
-        weights = torch.from_numpy(info.weights).float()
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
                 rows = {name: map_leaves(self._moved, value) for name, value in rows.items()}
@@ -76,7 +97,7 @@ class DeviceBatches:
         elif self._device.type != "cpu":
             rows = {name: map_leaves(lambda tensor: tensor.to(self._device), value) for name, value in rows.items()}
             weights = weights.to(self._device)
-        return ReplayBatch(rows, weights, info.keys)
+        return ReplayBatch(rows, weights, keys)
 
     def _moved(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory().to(self._device, non_blocking=True)

@@ -14,8 +14,8 @@ _CHUNK_ROWS = 64
 
 @show_fields
 @dataclass(frozen=True, kw_only=True)
-class ReplayConfig:
-    """Options of the replay buffer and of the loop around it.
+class LoopConfig:
+    """Options of the replay buffer and of the loop around it, whatever the buffer's items are.
 
     Raises:
         ConfigError: An option is out of range, or options contradict each other.
@@ -26,9 +26,7 @@ class ReplayConfig:
     learning_starts: int = 1_000
     """Rows in the buffer before the first update."""
     batch_size: int = 128
-    """Rows per update."""
-    updates_per_step: float = 0.5
-    """Updates per environment step, after learning_starts rows. Whichever of learner and workers is ahead waits."""
+    """Items per update."""
     num_steps: int | None = None
     """Steps of each environment per chunk; None: 64 divided by the number of environments, at least 1. Workers get new
     weights only between chunks."""
@@ -42,8 +40,6 @@ class ReplayConfig:
 
     def __post_init__(self) -> None:
         check_counts(self, "buffer_size", "learning_starts", "batch_size", "num_steps", "publish_every", "report_every")
-        check_above(self, updates_per_step=0)
-        check_numbers(self, updates_per_step=(0, inf))
         if self.learning_starts > self.buffer_size:
             raise ConfigError(
                 f"learning_starts is {self.learning_starts}, more than the {self.buffer_size} rows that the buffer "
@@ -53,8 +49,76 @@ class ReplayConfig:
     @property
     def samples_per_row(self) -> float:
         """Rows sampled per row inserted."""
-        return self.updates_per_step * self.batch_size
+        raise NotImplementedError
+
+    def measured_ratio(self, samples: int, inserts: int) -> dict[str, float]:
+        """Return the ratio that was held so far, as a metric.
+
+        Args:
+            samples: Rows sampled.
+            inserts: Rows inserted after the first `learning_starts`.
+        """
+        raise NotImplementedError
 
     def chunk_steps(self, num_envs: int) -> int:
         """Return the number of steps of each environment per chunk."""
         return self.num_steps or max(1, _CHUNK_ROWS // num_envs)
+
+
+@show_fields
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig(LoopConfig):
+    """Options of the replay buffer and of the loop around it, for learners that sample single rows.
+
+    Raises:
+        ConfigError: An option is out of range, or options contradict each other.
+    """
+
+    batch_size: int = 128
+    """Rows per update."""
+    updates_per_step: float = 0.5
+    """Updates per environment step, after learning_starts rows. Whichever of learner and workers is ahead waits."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_above(self, updates_per_step=0)
+        check_numbers(self, updates_per_step=(0, inf))
+
+    @property
+    def samples_per_row(self) -> float:
+        """Rows sampled per row inserted."""
+        return self.updates_per_step * self.batch_size
+
+    def measured_ratio(self, samples: int, inserts: int) -> dict[str, float]:
+        """Return updates per step."""
+        return {"replay/updates_per_step": samples / self.batch_size / inserts if inserts else 0.0}
+
+
+@show_fields
+@dataclass(frozen=True, kw_only=True)
+class EpisodeReplayConfig(LoopConfig):
+    """Options of the replay buffer and of the loop around it, for learners that sample whole episodes.
+
+    Raises:
+        ConfigError: An option is out of range, or options contradict each other.
+    """
+
+    batch_size: int = 4
+    """Episodes per update."""
+    samples_per_step: float = 4.0
+    """How often each row is sampled on average: rows sampled per row that arrives, after learning_starts rows.
+    Whichever of learner and workers is ahead waits."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_above(self, samples_per_step=0)
+        check_numbers(self, samples_per_step=(0, inf))
+
+    @property
+    def samples_per_row(self) -> float:
+        """Rows sampled per row inserted."""
+        return self.samples_per_step
+
+    def measured_ratio(self, samples: int, inserts: int) -> dict[str, float]:
+        """Return samples per step."""
+        return {"replay/samples_per_step": samples / inserts if inserts else 0.0}

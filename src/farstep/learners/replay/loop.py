@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
-from typing import Protocol
+from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from farstep.buffer.limiter import RateLimiter
 from farstep.buffer.replay import Buffer
-from farstep.buffer.samplers import Sampler
+from farstep.buffer.samplers import DPER, Sampler
 from farstep.cluster_env import ClusterEnv
 from farstep.config.launch import InProcessConfig
 from farstep.learners.loop.iteration import Iteration, Loop
@@ -26,13 +27,16 @@ from farstep.learners.networks.agent import NetworkAgent
 from farstep.learners.optimizing import Means, onednn_for_images
 from farstep.learners.replay.batches import DeviceBatches, ReplayBatch
 from farstep.learners.replay.collected import Collected
-from farstep.learners.replay.config import ReplayConfig
+from farstep.learners.replay.config import LoopConfig
+from farstep.learners.replay.episodes import CompleteEpisodes
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
 from farstep.workflow.triggers.messages import Message
 from farstep.workflow.workflow import Workflow
 
 _ROUNDS_AHEAD = 2
 """Rounds of chunks that workers may be ahead of the learner."""
+_REFRESH_BATCHES = 4
+"""Number of batches whose items are read together to recompute their priorities."""
 _REPORT_S = 10.0
 """Longest time between two rows of metrics, in seconds, if rows arrive slowly."""
 
@@ -81,6 +85,20 @@ class ReplayAlgorithm(Protocol):
         ...
 
 
+@runtime_checkable
+class RefreshesPriorities(Protocol):
+    """What the loop needs of a learner that recomputes the priorities of all items from time to time."""
+
+    @property
+    def refresh_every(self) -> int | None:
+        """Updates between two refreshes; None: never."""
+        ...
+
+    def priorities(self, batch: ReplayBatch) -> Tensor:
+        """Compute the priorities of items under the current agent, `[batch]`, without an update."""
+        ...
+
+
 class ReplayLoop:
     """Runs a replay learner.
 
@@ -91,7 +109,7 @@ class ReplayLoop:
         resumed: Whether the run continues from a checkpoint, which has no rows; an event then says so.
     """
 
-    def __init__(self, algorithm: ReplayAlgorithm, config: ReplayConfig, seed: int, resumed: bool = False) -> None:
+    def __init__(self, algorithm: ReplayAlgorithm, config: LoopConfig, seed: int, resumed: bool = False) -> None:
         self._algorithm, self._config, self._seed, self._resumed = algorithm, config, seed, resumed
 
     def run(self, env: ClusterEnv, loop: Loop) -> None:
@@ -121,10 +139,11 @@ class ReplayLoop:
                 session.close()
 
 
-def make_limiter(config: ReplayConfig, round_rows: int) -> RateLimiter:
-    """Return the limiter that holds `updates_per_step`, counted in rows after the first `learning_starts`.
+def make_limiter(config: LoopConfig, round_rows: int) -> RateLimiter:
+    """Return the limiter that holds the ratio of samples to steps, in rows after the first `learning_starts`.
 
-    The learner is never ahead of the ratio. Workers may be ahead by two rounds of chunks and a batch.
+    The learner is never ahead of the ratio; if items are episodes, whose length is known only after sampling, by at
+    most one batch. Workers may be ahead by two rounds of chunks and a batch.
 
     Args:
         config: Options of the loop.
@@ -140,10 +159,13 @@ class _Session:
     """One run of a replay learner."""
 
     def __init__(
-        self, algorithm: ReplayAlgorithm, config: ReplayConfig, env: ClusterEnv, loop: Loop, buffer: Buffer
+        self, algorithm: ReplayAlgorithm, config: LoopConfig, env: ClusterEnv, loop: Loop, buffer: Buffer
     ) -> None:
         self._algorithm, self._config, self._env, self._loop, self._buffer = algorithm, config, env, loop, buffer
-        self._batches = DeviceBatches(buffer, config.batch_size, algorithm.names, algorithm.device)
+        are_episodes = isinstance(buffer.sampler, DPER)
+        self._episodes = CompleteEpisodes(buffer, partial(env.emit_event, "warned")) if are_episodes else None
+        self._batches = DeviceBatches(buffer, config.batch_size, algorithm.names, algorithm.device, self._episodes)
+        self._refreshes = algorithm if isinstance(algorithm, RefreshesPriorities) else None
         self._collected = Collected()
         self._means = Means()
         self._updates = self._reported_updates = self._published_updates = 0
@@ -209,6 +231,19 @@ class _Session:
                 self._buffer.update_priorities(batch.keys, priorities.numpy(force=True))
         self._means.add(metrics, 1.0)
         self._updates += 1
+        if self._refreshes is not None and (every := self._refreshes.refresh_every) and self._updates % every == 0:
+            with loop.timer("refresh"):
+                self._refresh(self._refreshes)
+
+    def _refresh(self, algorithm: RefreshesPriorities) -> None:
+        """Recompute the priorities of all items, a few batches at a time, so that memory stays bounded."""
+        keys, size = self._buffer.keys(), _REFRESH_BATCHES * self._config.batch_size
+        for start in range(0, len(keys), size):
+            if self._loop.stopping:
+                return
+            batch = self._batches.read(keys[start : start + size])
+            if len(batch.keys):
+                self._buffer.update_priorities(batch.keys, algorithm.priorities(batch).numpy(force=True))
 
     def _publish(self) -> None:
         with self._loop.timer("publish"):
@@ -233,8 +268,10 @@ class _Session:
         since = max(0, limiter.inserts - self._config.learning_starts)
         counters = {
             "replay/rows": float(len(self._buffer)),
-            "replay/updates_per_step": limiter.samples / self._config.batch_size / since if since else 0.0,
+            **self._config.measured_ratio(limiter.samples, since),
         }
+        if self._episodes is not None:
+            counters["replay/episodes"] = float(self._episodes.count)
         iteration = Iteration(
             metrics=self._means.result(),
             updates=self._updates - self._reported_updates,

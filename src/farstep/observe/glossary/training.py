@@ -8,7 +8,7 @@ from farstep.observe.glossary.metric import Metric, Namespace
 
 _PPO, _KL, _EVAL = "ppo, async-ppo", "with `--kl-threshold`", "with `--eval-every`"
 _ENDED = "once an episode has ended"
-_REPLAY, _ON_POLICY = "dqn, apex, sac", "ppo, async-ppo, impala"
+_Q_VALUES, _REPLAY, _ON_POLICY = "dqn, apex, sac", "dqn, apex, sac, aride", "ppo, async-ppo, impala"
 _loop, _learner = partial(Metric, source="training loop"), partial(Metric, source="learner")
 _evaluation, _workers = partial(Metric, source="evaluation"), partial(Metric, source="workers")
 _head = partial(Metric, source="head")
@@ -102,7 +102,8 @@ NAMESPACES = (
             _learner(
                 "train/actor/policy_loss",
                 "loss of the policy: clipped and weighted (ppo, async-ppo), or the mean of -advantage * "
-                "log-probability (impala), or the mean of alpha * log-probability - smaller critic's value (sac)",
+                "log-probability (impala; aride: weighted by the clipped rho), or the mean of alpha * "
+                "log-probability - smaller critic's value (sac)",
                 when="not dqn, apex",
                 healthy="ppo, async-ppo: around 0, since advantages are normalized",
             ),
@@ -110,7 +111,7 @@ NAMESPACES = (
                 "train/actor/total_loss",
                 "the loss that is minimised: policy loss + weighted value loss - weighted entropy; during critic "
                 "warm-up only the value loss has an effect",
-                when=_ON_POLICY,
+                when=f"{_ON_POLICY}, aride",
             ),
             _learner(
                 "train/actor/entropy_loss",
@@ -186,16 +187,16 @@ NAMESPACES = (
                 "train/actor/ess",
                 "effective sample size of the weighted rows, relative to their number; 1 if all weights are equal",
                 unit="fraction",
-                when=_ON_POLICY,
-                healthy="above 0.8; impala: above 0.9",
+                when=f"{_ON_POLICY}, aride",
+                healthy="above 0.8; impala: above 0.9; aride: above 0.5",
             ),
-            _learner("train/actor/rho_mean", "mean rho, before clipping", when="impala", healthy="close to 1"),
+            _learner("train/actor/rho_mean", "mean rho, before clipping", when="impala, aride", healthy="close to 1"),
             _learner(
                 "train/actor/rho_clip_fraction",
                 "rows with a rho above `--rho-bar`. With a `--rho-bar` of 1 this is about one half as soon as "
                 "weights differ at all: look at `train/actor/ess` instead",
                 unit="fraction",
-                when="impala",
+                when="impala, aride",
             ),
             _loop(
                 "train/actor/current_version",
@@ -243,6 +244,19 @@ NAMESPACES = (
                 when="sac",
                 healthy="falls while the policy learns, then is steady",
             ),
+            _learner(
+                "train/actor/kept_fraction",
+                "steps that change the policy: those of episodes that pass `--filter-quantile`, with `--gate positive` "
+                "only those with a positive advantage",
+                unit="fraction",
+                when="aride",
+            ),
+            _learner(
+                "train/actor/penalty",
+                "mean penalty of a step, for invalid and repeated actions (`--invalid-penalty`, `--repeat-penalty`)",
+                when="aride",
+                healthy="falls to 0",
+            ),
         ),
     ),
     Namespace(
@@ -253,7 +267,7 @@ NAMESPACES = (
                 "train/critic/value_loss",
                 "half the squared difference between values and their targets, in units of (normalized) returns "
                 "squared (linear beyond `--huber-delta`); grows with the return. dqn, apex: "
-                "weighted Huber loss; sac: sum over both critics",
+                "weighted Huber loss; sac: sum over both critics; aride with `--mode bce`: cross-entropy",
                 healthy="no upward trend over the whole run",
             ),
             _learner(
@@ -274,23 +288,29 @@ NAMESPACES = (
             _learner(
                 "train/critic/q_mean",
                 "mean value of the sampled actions",
-                when=_REPLAY,
+                when=_Q_VALUES,
                 healthy="at most the largest discounted return; far above it, values are overestimated",
             ),
             _learner("train/critic/target_mean", "mean target of these values", when="dqn, apex"),
-            _learner("train/critic/td_error", "mean absolute TD error of sampled rows", when="dqn, apex"),
+            _learner("train/critic/td_error", "mean absolute TD error of sampled rows", when="dqn, apex, aride"),
             _learner(
                 "train/critic/grad_norm",
                 "norm of the critics' gradient before it is scaled down to `--max-grad-norm`",
-                when=_REPLAY,
+                when=_Q_VALUES,
                 healthy="no upward trend",
             ),
             _learner(
                 "train/critic/skipped_steps",
                 "optimizer steps of the critics that were skipped because the gradient was not finite",
                 unit="fraction",
-                when=_REPLAY,
+                when=_Q_VALUES,
                 healthy="0",
+            ),
+            _learner(
+                "train/critic/trajectory_loss",
+                "loss of the critic that predicts an episode's outcome from its first observation",
+                when="aride with `--filter-quantile`",
+                healthy="falls, and stays above 0 where outcomes are random",
             ),
             _learner("train/critic/lr", "learning rate of the critic's own layers", when=_ON_POLICY),
             _learner(
@@ -307,9 +327,17 @@ NAMESPACES = (
                 "replay/updates_per_step",
                 "updates per environment step since learning began",
                 unit="updates/step",
-                when=_REPLAY,
+                when=_Q_VALUES,
                 healthy="`--updates-per-step`, from the first thousand updates on",
             ),
+            _learner(
+                "replay/samples_per_step",
+                "rows sampled per environment step since learning began: how often each row is used",
+                unit="samples/step",
+                when="aride",
+                healthy="`--samples-per-step`, within one batch",
+            ),
+            _learner("replay/episodes", "complete episodes in the buffer", unit="episodes", when="aride"),
         ),
     ),
     Namespace(
@@ -328,6 +356,12 @@ NAMESPACES = (
                 "taking batches from the replay buffer, and waiting for rows",
                 unit="seconds",
                 when=_REPLAY,
+            ),
+            _learner(
+                "time/refresh",
+                "recomputing the priorities of all episodes in the buffer",
+                unit="seconds",
+                when="aride with `--refresh-every`",
             ),
             _learner(
                 "time/recompute_logprobs",

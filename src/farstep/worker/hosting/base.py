@@ -16,6 +16,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from farstep.batch import info_array
 from farstep.core import Array
 from farstep.errors import AgentError, described
 from farstep.rollout.progress import ACT, COUNT, EPISODES, PHASE, RESET, SLOT, STEP
@@ -44,8 +45,12 @@ class SavedSlot:
 class Host:
     """Base class of hosts in workers that act: the slots and their latest observations, with which a chunk starts."""
 
-    def __init__(self, spaces: tuple[Space, Space], slots: Slots, progress: memoryview) -> None:
+    def __init__(
+        self, spaces: tuple[Space, Space], slots: Slots, progress: memoryview, info_keys: Sequence[str] = ()
+    ) -> None:
         self.slots, self._progress = slots, progress
+        self._info_arrays = {key: info_array(key) for key in info_keys}
+        """Name of the array that records each selected entry of the infos."""
         self.num_envs = len(slots.roots)
         self.observation_space, self.action_space = spaces
         self._obs, self._obs_schema = space_schema(self.observation_space, "obs")
@@ -102,12 +107,26 @@ class Host:
         for name, current in self.current.items():
             self._rows[name][0] = current
         rows.clear_flags(steps)
+        for name in self._info_arrays.values():
+            self._rows[name][:steps] = 0.0
 
     def finish(self, steps: int) -> bytes:
         """End a chunk, and keep its last observations for the next chunk. Return the records of ended episodes."""
         for name, current in self.current.items():
             np.copyto(current, self._rows[name][steps])
         return self.slots.finish(steps)
+
+    def _record_info(self, t: int, i: int, info: Info) -> None:
+        """Write the selected entries of the info of slot `i`'s step in row `t`."""
+        for key, name in self._info_arrays.items():
+            value = info.get(key, 0.0)
+            try:
+                self._rows[name][t, i] = value
+            except (TypeError, ValueError) as error:
+                raise TypeError(
+                    f"step returned the info {key!r} = {value!r}; EnvConfig.info_keys names it, so a number or a bool "
+                    "is expected."
+                ) from error
 
     def _blame(self, error: Exception, t: int, i: int, action: Any) -> None:
         """If the agent's action is invalid, raise `AgentError` instead of the error of the step in row `t`.
@@ -136,7 +155,7 @@ class HostedEnvs(Host):
 
     def __init__(self, source: Source, slots: Slots, progress: memoryview) -> None:
         self._envs = SingleEnvs(source, len(slots.roots), progress)
-        super().__init__(self._envs.spaces, slots, progress)
+        super().__init__(self._envs.spaces, slots, progress, source.info_keys)
         self._single = self._obs if isinstance(self._obs, str) else None
         self._steps = [env.step for env in self._envs.envs]
         self._stepped = False
@@ -201,7 +220,7 @@ class HostedEnvs(Host):
         actions = self._envs.actions(rows, t)
         infos = self.infos
         try:
-            if self._single is not None and infos is None and self._stepped:
+            if self._single is not None and infos is None and self._stepped and not self._info_arrays:
                 next_obs = rows[self._single][t + 1]
                 shape = next_obs.shape[1:]
                 for i, (step, action) in enumerate(zip(self._steps, actions, strict=True)):
@@ -220,6 +239,8 @@ class HostedEnvs(Host):
                     check(obs)
                     for name, leaf in leaves(self._obs, obs):
                         rows[name][t + 1, i] = leaf
+                    if self._info_arrays:
+                        self._record_info(t, i, as_info(info))
                     if terminated or truncated:
                         ended.append((i, terminated, truncated, info))
                     elif infos is not None:

@@ -36,7 +36,7 @@ class HostedVector(Host):
         else:
             self.mode = self.env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
             spaces = self.env.single_observation_space, self.env.single_action_space
-        super().__init__(spaces, slots, progress)
+        super().__init__(spaces, slots, progress, source.info_keys)
         self._action, _ = space_schema(self.action_space, "action")
         self._action_names = leaf_names(self._action)
         self._one_seed: bool | None = None
@@ -118,6 +118,10 @@ class HostedVector(Host):
         rows["reward"][t] = reward
         if self.infos is not None:
             self.infos = split_infos(info, self.num_envs)
+        if self._info_arrays:
+            for slot, part in enumerate(split_infos(info, self.num_envs)):
+                if not self._pending[slot]:
+                    self._record_info(t, slot, part.get("final_info", part))
         if self._pending.any():  # for these slots the step was a reset
             rows["valid"][t] = ~self._pending
             rows["reward"][t, self._pending] = 0.0
