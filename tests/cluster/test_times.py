@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import cloudpickle
 import gymnasium
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import farstep
+import tests
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent
 from tests.cluster.checks import assert_balanced, cluster, in_process
 
@@ -36,6 +38,14 @@ class VirtualClock:
 
     def __call__(self) -> int:
         return self.ns
+
+
+@pytest.fixture(autouse=True)
+def by_reference() -> Iterator[None]:
+    """Environments in this process use this module's clock, not a copy of it."""
+    cloudpickle.unregister_pickle_by_value(tests)
+    yield
+    cloudpickle.register_pickle_by_value(tests)
 
 
 @pytest.fixture
