@@ -321,8 +321,8 @@ STATS_GROUPS = (
             ),
             _workflow(
                 "workflow/<trigger>/waits_for",
-                "the trigger as text, so that `env.diagnose()` can say what a trigger that never fires waits for. None if "
-                "it contains a `TimeTrigger`, which may just have a long period",
+                "the trigger as text, so that `env.diagnose()` can say what a trigger that never fires waits for. None "
+                "if it contains a `TimeTrigger`, which may just have a long period",
                 kind="info",
             ),
         ),
