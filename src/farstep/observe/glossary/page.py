@@ -16,7 +16,7 @@ This page lists every number that farstep logs or counts, with its unit and mean
 `metrics.jsonl`, TensorBoard, Weights & Biases and the terminal. A *counter* never decreases while the process runs; a
 *gauge* may rise and fall; an *info* is text.
 
-- [Metrics of `farstep train`](#metrics-of-farstep-train), in `metrics.jsonl` and all loggers
+- [Metrics of `farstep train`](#metrics-of-farstep-train)
 - [Counters of `env.stats()`](#counters-of-envstats), for any program
 - [Names of your own](#names-of-your-own)
 """

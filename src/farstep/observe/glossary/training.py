@@ -134,7 +134,7 @@ NAMESPACES = (
             ),
             _learner(
                 "train/actor/dual_clip_fraction",
-                "rows whose loss the dual clip bounds (`--clip-ratio-c`); always 0 in ppo, which has no dual clip",
+                "rows whose loss the dual clip bounds (`--clip-ratio-c`); always 0 in ppo",
                 unit="fraction",
                 when=_PPO,
                 healthy="near 0",
@@ -418,7 +418,7 @@ NAMESPACES = (
             _workers(
                 "bytes/weights_sent",
                 "weights that workers loaded. Over a network: the bytes sent; with shared memory: the size of the "
-                "weights for each load, although nothing is sent",
+                "weights, once per load",
                 kind="counter",
                 unit="bytes",
             ),
