@@ -155,7 +155,7 @@ RULES: tuple[Rule, ...] = (
         "Workers and learner take turns: the share of time that workers wait for the learner plus the share that the "
         "learner waits for workers is at least 1.3",
         "Use stream instead of collect (async-ppo instead of ppo), so that workers roll while the learner updates; "
-        "with stream, raise max_staleness (async-ppo: --staleness-threshold).",
+        "with stream, raise max_staleness (async-ppo: --staleness-threshold, impala: --max-staleness).",
         find.both_wait,
     ),
     Rule(
