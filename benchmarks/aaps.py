@@ -255,7 +255,7 @@ def page(document: dict[str, Any]) -> str:
     )
     if continued_times := max(run["continued"] for run in document["runs"]):
         often = "once" if continued_times == 1 else f"up to {continued_times} times"
-        setting += f" Runs were continued {often}; each time, every worker pulled once."
+        setting += f" Runs were interrupted and resumed {often}. Each resume adds one pull per worker to the table."
     images = [
         "![evaluation returns over steps, for each threshold and loss](images/aaps-ppo-returns.png)",
         "![pulls over steps, bytes by threshold](images/aaps-ppo-pulls.png)",
@@ -274,10 +274,10 @@ def verdict(document: dict[str, Any]) -> str:
         for (other, delta), found in ends.items():
             if other == loss and delta and min(len(always), len(found)) > 1:
                 groups.setdefault(_compared([end["return"] for end in found], always), []).append(f"{delta:g}")
-        said = [f"δ = {', '.join(deltas)}: {words}" for words, deltas in groups.items()]
+        said = [f"With δ = {' or '.join(deltas)}, {words}." for words, deltas in groups.items()]
         if said:
-            spread = f"{min(always):.0f} to {max(always):.0f}"
-            sentences.append(f"With the {loss} loss, compared with δ = 0 ({spread} over its seeds): {'; '.join(said)}.")
+            spread = f"{min(always):.0f} and {max(always):.0f}"
+            sentences.append(f"{loss.capitalize()} loss: with δ = 0, the seeds end between {spread}. {' '.join(said)}")
     return " ".join(sentences) or "There are too few seeds to compare thresholds."
 
 
@@ -286,7 +286,7 @@ def _compared(values: list[float], always: list[float]) -> str:
         return "every seed ends below every seed of δ = 0"
     if min(values) > max(always):
         return "every seed ends above every seed of δ = 0"
-    return "the seeds show no difference (their ranges overlap)"
+    return "the range of the seeds overlaps this one, so no difference is visible"
 
 
 def _mean(found: list[dict[str, float]], name: str) -> float:

@@ -7,6 +7,7 @@ which is also the sum of the chunk's rewards. `scale.py` and `uneven.py` start t
 
 from __future__ import annotations
 
+import heapq
 import json
 import os
 import signal
@@ -37,12 +38,24 @@ from farstep.worker.bootstrap import read_bootstrap
 
 
 class Figure:
-    """One simulated worker; `range_s` has the shortest and the longest time of a chunk, both 0 to answer at once."""
+    """One simulated worker.
 
-    def __init__(self, bootstrap: dict[str, Any], context: Any, range_s: tuple[float, float]) -> None:
-        self._rng, self._range_s = np.random.default_rng(int(bootstrap["worker"])), range_s
-        self._due: deque[tuple[float, float, m.Ticket]] = deque()
-        """Tickets in progress, each with the time when it is done and its duration."""
+    `range_s` has the shortest and the longest time of a chunk, both 0 to answer at once. The figure adds the times at
+    which its chunks are done, and itself, to the heap `due`.
+    """
+
+    def __init__(
+        self,
+        bootstrap: dict[str, Any],
+        context: Any,
+        range_s: tuple[float, float],
+        due: list[tuple[float, int, Figure]],
+    ) -> None:
+        self._rng, self._range_s, self._due = np.random.default_rng(int(bootstrap["worker"])), range_s, due
+        self._tickets: deque[tuple[float, m.Ticket]] = deque()
+        """Tickets in progress, each with the time that it takes."""
+        self._done_at = 0.0
+        """When the last ticket is done."""
         pair = KeyPair(bootstrap["public"].encode(), bootstrap["secret"].encode())
         where = (bootstrap["address"], bootstrap["server_key"].encode(), pair)
         self.link = DealerLink(*where, MAIN, bulk=bootstrap["bulk_port"], context=context)
@@ -77,18 +90,20 @@ class Figure:
                     self._accept(ticket)
 
     def _accept(self, ticket: m.Ticket) -> None:
-        """Start a ticket when the previous one is done."""
+        """Answer a ticket, at once or some time after the previous one is done."""
         low, high = self._range_s
-        took = low * (high / low) ** self._rng.random() if low else 0.0
-        begins = max(time.monotonic(), self._due[-1][0] if self._due else 0.0)
-        self._due.append((begins + took, took, ticket))
-        self.answer_due(time.monotonic())
+        if not low:
+            self._answer(ticket, 0.0)
+            return
+        took = low * (high / low) ** self._rng.random()
+        self._done_at = max(time.monotonic(), self._done_at) + took
+        self._tickets.append((took, ticket))
+        heapq.heappush(self._due, (self._done_at, id(self), self))
 
-    def answer_due(self, now: float) -> None:
-        """Answer the tickets that are done."""
-        while self._due and self._due[0][0] <= now:
-            _, took, ticket = self._due.popleft()
-            self._answer(ticket, took)
+    def answer_next(self) -> None:
+        """Answer the oldest ticket in progress."""
+        took, ticket = self._tickets.popleft()
+        self._answer(ticket, took)
 
     def _answer(self, ticket: m.Ticket, took: float) -> None:
         rows = Rows(self._layout, self._blocks, 0, 0, self._envs)
@@ -124,16 +139,18 @@ class Crowd(NodeDaemon):
 
     def _act(self) -> None:
         poller, figures, next_beat = zmq.Poller(), {}, 0.0
+        due: list[tuple[float, int, Figure]] = []
         while True:
             while self._orders:
-                figure = Figure(self._orders.pop(0), self._context, self._range_s)
+                figure = Figure(self._orders.pop(0), self._context, self._range_s, due)
                 for sock in figure.link.sockets:
                     poller.register(sock, zmq.POLLIN)
                     figures[sock] = figure
-            for sock, _ in poller.poll(1 if self._range_s[0] else 20):
+            wait_ms = 20 if not due else max(0.0, min(20.0, (due[0][0] - time.monotonic()) * 1e3))
+            for sock, _ in poller.poll(wait_ms):
                 figures[sock].hear()
-            for figure in dict.fromkeys(figures.values()) if self._range_s[0] else ():
-                figure.answer_due(time.monotonic())
+            while due and due[0][0] <= time.monotonic():
+                heapq.heappop(due)[-1].answer_next()
             if time.monotonic() > next_beat:
                 next_beat = time.monotonic() + BEAT_S
                 for figure in dict.fromkeys(figures.values()):

@@ -30,6 +30,7 @@ import stagger
 import tables
 import transfer
 import triggers
+import uneven
 from children import run_script
 from document import put_between
 from roster import BENCHMARKS
@@ -88,6 +89,7 @@ SECTIONS = (
     Section(README, "buffer", "buffer.json", buffer_summary),
     Section(README, "learning", "learning.json", learning_tables.summary),
     Section(README, "async", "async-16-cores.json", async_tables.summary),
+    Section(README, "uneven", "uneven.json", uneven.summary, "uneven.py"),
     Section(README, "network", "network.json", network.summary),
     Section(README, "bulk", "bulk.json", lambda document: bulk.summary(document["megabytes_per_second"])),
     Section(README, "bulk-16-cores", "bulk-16-cores.json", lambda found: bulk.summary(found["megabytes_per_second"])),

@@ -5,8 +5,8 @@
 The duration T of an episode is log-uniform over a factor of 100. Environments sleep, so that cores are not what is
 measured. With W workers and one environment each, a barrier (`collect`: one episode of every worker per batch) reaches
 W / E[max T] episodes per second, and workers that never wait (a `Workflow`, as replay learners use it) reach W / E[T],
-the sum of their own rates. The last column is the time that workers really spent in their environments, as a share of
-all their time; it has no sampling error.
+the sum of their own rates. The last columns are the time that workers really spent in their environments, as a share of
+their time until their last episode arrived.
 
 Rows with more workers than the first are simulated (see `crowd.py`): one process has the connections of all workers and
 answers each ticket after the episode's duration, so that the head is what is measured.
@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def main() -> int:
             row: dict[str, Any] = {"workers": workers, "simulated": not is_real}
             for name, collect in (("barrier", with_barrier), ("asynchronous", without_barrier)):
                 print(f"{workers} workers, {name}: {options.seconds:.0f} s", flush=True)
-                row[name] = measured(env, collect, workers, options.seconds)
+                row[name] = measured(env, collect, options.seconds)
             document["rows"].append(row)
             write_document(options.out, document)
     text = summary(document)
@@ -118,40 +119,51 @@ def simulated(workers: int) -> Iterator[farstep.ClusterEnv]:
 # ---- collecting ----
 
 
-def with_barrier(env: farstep.ClusterEnv, seconds: float) -> Iterator[float]:
-    """Collect one episode of every worker at a time; yield the duration of each episode."""
-    agent, end = UnusedAgent(), time.monotonic() + seconds
+@dataclass(frozen=True)
+class Episode:
+    """An episode that arrived."""
+
+    worker: int
+    duration_s: float
+    arrived_at: float
+
+
+def with_barrier(env: farstep.ClusterEnv, seconds: float) -> list[Episode]:
+    """Collect one episode of every worker at a time."""
+    agent, end, found = UnusedAgent(), time.monotonic() + seconds, []
     while time.monotonic() < end:
-        yield from env.collect(agent, steps=STEPS)["reward"].sum(axis=0).tolist()
+        durations = env.collect(agent, steps=STEPS)["reward"].sum(axis=0).tolist()
+        found += [Episode(worker, duration, time.monotonic()) for worker, duration in enumerate(durations)]
+    return found
 
 
-def without_barrier(env: farstep.ClusterEnv, seconds: float) -> Iterator[float]:
-    """Let workers roll one episode after another into a buffer; yield the duration of each episode."""
-    found: list[float] = []
+def without_barrier(env: farstep.ClusterEnv, seconds: float) -> list[Episode]:
+    """Let workers roll one episode after another into a buffer."""
+    found: list[Episode] = []
     end = time.monotonic() + seconds
+
+    def add(message: Any) -> None:
+        (worker,) = message["actor_ids"]
+        found.append(Episode(worker, float(flow.batch(message)["reward"].sum()), time.monotonic()))
+
     with farstep.Buffer(env.num_envs * STEPS * 16, Uniform()) as buffer:
         flow = farstep.Workflow(env, UnusedAgent(), buffer, steps=STEPS)
-        flow.on(
-            farstep.DataKeyTrigger(n=1, size=STEPS),
-            lambda message: found.extend(flow.batch(message)["reward"].sum(axis=0).tolist()),
-            updates=False,
-        )
+        flow.on(farstep.DataKeyTrigger(n=1, size=STEPS), add, updates=False)
         flow.run(until=lambda: time.monotonic() > end)
-    yield from found
+    return found
 
 
 def measured(
-    env: farstep.ClusterEnv, collect: Callable[[farstep.ClusterEnv, float], Iterator[float]], workers: int, s: float
+    env: farstep.ClusterEnv, collect: Callable[[farstep.ClusterEnv, float], list[Episode]], seconds: float
 ) -> dict[str, float]:
     env.collect(UnusedAgent(), steps=STEPS)
     began = time.monotonic()
-    durations = list(collect(env, s))
-    elapsed = time.monotonic() - began
+    episodes = collect(env, seconds)
+    last = {episode.worker: episode.arrived_at for episode in episodes}
     return {
-        "episodes_per_second": round(len(durations) / elapsed, 3),
-        "share_in_environments": round(sum(durations) / elapsed / workers, 4),
-        "episodes": len(durations),
-        "seconds": round(elapsed, 2),
+        "episodes_per_second": round(len(episodes) / (max(last.values()) - began), 3),
+        "busy": round(sum(episode.duration_s for episode in episodes) / sum(at - began for at in last.values()), 4),
+        "episodes": len(episodes),
     }
 
 
@@ -181,8 +193,8 @@ def summary(document: dict[str, Any]) -> str:
                 f"{barrier['episodes_per_second']:.1f} ({expected[0]:.1f})",
                 f"{free['episodes_per_second']:.1f} ({expected[1]:.1f})",
                 f"{free['episodes_per_second'] / barrier['episodes_per_second']:.2f} ({expected[1] / expected[0]:.2f})",
-                f"{barrier['share_in_environments']:.3f}",
-                f"{free['share_in_environments']:.3f}",
+                f"{barrier['busy']:.3f}",
+                f"{free['busy']:.3f}",
             ]
         )
     head = [
@@ -195,7 +207,8 @@ def summary(document: dict[str, Any]) -> str:
     ]
     text = (
         f"Episodes take {document['low_s']:g} to {document['high_s']:g} s. In brackets: the closed form. *Busy* is the "
-        "share of their time that workers spend in environments."
+        "share of their time that workers spend in environments, which is their rate relative to the sum of their own "
+        "rates."
     )
     return f"{text}\n\n{table(head, rows)}"
 

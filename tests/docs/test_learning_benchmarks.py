@@ -95,8 +95,8 @@ def test_thresholds_are_compared_by_their_seeds() -> None:
     }
     runs = [aaps_run(*key, seed, final) for key, found in finals.items() for seed, final in enumerate(found, 1)]
     text = aaps.verdict({"runs": runs})
-    assert "δ = 0.05: the seeds show no difference" in text and "δ = 1: every seed ends below every seed" in text
-    assert "δ = 0.8: every seed ends below" in text and "0.9" not in text  # one seed shows nothing
+    assert "δ = 0.05, the range of the seeds overlaps" in text and "δ = 1, every seed ends below every seed" in text
+    assert "δ = 0.8, every seed ends below" in text and "0.9" not in text  # one seed shows nothing
 
 
 def test_runs_of_different_lengths_are_compared_where_the_shortest_ends() -> None:

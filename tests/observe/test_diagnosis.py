@@ -142,7 +142,7 @@ FIRES: list[tuple[str, Window, str]] = [
     ("limiter blocks", window(stats(**limiter(sample=0.9))), "makes the learner wait 90 %"),
     ("small buffer", window(stats(wait=0.4, **full(0.4))), "chunks wait 40 % of the time for room among its 100 rows"),
     ("staleness bound", window(stats(dropped={"stale": 100})), "33 % of the chunks are dropped as stale"),
-    ("staleness bound", window(stats([IDLE, IDLE], wait=0.7)), "workers 90 % and the learner 70 %"),
+    ("taking turns", window(stats([IDLE, IDLE], wait=0.7)), "workers 90 % and the learner 70 %"),
     (
         "replaced worker",
         window(stats([IDLE, IDLE], wait=0.7) | {"workers": {"alive": 2, "restarts": 1}}),

@@ -10,7 +10,10 @@ from farstep.sync.rules import threshold_of
 _STARVED_S = 5.0
 """Seconds without a batch after which a stream that drops stale chunks emits a warning."""
 
-STALE_REMEDY = "Raise max_staleness (--staleness-threshold), publish less often, or roll shorter chunks."
+STALE_REMEDY = (
+    "Raise max_staleness (async-ppo: --staleness-threshold, impala: --max-staleness), publish less often, or roll "
+    "shorter chunks."
+)
 
 
 class UserWarnings:

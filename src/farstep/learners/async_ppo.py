@@ -51,15 +51,15 @@ class AsyncPPOConfig:
     """True: compute proximal log-probabilities with one forward pass over the batch. False: interpolate them by the age
     of each row."""
     behave_weight_threshold: float | None = 1.5
-    """Upper bound of a row's weight (published: 2.0); None: no bound. The weight is the probability of the action under
+    """Upper bound of a row's weight (RLinf: 2.0); None: no bound. The weight is the probability of the action under
     the proximal policy, divided by that under the policy that acted."""
     behave_weight_lower: float | None = None
     """Lower bound of a row's weight; None: no bound."""
     behave_weight_mode: Literal["mask", "truncate"] = "truncate"
-    """What happens to rows whose weight is outside the bounds. mask (the published rule): they are excluded. truncate:
+    """What happens to rows whose weight is outside the bounds. mask (as in RLinf): they are excluded. truncate:
     their weight is set to the bound."""
     denominator: Literal["valid", "kept"] = "valid"
-    """Which rows count in the mean of the policy loss. valid: all valid rows. kept (the published rule): only rows that
+    """Which rows count in the mean of the policy loss. valid: all valid rows. kept (as in RLinf): only rows that
     were not excluded."""
     clip_ratio_low: float = 0.2
     """Lower clip range: the probability ratio is clipped below 1 - clip_ratio_low."""
@@ -68,12 +68,12 @@ class AsyncPPOConfig:
     clip_ratio_c: float | None = 3.0
     """Dual clip: for a negative advantage, a row's loss is at most clip_ratio_c * |advantage|; None: no dual clip."""
     value_clip: float | None = None
-    """Maximum change of a value from its recorded value in the value loss, in units of (normalized) returns (published:
+    """Maximum change of a value from its recorded value in the value loss, in units of (normalized) returns (RLinf:
     0.2); None: no clipping."""
     huber_delta: float | None = None
     """Huber loss: value errors above this enter the loss linearly; None: squared error."""
     value_coef: float = 0.5
-    """Weight of the value loss in the loss (published: 1)."""
+    """Weight of the value loss in the loss (RLinf: 1)."""
     entropy_bonus: float = 0.01
     """Weight of the entropy bonus in the loss."""
     normalize_advantages: Literal["minibatch", "batch", "no"] = "minibatch"

@@ -59,7 +59,7 @@ class DQNConfig:
     tau: float = 0.01
     """Fraction by which the target network moves towards the network when it is updated; 1 copies it."""
     target_update_every: int = 1
-    """Updates between two updates of the target network. As published: --tau 1 --target-update-every 2500."""
+    """Updates between two updates of the target network. The Ape-X paper uses --tau 1 --target-update-every 2500."""
     prioritized: bool = False
     """Sample rows in proportion to the TD error that they had when last sampled, instead of uniformly."""
     priority_alpha: float = 0.6

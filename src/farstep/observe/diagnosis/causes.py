@@ -41,7 +41,7 @@ RULES: tuple[Rule, ...] = (
         "failure",
         "One worker was restarted three times or more within ten minutes",
         'Read the tracebacks in env.events(["lost", "stuck", "warned"]) or events.jsonl: an environment crashes again '
-        "and again. After restart_budget restarts the run ends.",
+        "and again. More than restart_budget failures within ten minutes end the run.",
         find.restarts,
     ),
     Rule(
@@ -62,8 +62,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "clip range",
         "learning",
-        "Clipping excludes more than half of the rows (train/actor/clip_fraction); a quarter of them if the loss clips "
-        "around weights that workers never replace",
+        "Clipping excludes more than half of the rows (train/actor/clip_fraction). With --no-decoupled and workers "
+        "that hardly ever pull weights, a quarter is enough",
         "Lower --learning-rate or --update-epochs, or set --target-kl. If workers act with older weights: --decoupled, "
         "or a smaller --kl-threshold.",
         find.clip_range,
@@ -73,21 +73,21 @@ RULES: tuple[Rule, ...] = (
         "learning",
         "The effective sample size is below 30 % of the rows (train/actor/ess), or the divergence from the policy that "
         "acted is above 0.5 nats (train/actor/behave_k3)",
-        "Lower --kl-threshold, the staleness or --learning-rate.",
+        "Lower --kl-threshold, the staleness bound (--staleness-threshold, --max-staleness) or --learning-rate.",
         find.off_policy,
     ),
     Rule(
         "kl_threshold without effect",
         "learning",
-        "Workers with kl_threshold have pulled nothing, or every version, for 20 versions",
-        "Never: lower kl_threshold (--kl-threshold), or raise the learning rate. Always: raise kl_threshold above the "
-        "divergence of one update (sync/divergence_mean), or leave it out.",
+        "During 20 versions, workers with kl_threshold have pulled none of them, or almost all",
+        "If they pulled none, lower kl_threshold (--kl-threshold) or raise the learning rate. If they pulled almost "
+        "all, raise kl_threshold above the divergence of one update (sync/divergence_mean), or leave it out.",
         find.threshold_without_effect,
     ),
     Rule(
         "too many threads",
         "limit",
-        "Twice as many threads as cores want to run, because processes run several at a time",
+        "More than two threads per core want to run, because processes run several threads at a time",
         "Set cpus_per_worker=1, limit the threads of the environment's own libraries, and call torch.set_num_threads "
         "in the learner (--threads).",
         find.too_many_threads,
@@ -95,23 +95,23 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "too few cores",
         "limit",
-        "Twice as many processes as cores want to run",
+        "More than two processes per core want to run",
         "Use more cores or more nodes; on these cores, fewer workers (workers_per_node) do the same work.",
         find.too_few_cores,
     ),
     Rule(
         "limiter blocks",
         "limit",
-        "The buffer's limiter makes inserting or sampling wait for 80 % of the time (limiter/blocked)",
-        "Change samples_per_insert or widen min_diff and max_diff (error_buffer); add workers if sampling waits, make "
-        "updates faster if inserting waits.",
+        "The buffer's limiter makes inserting or sampling wait for at least 80 % of the time (limiter/blocked)",
+        "Change samples_per_insert, or set min_diff and max_diff further apart (error_buffer). If sampling waits, add "
+        "workers; if inserting waits, make updates faster.",
         find.limiter_blocks,
     ),
     Rule(
         "small buffer",
         "limit",
-        "Chunks wait for room in a workflow's buffer (buffer/full_s), and the learner waits for rows, both for 20 % of "
-        "the time",
+        "Chunks wait for room in a workflow's buffer for at least 20 % of the time (buffer/full_s), and the learner "
+        "waits for rows for at least 20 %",
         "Raise the buffer's capacity to twice the rows that its triggers take at once, so that workers roll while the "
         "learner updates.",
         find.small_buffer,
@@ -126,7 +126,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "replaced worker",
         "time",
-        "A worker was restarted, while the other workers and the learner wait for 30 % of their time",
+        "A worker was restarted, and the other workers and the learner each wait for at least 30 % of their time",
         'Read why it was lost in env.events(["lost", "stuck"]) or events.jsonl; with num_chunks (stream, --num-chunks) '
         "batches do not wait for a worker that starts.",
         find.replaced_worker,
@@ -134,7 +134,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "straggler",
         "time",
-        "One worker takes twice as long as the others, which wait for 30 % of their time, as the learner does",
+        "One worker takes at least twice as long as the others. The others and the learner each wait for at least 30 % "
+        "of their time",
         "Give its host fewer environments or look for what else runs there; with num_chunks (stream, --num-chunks) or "
         "a trigger with n below the number of workers, batches do not wait for it.",
         find.straggler,
@@ -142,24 +143,25 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "slow network",
         "time",
-        "Rollouts and weights travel for at least 30 % of the workers' time and longer than rolling takes, and the "
-        "learner waits",
-        "Send less and less often: compression, kl_threshold, weights={'half': True}, smaller observations; collect or "
-        "stream long rollouts instead of calling step; stream, so that chunks travel while the next ones are rolled.",
+        "Rollouts and weights travel for at least 30 % of the workers' time and for longer than rolling takes. The "
+        "learner waits for at least 30 % of the time",
+        "Send fewer bytes: compression, kl_threshold, weights={'half': True}, smaller observations. Collect long "
+        "rollouts instead of calling step; or use stream, so that chunks travel while the next ones are rolled.",
         find.slow_network,
     ),
     Rule(
-        "staleness bound",
+        "taking turns",
         "time",
-        "Workers wait for the learner while the learner waits for workers, together for 130 % of the time",
+        "Workers and learner take turns: the share of time that workers wait for the learner plus the share that the "
+        "learner waits for workers is at least 1.3",
         "Use stream instead of collect (async-ppo instead of ppo), so that workers roll while the learner updates; "
-        "with stream, raise max_staleness (async-ppo: --staleness-threshold).",
+        "with stream, raise max_staleness (async-ppo: --staleness-threshold, impala: --max-staleness).",
         find.both_wait,
     ),
     Rule(
         "slow learner",
         "time",
-        "Workers wait for the learner for 80 % of their time, and the learner hardly waits",
+        "Workers wait for the learner for at least 80 % of their time, and the learner waits for at most 20 %",
         "Make updates faster (fewer epochs, larger minibatches, more threads, a GPU), or use fewer workers; stream "
         "instead of collect lets both work at the same time.",
         find.slow_learner,
@@ -167,15 +169,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "slow policy",
         "time",
-        "The learner waits for 80 % of the time, and workers spend most of theirs in act",
-        "Make act faster: env.inference tells whether workers use the fast path; use a smaller network, more "
-        "environments per worker, or a GPU (gpus_per_node).",
+        "The learner waits for at least 80 % of the time, and workers spend most of theirs in act",
+        "Make act faster: check that workers replay a recorded act (env.inference is 'fast'), use a smaller network, "
+        "more environments per worker, or a GPU (gpus_per_node).",
         find.slow_policy,
     ),
     Rule(
         "slow environment",
         "time",
-        "The learner waits for 80 % of the time, and workers spend most of theirs in environments",
+        "The learner waits for at least 80 % of the time, and workers spend most of theirs in environments",
         "Add workers or nodes, or make the environment faster (a vectorized one, fewer or smaller observations).",
         find.slow_environment,
     ),

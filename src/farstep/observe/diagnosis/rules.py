@@ -132,7 +132,7 @@ def _judged(window: Window, name: str) -> float | None:
 
 
 def clip_range(window: Window) -> Finding | None:
-    """Clipping excludes most rows; fewer are enough if the loss clips around weights that workers seldom replace."""
+    """Clipping excludes most rows; a quarter is enough if the loss clips around weights that workers hardly replace."""
     share = _judged(window, "train/actor/clip_fraction")
     if share is None:
         return None

@@ -16,33 +16,35 @@ This page lists every number that farstep logs or counts, with its unit and mean
 `metrics.jsonl`, TensorBoard, Weights & Biases and the terminal. A *counter* never decreases while the process runs; a
 *gauge* may rise and fall; an *info* is text.
 
-- [Metrics of `farstep train`](#metrics-of-farstep-train), one line per update
+- [Metrics of `farstep train`](#metrics-of-farstep-train)
 - [Counters of `env.stats()`](#counters-of-envstats), for any program
 - [Names of your own](#names-of-your-own)
 """
 _TRAINING = """
 ## Metrics of `farstep train`
 
+PPO, asynchronous PPO and IMPALA log one line per update. DQN, Ape-X and SAC log one line per `--report-every` steps.
 [Training](training.md#metrics-of-a-run) says where to look first if a run is slow or does not learn. The pages of
-[PPO](ppo.md), [asynchronous PPO](async_ppo.md) and [IMPALA](impala.md) have remedies for numbers that are not healthy.
-The column *healthy* has rules of thumb, not measurements.
+[PPO](ppo.md), [asynchronous PPO](async_ppo.md), [IMPALA](impala.md), [DQN](dqn.md) and [SAC](sac.md) have remedies for
+numbers that are not healthy. The column *healthy* has rules of thumb, not measurements.
 """
 _STATS = """
 ## Counters of `env.stats()`
 
 `env.stats()` is a plain dictionary. All its counters start at `launch()`. The name `bytes/weights_sent` stands for
 `env.stats()["bytes"]["weights_sent"]`; a part in angle brackets is any key, or a position in a list. If a counter and a
-metric of `farstep train` have the same name, they are the same number. *Logged as* names a metric of `farstep train`
-for the same quantity, but per update, per worker, or across resumes.
+metric of `farstep train` have the same name, they are the same number. *Logged as* names the related metric of
+`farstep train`. Its value differs: it covers only the time since the previous line, is a mean over workers, or
+continues after a resume.
 [The guide](guide.md#counters) shows how to log these numbers from your own program.
 """
 _OWN = """
 ## Names of your own
 
-Loggers accept any name. farstep adds the prefix `train/` to the metrics that your learner's `update` returns. A phase
-that `update` measures with `timer("NAME")` is logged as `time/NAME`, and the terminal shows it like farstep's own
-phases. Later releases of farstep may add names to the prefixes above, so choose a prefix that farstep does not use,
-such as `train/mine/`.
+Loggers accept any name. Your learner's [`run(env, loop)`](training.md#from-python) passes its metrics to
+`loop.report(Iteration(metrics=...))`, and farstep adds the prefix `train/`. A phase that `run` measures with
+`loop.timer("NAME")` is logged as `time/NAME`, and the terminal shows it like farstep's own phases. Later releases of
+farstep may add names to the prefixes above, so choose a prefix that farstep does not use, such as `train/mine/`.
 """
 
 

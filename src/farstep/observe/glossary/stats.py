@@ -261,8 +261,8 @@ STATS_GROUPS = (
             ),
             _head(
                 "time/head/held",
-                "from a ticket until its chunk arrived, summed over workers without shared memory. The part "
-                "beyond these workers' env, inference, send and weights is the time that messages took",
+                "from a ticket until its chunk arrived, summed over workers without shared memory. Subtract these "
+                "workers' env, inference, send and weights: the rest is the time that messages travelled",
                 kind="counter",
                 unit="seconds",
             ),
@@ -309,7 +309,7 @@ STATS_GROUPS = (
             _workflow("workflow/<trigger>/fired", "how often the trigger fired", kind="counter", unit="messages"),
             _workflow(
                 "workflow/<trigger>/pending_rows",
-                "rows that the trigger has not taken yet; None if the trigger does not count rows",
+                "rows that the trigger has not taken yet; None if it is no `DataKeyTrigger`",
                 unit="rows",
             ),
             _workflow("workflow/<trigger>/outstanding", "messages of the trigger that are not done", unit="messages"),
@@ -321,7 +321,8 @@ STATS_GROUPS = (
             ),
             _workflow(
                 "workflow/<trigger>/waits_for",
-                "the trigger as text; None if part of it is a `TimeTrigger`, which may be far from its next firing",
+                "the trigger as text, so that `env.diagnose()` can say what a trigger that never fires waits for. None "
+                "if it contains a `TimeTrigger`, which may just have a long period",
                 kind="info",
             ),
         ),

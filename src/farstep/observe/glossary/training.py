@@ -47,7 +47,7 @@ NAMESPACES = (
     ),
     Namespace(
         "eval/",
-        "The latest evaluation, in the line of the first update after it ended.",
+        "The latest evaluation, in the first line after it ended.",
         (
             _evaluation(
                 "eval/return_mean",
@@ -79,31 +79,32 @@ NAMESPACES = (
     ),
     Namespace(
         "lag/",
-        "Staleness of the rows of this update: the version when the batch was taken minus the version that acted.",
+        "Staleness of the rows that arrived since the previous line: the version when the learner got them minus the "
+        "version that acted.",
         (
             _loop(
                 "lag/versions_mean",
-                "mean age of the rows of this update",
+                "mean staleness of these rows",
                 unit="versions",
                 healthy="ppo: 0 without AAPS; async-ppo, impala: up to the staleness bound",
                 label="staleness",
             ),
-            _loop("lag/versions_max", "age of the oldest row of this update", unit="versions", label="oldest row"),
+            _loop("lag/versions_max", "staleness of the oldest of these rows", unit="versions", label="oldest row"),
         ),
     ),
     Namespace(
         "train/actor/",
-        "The update of the policy. Numbers are means over all minibatches of all epochs of an update. The *behavior "
-        "policy* acted; the *proximal policy* is the learner's policy at the start of the update; the *current policy* "
-        "is being optimized. Two quotients of the probabilities of a row's action are used: the *ratio* is current / "
-        "proximal (with `--no-decoupled`: current / behavior), and the *weight* is proximal / behavior. V-trace calls "
-        "the weight *rho*.",
+        "The update of the policy. Numbers are means over all minibatches of all epochs of an update; for dqn, apex "
+        "and sac, over all updates since the previous line. The *behavior policy* acted; the *proximal policy* is the "
+        "learner's policy at the start of the update; the *current policy* is being optimized. Two quotients of the "
+        "probabilities of a row's action are used: the *ratio* is current / proximal (with `--no-decoupled`: current / "
+        "behavior), and the *weight* is proximal / behavior. V-trace calls the weight *rho*.",
         (
             _learner(
                 "train/actor/policy_loss",
-                "loss of the policy: clipped and weighted (ppo, async-ppo), or the mean of -advantage * "
-                "log-probability (impala; aride: weighted by the clipped rho), or the mean of alpha * "
-                "log-probability - smaller critic's value (sac)",
+                "loss of the policy. ppo, async-ppo: clipped and weighted; impala: mean of `-advantage * "
+                "log-probability`; aride: the same, weighted by the "
+                "clipped rho; sac: mean of `alpha * log-probability - min(Q1, Q2)`",
                 when="not dqn, apex",
                 healthy="ppo, async-ppo: around 0, since advantages are normalized",
             ),
@@ -134,7 +135,7 @@ NAMESPACES = (
             ),
             _learner(
                 "train/actor/dual_clip_fraction",
-                "rows bounded by the dual clip (`--clip-ratio-c`), which ppo does not have",
+                "rows whose loss the dual clip bounds (`--clip-ratio-c`); always 0 in ppo",
                 unit="fraction",
                 when=_PPO,
                 healthy="near 0",
@@ -156,8 +157,8 @@ NAMESPACES = (
             ),
             _learner(
                 "train/actor/behav_approx_kl",
-                "KL divergence between proximal and behavior policy, as the mean of -log(weight) over the rows that "
-                "were kept; it hides outliers",
+                "KL divergence between proximal and behavior policy, as the mean of -log(weight). With "
+                "`--behave-weight-mode mask` it leaves out the excluded rows, so outliers are not visible in it",
                 unit="nats",
                 when=_PPO,
                 healthy="below 0.05; ppo: 0 without AAPS",
@@ -200,7 +201,7 @@ NAMESPACES = (
             ),
             _loop(
                 "train/actor/current_version",
-                "version of the weights that this update produced",
+                "newest published version",
                 unit="versions",
                 label="version",
             ),
@@ -212,8 +213,8 @@ NAMESPACES = (
             ),
             _learner(
                 "train/actor/grad_norm",
-                "norm of the gradient of all parameters (during critic warm-up: of the critic's own) before it is "
-                "scaled down to `--max-grad-norm`. sac: of the actor's",
+                "norm of the gradient before it is scaled down to `--max-grad-norm`. The gradient is that of all "
+                "parameters; during critic warm-up, of the critic's own layers; sac: of the actor",
                 when="not dqn, apex",
                 healthy="no upward trend",
             ),
@@ -261,13 +262,13 @@ NAMESPACES = (
     ),
     Namespace(
         "train/critic/",
-        "The update of the critic, also as means over all minibatches.",
+        "The update of the critic; also means, as above.",
         (
             _learner(
                 "train/critic/value_loss",
-                "half the squared difference between values and their targets, in units of (normalized) returns "
-                "squared (linear beyond `--huber-delta`); grows with the return. dqn, apex: "
-                "weighted Huber loss; sac: sum over both critics; aride with `--mode bce`: cross-entropy",
+                "half the squared difference between values and targets (linear beyond `--huber-delta`), in squared "
+                "units of (normalized) returns, so it grows with the return. dqn, apex: weighted Huber loss; sac: "
+                "sum over both critics; aride with `--mode bce`: cross-entropy",
                 healthy="no upward trend over the whole run",
             ),
             _learner(
@@ -279,15 +280,15 @@ NAMESPACES = (
             ),
             _learner(
                 "train/critic/explained_variance",
-                "variance of the targets that values explain. 1: perfect; 0: no better than a constant; negative: "
-                "worse",
+                "share of the variance of the targets that values explain. 1: perfect; 0: no better than a constant; "
+                "negative: worse",
                 unit="fraction",
                 when=_ON_POLICY,
                 healthy="rises to 0.5 and more",
             ),
             _learner(
                 "train/critic/q_mean",
-                "mean value of the sampled actions",
+                "mean value of the actions in the sampled rows",
                 when=_Q_VALUES,
                 healthy="at most the largest discounted return; far above it, values are overestimated",
             ),
@@ -325,7 +326,7 @@ NAMESPACES = (
             _learner("replay/rows", "rows in the buffer", unit="rows", when=_REPLAY),
             _learner(
                 "replay/updates_per_step",
-                "updates per environment step since learning began",
+                "updates per environment step since `--learning-starts` rows were in the buffer",
                 unit="updates/step",
                 when=_Q_VALUES,
                 healthy="`--updates-per-step`, from the first thousand updates on",
@@ -344,10 +345,10 @@ NAMESPACES = (
         "time/",
         "Phases of the learner since the previous line. Their sum is at most `time/step`, except for `time/evaluate`.",
         (
-            _loop("time/step", "time since the previous update", unit="seconds"),
+            _loop("time/step", "time since the previous line", unit="seconds"),
             _loop(
                 "time/collect",
-                "waiting for this batch (RLinf: `recv_rollout_trajectories`)",
+                "waiting for the batch of this update (RLinf: `recv_rollout_trajectories`)",
                 unit="seconds",
                 when=_ON_POLICY,
             ),
@@ -381,12 +382,12 @@ NAMESPACES = (
             ),
             _loop(
                 "time/publish",
-                "until workers could pull the new version (RLinf: `update_rollout_weights`)",
+                "publishing: until workers could pull the new version (RLinf: `update_rollout_weights`)",
                 unit="seconds",
             ),
             _loop(
                 "time/checkpoint",
-                "writing the checkpoint after the previous update",
+                "writing the checkpoint after the previous line",
                 unit="seconds",
                 when="after a checkpoint",
             ),
@@ -409,7 +410,7 @@ NAMESPACES = (
     ),
     Namespace(
         "time/rollout/",
-        "The rest of the workers' time, since the previous line, as the mean over workers.",
+        "What workers did besides stepping environments, since the previous line, as the mean over workers.",
         (
             _workers("time/rollout/predict", "inference, and evaluating probes", unit="seconds"),
             _workers("time/rollout/tickets", "waiting for the learner to request rows", unit="seconds"),
@@ -446,12 +447,12 @@ NAMESPACES = (
     ),
     Namespace(
         "bytes/",
-        "What was sent since the process started; the same counters as in `env.stats()`.",
+        "Bytes since the process started; the same counters as in `env.stats()`.",
         (
             _workers(
                 "bytes/weights_sent",
-                "weights that workers loaded; with shared memory all workers of a machine read one copy, and nothing "
-                "is sent",
+                "weights that workers loaded. Over a network: the bytes sent; with shared memory: the size of the "
+                "weights, once per load",
                 kind="counter",
                 unit="bytes",
             ),
