@@ -19,7 +19,12 @@ TAG = "FARSTEP_BENCHMARK_TAG"
 
 
 @pytest.mark.parametrize(
-    "command", ["scale.py --workers 4 --seconds 0.5 --steps 8", "bulk.py --rounds 1 --seconds 0.2"]
+    "command",
+    [
+        "scale.py --workers 4 --seconds 0.5 --steps 8",
+        "bulk.py --rounds 1 --seconds 0.2",
+        "uneven.py --workers 1 --simulated 2 --seconds 0.5",
+    ],
 )
 def test_a_benchmark_runs(command: str, tmp_path: Path) -> None:
     script, *words = command.split()
