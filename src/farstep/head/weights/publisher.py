@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from farstep.agents.base_weights import BaseWeights, base_weights
 from farstep.agents.divergence import Comparison, comparing_method, why_incomparable
 from farstep.agents.policy import Policy, ship
 from farstep.agents.update_gate import UpdateGate
@@ -69,6 +70,8 @@ class Publisher:
         self._answers: dict[int, m.AgentReady | WorkerError] = {}
         """For each worker, its answer to the agent that was sent last: ready, or the error."""
         self._store: ParameterStore | None = None
+        self._base_hash = ""
+        """Content hash of the base that workers have; empty if none."""
         self._handed: dict[int, tuple[int, int, int]] = {}
         """For each worker, its last request for weights: incarnation, agent and version."""
         self._rollouts: Rollouts | None = None
@@ -182,7 +185,8 @@ class Publisher:
                     f"{type(agent).__name__} has no {method}(); an agent needs act(obs) and get_parameters()."
                 )
         began = time.monotonic()
-        payload = ship(agent)
+        base = base_weights(agent)
+        payload = ship(agent, base)
         first_version = self.first_version
         if self._store is not None:  # continue the version numbers; a rejected agent used none
             first_version = self._store.version + (self._agent is not None)
@@ -194,7 +198,8 @@ class Publisher:
             self.agent_id, self._answers = self.agent_id + 1, {}
             self._counters.divergence.clear()
             self._warnings.forget()
-            self._server.announce(m.SendAgent(self.agent_id), [payload])
+            self._announce_base(base)
+            self._server.announce(m.SendAgent(self.agent_id, self._base_hash), [payload])
             self._server.announce(store.message(), fds=[store.memory.fd])
             self._announce()
         try:
@@ -205,6 +210,15 @@ class Publisher:
             raise
         self._agent = agent
         self._server.start_s["agent"] = time.monotonic() - began
+
+    def _announce_base(self, base: BaseWeights | None) -> None:
+        """Send an agent's base to workers, unless they have it."""
+        if base is None:
+            self._base_hash = ""
+            self._server.retract(m.SendBase)
+        elif base.content_hash != self._base_hash:
+            self._base_hash = base.content_hash
+            self._server.announce(m.SendBase(base.content_hash), [base.payload])
 
     def _forget_agent(self) -> None:
         with self._server.locked():
