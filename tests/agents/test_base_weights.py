@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -45,9 +46,9 @@ def test_unpickled_agents_share_one_base(dtype: Any) -> None:
     assert base is not None
     payload = ship(agent, base)
     first, second = unpickle_agent(payload, base.payload), unpickle_agent(payload, base.payload)
-    for copy in (first, second):
-        torch.testing.assert_close(copy.state_dict(), agent.state_dict(), rtol=0, atol=0)
-        assert copy.layer is copy.same_layer and not copy.layer.weight.requires_grad and copy.bias.requires_grad
+    for loaded in (first, second):
+        torch.testing.assert_close(loaded.state_dict(), agent.state_dict(), rtol=0, atol=0)
+        assert loaded.layer is loaded.same_layer and not loaded.layer.weight.requires_grad and loaded.bias.requires_grad
     assert first.layer.weight.data_ptr() == second.layer.weight.data_ptr() != agent.layer.weight.data_ptr()
     assert first.bias.data_ptr() != second.bias.data_ptr()
 
@@ -89,6 +90,21 @@ def test_base_is_sent_again_only_when_it_changes() -> None:
         assert values(other) == (16.0, sent)  # another agent on the same base
         assert values(Frozen(value=2.0)) == (24.0, 2 * sent)
         assert values(Frozen()) == (12.0, 3 * sent)
+
+
+def test_a_base_that_changes_is_refused_and_a_moved_one_is_not() -> None:
+    with cluster(config=in_process(1)) as env:
+        agent = Frozen()
+        env.collect(agent, steps=2)
+        agent.layer.weight.data = agent.layer.weight.data.clone()  # as `agent.to(device)` does
+        env.collect(agent, steps=2)
+        with torch.no_grad():
+            agent.layer.weight.add_(1)
+        for call in (lambda: env.collect(agent, steps=2), lambda: env.publish(agent)):
+            with pytest.raises(farstep.AgentError, match="base parameters of Frozen have changed"):
+                call()
+        value = env.collect(copy.deepcopy(agent), steps=2)["value"]
+        assert (value == 2 * 6 * 2).all()
 
 
 def test_base_parameters_must_be_tensors_by_name() -> None:

@@ -78,6 +78,42 @@ def base_weights(agent: Any) -> BaseWeights | None:
     return BaseWeights(digest.hexdigest(), payload, references) if parameters else None
 
 
+class BaseWatch:
+    """Checks that an agent's base still is what its workers have.
+
+    Args:
+        agent: The agent, before its base is read.
+    """
+
+    def __init__(self, agent: Any) -> None:
+        self._counters = _counters(agent)
+
+    def check(self, agent: Any, content_hash: str) -> None:
+        """Raise `AgentError` if the base has changed.
+
+        Writing through torch's `.data` does not change the modification counters, so it is not noticed.
+
+        Args:
+            agent: The agent.
+            content_hash: Hash of the base that workers have.
+        """
+        if (counters := _counters(agent)) == self._counters:
+            return
+        if base_hash(agent) != content_hash:
+            raise AgentError(
+                f"the base parameters of {type(agent).__name__} have changed since they were sent to workers, which "
+                "would act with the old ones. Only adapters and modules in also_train may change; pass a new agent "
+                "object for another base."
+            )
+        self._counters = counters  # for example, the agent was moved to another device
+
+
+def _counters(agent: Any) -> list[tuple[str, int, int]]:
+    """Return address and torch's modification counter of each tensor of the base."""
+    tensors = base_parameters_of(agent).items()
+    return [(name, t.data_ptr(), 0 if t.is_inference() else t._version) for name, t in tensors]
+
+
 def _bytes_of(tensor: Any) -> memoryview:
     import torch
 
