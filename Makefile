@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint 
 UV     := $(shell command -v uv 2>/dev/null)
 # Use uv if it is installed, except for torch: only pip reads the index that may be configured for the CPU build.
 ADD    := $(if $(UV),$(UV) pip install --python $(BIN)/python --constraint constraints.txt,$(PIP))
-EXTRAS := torch,envs,envpool,tensorboard,ray,kubernetes,dev
+EXTRAS := torch,envs,envpool,lora,tensorboard,ray,kubernetes,dev
 
 .PHONY: help setup demo test test-quick test-kubernetes coverage lint format bench bench-buffer scaling aaps stagger defaults learning async scale bench-peers clean
 help:            ## this list

@@ -335,6 +335,7 @@ EXTRAS = {
     "envpool": "envpool",
     "imageio_ffmpeg": "video",
     "matplotlib": "plot",
+    "peft": "lora",
     "tensorboard": "tensorboard",
     "torch": "torch",
     "wandb": "wandb",

@@ -572,7 +572,7 @@ def test_stats_has_every_counter_of_the_design() -> None:
         workers = {"alive": 2, "starting": 0, "parked": 0, "lost": 0, "restarts": 0}
         assert workers.items() <= stats["workers"].items()
         assert stats["pulls"] == {"total": 2, "per_worker": [1, 1]}
-        assert stats["bytes"].keys() == {"weights_sent", "probes_sent", "rollouts_received"}
+        assert stats["bytes"].keys() == {"weights_sent", "base_sent", "probes_sent", "rollouts_received"}
         assert stats["bytes"]["rollouts_received"] > 90 * 3 * 4
         assert stats["versions"] == {
             "current": 0,

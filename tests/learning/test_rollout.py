@@ -249,7 +249,7 @@ def test_statistics_are_those_of_all_rows_seen() -> None:
             statistics.observe(batch)
             seen.append(batch["obs"].reshape(-1, 3))
             rewards.append(batch)
-    moments: Any = agent.encoders["obs"].moments
+    moments: Any = agent.encoders["obs"].moments  # type: ignore[index]
     np.testing.assert_allclose(moments.mean, np.concatenate(seen).mean(0), atol=1e-4)
     np.testing.assert_allclose(moments.std, np.concatenate(seen).std(0), rtol=1e-3)
     running, found = np.zeros(4), []

@@ -14,6 +14,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from farstep.agents.base_weights import BaseWeights
 from farstep.agents.parameters import as_array, is_torch_module
 from farstep.core import Array, Nested
 from farstep.errors import AgentError, described
@@ -293,8 +294,12 @@ class same_randomness:  # noqa: N801
             self._torch.set_rng_state(self._tensor_state)
 
 
-def ship(agent: Any) -> bytes:
+def ship(agent: Any, base: BaseWeights | None = None) -> bytes:
     """Pickle the agent for workers, with GPU tensors as CPU tensors.
+
+    Args:
+        agent: The agent.
+        base: Its base, which workers get separately; None if it has none.
 
     Raises:
         AgentError: The agent is a class, or cannot be pickled.
@@ -305,7 +310,7 @@ def ship(agent: Any) -> bytes:
         raise AgentError(f"the agent is the class {agent.__name__}; pass an instance, e.g. {agent.__name__}().")
     buffer = io.BytesIO()
     try:
-        _CpuPickler(buffer).dump(agent)
+        _CpuPickler(buffer, base).dump(agent)
     except Exception as error:
         raise AgentError(
             f"the agent ({type(agent).__name__}) cannot be sent to workers: {described(error)}. "
@@ -315,14 +320,32 @@ def ship(agent: Any) -> bytes:
 
 
 class _CpuPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, buffer: Any, base: BaseWeights | None) -> None:
+        super().__init__(buffer)
+        self._references = {} if base is None else base.references
+
+    def persistent_id(self, obj: Any) -> Any:
+        return self._references.get(id(obj))
+
     def reducer_override(self, obj: Any) -> Any:
-        torch = sys.modules.get("torch")
-        if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type not in ("cpu", "meta"):
+        torch, lora = sys.modules.get("torch"), sys.modules.get("farstep.agents.lora")
+        if lora is not None and (reduced := lora.reduce_without_peft(obj)) is not None:
+            return reduced
+        if torch is None or not isinstance(obj, torch.Tensor):
+            return super().reducer_override(obj)
+        is_parameter = isinstance(obj, torch.nn.Parameter)
+        if obj.device.type not in ("cpu", "meta"):
             data = obj.detach().cpu()
-            if isinstance(obj, torch.nn.Parameter):
-                return torch.nn.Parameter, (data, obj.requires_grad)
-            return _as_is, (data,)
+            return (torch.nn.Parameter, (data, obj.requires_grad)) if is_parameter else (_as_is, (data,))
+        if is_parameter and _is_view(obj):
+            return torch.nn.Parameter, (obj.detach().clone(), obj.requires_grad)
         return super().reducer_override(obj)
+
+
+def _is_view(parameter: Any) -> bool:
+    """Whether a parameter is a part of larger memory, e.g. of an optimizer's vector; pickling it would pickle all."""
+    is_dense = str(parameter.layout) == "torch.strided" and parameter.device.type == "cpu"
+    return is_dense and bool(parameter.untyped_storage().nbytes() > parameter.nbytes)
 
 
 def _as_is(value: Any) -> Any:

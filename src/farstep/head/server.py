@@ -91,6 +91,8 @@ class Server:
         """What a worker gets before its first ticket (agent, parameters, layout): messages, frames and descriptors."""
         self.start_s = {"connect": 0.0, "construct": 0.0}
         """Durations of the slowest first start in seconds: from launch to `Hello`, and from `Hello` to `Ready`."""
+        self.base_sent = 0
+        """Bytes of `SendBase` messages to all workers."""
         self._started_at = 0.0
         self._failure: FarstepError | None = None
         self._closed = False
@@ -385,7 +387,10 @@ class Server:
         except OSError as error:
             self.supervisor.send_failed(record, error)
             return 0
-        return sum(memoryview(frame).nbytes for frame in encoded)
+        nbytes = sum(memoryview(frame).nbytes for frame in encoded)
+        if isinstance(message, m.SendBase):
+            self.base_sent += nbytes
+        return nbytes
 
     def announce(self, message: m.FromHead, frames: Sequence[Any] = (), fds: Sequence[int] = ()) -> None:
         """Send a message to all ready workers now, and to other workers when they become ready.

@@ -99,7 +99,7 @@ class Optimizer:
     that actor and critic share belong to the policy's group.
 
     Args:
-        agent: The agent to optimize; its parameters become views of one vector.
+        agent: The agent to optimize; its parameters, except frozen ones, become views of one vector.
         learning_rate: Learning rate of the policy's group.
         max_grad_norm: Maximum norm of the gradient; a larger gradient is scaled down to this norm.
         seed: Seed for the order of rows in minibatches.
@@ -109,7 +109,7 @@ class Optimizer:
     def __init__(
         self, agent: ActorCritic, learning_rate: float, max_grad_norm: float, seed: int, value_lr: float | None = None
     ) -> None:
-        flat, self._gradient = flatten_parameters(list(agent.parameters()))
+        flat, self._gradient = flatten_parameters(_trained(agent))
         self._max_grad_norm = max_grad_norm
         self._moments = {name: torch.zeros_like(flat) for name in ("exp_avg", "exp_avg_sq")}
         policy, critic = _parameter_slices(agent)
@@ -247,11 +247,16 @@ def flatten_parameters(parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
     return flat, gradient
 
 
+def _trained(agent: ActorCritic) -> list[nn.Parameter]:
+    """Return the parameters that are not frozen."""
+    return [parameter for parameter in agent.parameters() if parameter.requires_grad]
+
+
 def _parameter_slices(agent: ActorCritic) -> tuple[list[slice], slice]:
     """Return slices of the flat vector: the policy's parameters (including shared layers), and the critic's own."""
     own = {id(parameter) for parameter in agent.critic.parameters()}
     policy, critic, start = [], slice(0), 0
-    for is_own, run in groupby(agent.parameters(), lambda parameter: id(parameter) in own):
+    for is_own, run in groupby(_trained(agent), lambda parameter: id(parameter) in own):
         stop = start + sum(parameter.numel() for parameter in run)
         if is_own:
             assert critic == slice(0), "the parameters of one module are contiguous"

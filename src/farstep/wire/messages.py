@@ -265,6 +265,15 @@ class Refuse(msgspec.Struct, tag="refuse"):
     reason: str
 
 
+class SendBase(msgspec.Struct, tag="send-base"):
+    """Head to worker, before the first agent with this base: tensors that never change. The next frame has them.
+
+    The worker keeps the base until it gets another base, or an agent without one.
+    """
+
+    content_hash: str
+
+
 class SendAgent(msgspec.Struct, tag="send-agent"):
     """Head to worker, when the user passes a new agent. The next frame has the pickled agent.
 
@@ -272,6 +281,8 @@ class SendAgent(msgspec.Struct, tag="send-agent"):
     """
 
     agent: int
+    base: str = ""
+    """Content hash of the agent's base; empty if it has none."""
 
 
 class Parameters(msgspec.Struct, tag="parameters"):
@@ -414,6 +425,7 @@ FromWorker = Hello | Ready | AgentReady | Part | Chunk | Reply | Failure | Reque
 FromHead = (
     Welcome
     | Refuse
+    | SendBase
     | SendAgent
     | Parameters
     | SetLayout

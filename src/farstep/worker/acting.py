@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
+from farstep.agents.base_weights import unpickle_agent
 from farstep.agents.parameters import ParameterLoader, as_array, leaves_of
 from farstep.agents.policy import Policy, same_randomness
 from farstep.batch import PRIORITY, RESERVED, is_final
@@ -45,13 +45,14 @@ class Actor:
         slots: Slots,
         weights: WeightsConfig = ALL_WEIGHTS,
         has_gpu: bool = False,
+        base: bytearray | None = None,
     ) -> None:
         self._slots, self._obs = slots, obs
         # `dry_run` calls a second copy, because an agent may count its calls. Unpickle this copy first: unpickling a
         # class of the user's script again overwrites class attributes, so the copy that acts must come last.
         numbers = slots.first + np.arange(len(slots.roots))
-        self._trial: Policy | None = Policy(_unpacked(payload), "eager", has_gpu, numbers)
-        self.policy = Policy(_unpacked(payload), inference, has_gpu, numbers)
+        self._trial: Policy | None = Policy(_unpacked(payload, base), "eager", has_gpu, numbers)
+        self.policy = Policy(_unpacked(payload, base), inference, has_gpu, numbers)
         self.has_priorities = callable(getattr(self.policy.agent, "priorities", None))
         """Whether the agent computes the initial priorities of rows, which `add_priorities` records."""
         self.loader = ParameterLoader(self.policy.agent, weights)
@@ -300,9 +301,9 @@ class Actor:
         return self._reported_note
 
 
-def _unpacked(payload: bytes) -> Any:
+def _unpacked(payload: bytes, base: bytearray | None) -> Any:
     try:
-        return cloudpickle.loads(payload)
+        return unpickle_agent(payload, base or bytearray())
     except Exception as error:
         raise AgentError(
             f"the agent cannot be loaded on the worker: {described(error)}. Its modules must be importable there, and "

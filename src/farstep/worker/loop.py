@@ -55,6 +55,7 @@ _TIMED: dict[type[m.FromHead], Part | None] = {
     m.Probe: "inference",
     m.Call: "env",
     m.Welcome: None,
+    m.SendBase: None,
     m.SendAgent: None,
     m.Parameters: None,
 }
@@ -78,6 +79,8 @@ class Worker:
         """False for a worker inside the head's process."""
         self._host: AnyHost | None = None
         self._actor: Actor | None = None
+        self._base: tuple[str, bytearray] = ("", bytearray())
+        """The base that the head sent last: content hash and bytes."""
         self._sync = WeightSync(words)
         self._agent_id = -1
         self._timer = WorkerTimer()
@@ -187,6 +190,8 @@ class Worker:
                 pass  # its chunk is complete
             case m.SetLayout():
                 self._roller.set_layout(message, received.fds)
+            case m.SendBase():
+                self._base = (message.content_hash, bytearray(received.frames[1]))
             case m.SendAgent():
                 self._adopt(message, bytes(received.frames[1]))
             case m.Parameters():
@@ -248,8 +253,12 @@ class Worker:
         self._sync.close()
         had_torch = "torch" in sys.modules
         assert isinstance(self._host, Host)
-        slots = self._host.slots
-        actor = Actor(payload, self._program.inference, self._obs, slots, self._program.weights, self._has_gpu)
+        slots, program = self._host.slots, self._program
+        if not message.base:
+            self._base = ("", bytearray())
+        if message.base != self._base[0]:
+            raise WireError(f"an agent with the base {message.base}; this worker has {self._base[0] or 'none'}.")
+        actor = Actor(payload, program.inference, self._obs, slots, program.weights, self._has_gpu, self._base[1])
         if "torch" in sys.modules and not had_torch:
             sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             self._seed_globals(self._program.seed, slots.first)

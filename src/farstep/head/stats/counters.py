@@ -108,6 +108,7 @@ class Counters:
             "pulls": {"total": sum(self.pulls), "per_worker": list(self.pulls)},
             "bytes": {
                 "weights_sent": self.weights_sent,
+                "base_sent": server.base_sent,
                 "probes_sent": self.probes_sent,
                 "rollouts_received": self.rollouts_received,
             },

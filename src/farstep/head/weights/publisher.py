@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from farstep.agents.base_weights import BaseWatch, BaseWeights, base_weights
 from farstep.agents.divergence import Comparison, comparing_method, why_incomparable
 from farstep.agents.policy import Policy, ship
 from farstep.agents.update_gate import UpdateGate
@@ -69,6 +70,9 @@ class Publisher:
         self._answers: dict[int, m.AgentReady | WorkerError] = {}
         """For each worker, its answer to the agent that was sent last: ready, or the error."""
         self._store: ParameterStore | None = None
+        self._base_hash = ""
+        """Content hash of the base that workers have; empty if none."""
+        self._base_watch: BaseWatch | None = None
         self._handed: dict[int, tuple[int, int, int]] = {}
         """For each worker, its last request for weights: incarnation, agent and version."""
         self._rollouts: Rollouts | None = None
@@ -113,6 +117,7 @@ class Publisher:
         return version
 
     def _publish(self, agent: Agent) -> None:
+        self._check_base(agent)
         probes = self._evaluate_probes(agent)
         with self._server.locked():
             self._server.raise_failure()  # another thread may have closed the server
@@ -126,6 +131,10 @@ class Publisher:
                     frames = [array.tobytes() for array in answer.values()]
                     self._counters.probes_sent += self._server.send(record, probe, frames)
             self._server.drain()
+
+    def _check_base(self, agent: Agent) -> None:
+        assert self._base_watch is not None
+        self._base_watch.check(agent, self._base_hash)
 
     def _evaluate_probes(self, agent: Agent) -> Sequence[tuple[ProbeRequest, dict[str, Array]]]:
         """Evaluate the agent on rows that workers have sent. Do not hold the lock, so that chunks can arrive
@@ -171,6 +180,7 @@ class Publisher:
         self._server.raise_failure()
         if self._store is None or self._agent is None or self._agent is not agent:
             return False
+        self._check_base(agent)
         with self._server.locked():
             self._server.raise_failure()
             return not self._store.changed(agent)
@@ -182,7 +192,8 @@ class Publisher:
                     f"{type(agent).__name__} has no {method}(); an agent needs act(obs) and get_parameters()."
                 )
         began = time.monotonic()
-        payload = ship(agent)
+        watch, base = BaseWatch(agent), base_weights(agent)
+        payload = ship(agent, base)
         first_version = self.first_version
         if self._store is not None:  # continue the version numbers; a rejected agent used none
             first_version = self._store.version + (self._agent is not None)
@@ -190,11 +201,12 @@ class Publisher:
         self._cancel_session()
         self._forget_agent()
         with self._server.locked():
-            self._store, self.version = store, store.version
+            self._store, self.version, self._base_watch = store, store.version, watch
             self.agent_id, self._answers = self.agent_id + 1, {}
             self._counters.divergence.clear()
             self._warnings.forget()
-            self._server.announce(m.SendAgent(self.agent_id), [payload])
+            self._announce_base(base)
+            self._server.announce(m.SendAgent(self.agent_id, self._base_hash), [payload])
             self._server.announce(store.message(), fds=[store.memory.fd])
             self._announce()
         try:
@@ -205,6 +217,15 @@ class Publisher:
             raise
         self._agent = agent
         self._server.start_s["agent"] = time.monotonic() - began
+
+    def _announce_base(self, base: BaseWeights | None) -> None:
+        """Send an agent's base to workers, unless they have it."""
+        if base is None:
+            self._base_hash = ""
+            self._server.retract(m.SendBase)
+        elif base.content_hash != self._base_hash:
+            self._base_hash = base.content_hash
+            self._server.announce(m.SendBase(base.content_hash), [base.payload])
 
     def _forget_agent(self) -> None:
         with self._server.locked():

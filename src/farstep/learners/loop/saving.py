@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from farstep.agents.base_weights import base_hash
 from farstep.checkpoint.checks import check_array, check_finite, check_keys
 from farstep.checkpoint.files import Refused
 from farstep.checkpoint.folder import Loaded
@@ -95,6 +96,24 @@ def check_tensor(where: str, value: object, like: torch.Tensor) -> Array:
     return array
 
 
+def saved_parameters(agent: NetworkAgent) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers that a checkpoint has: all, or without the base if the agent has one."""
+    return agent.get_parameters() if agent.base_parameters() else agent.state_dict()
+
+
+def check_base(agent: NetworkAgent, saved: str) -> None:
+    """Raise `Refused` if the base of an agent has another content hash than `saved`, the hash in a checkpoint."""
+    if (own := base_hash(agent)) != saved:
+        raise Refused(
+            f"it continues {_base_text(saved)}, but this agent has {_base_text(own)}; adapters fit only the base that "
+            "they were trained with. Load the same base weights into the agent before add_adapters"
+        )
+
+
+def _base_text(content_hash: str) -> str:
+    return f"adapters of the base sha256:{content_hash}" if content_hash else "no adapters"
+
+
 def check_agent(agent: NetworkAgent, saved: object) -> None:
     """Check that saved parameters and running statistics fit an agent.
 
@@ -107,7 +126,7 @@ def check_agent(agent: NetworkAgent, saved: object) -> None:
     """
     if not isinstance(saved, dict):
         raise Refused(f"agent is {type(saved).__name__}; expected a mapping of parameters")
-    expected = agent.state_dict()
+    expected = saved_parameters(agent)
     check_keys("agent", saved, expected)
     for name, tensor in expected.items():
         check_tensor(f"agent.{name}", saved[name], tensor)

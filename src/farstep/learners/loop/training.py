@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import torch
 
+from farstep.agents.base_weights import base_hash
 from farstep.checkpoint import folder as checkpoint
 from farstep.checkpoint.checks import Count, check_torch_generator, converted
 from farstep.checkpoint.files import Refused
@@ -25,7 +26,7 @@ from farstep.learners.loop.iteration import Loop as Loop
 from farstep.learners.loop.journal import Journal
 from farstep.learners.loop.progress import LAST_EPISODES
 from farstep.learners.loop.progress import Progress as Progress
-from farstep.learners.loop.saving import check_agent, join_state, split_state
+from farstep.learners.loop.saving import check_agent, check_base, join_state, saved_parameters, split_state
 from farstep.learners.loop.stop_signals import Stopped as Stopped
 from farstep.learners.loop.stop_signals import StopSignals
 from farstep.learners.loop.timing import Timer, WorkerTimer
@@ -102,6 +103,8 @@ class _Saved(msgspec.Struct, forbid_unknown_fields=True):
     env: dict[str, Any] | None = None
     """None if the environments cannot replay episodes."""
     journal: dict[str, Any] | None = None
+    base: str = ""
+    """Content hash of the agent's base, whose parameters are not in `agent`; empty if it has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,7 +361,8 @@ class Training:
         began = time.monotonic()
         with self.timer("checkpoint"):
             state: dict[str, object] = {
-                "agent": self._learner.agent.state_dict(),
+                "agent": saved_parameters(self._learner.agent),
+                "base": base_hash(self._learner.agent),
                 "learner": self._learner.state(),
                 "progress": self.progress.state(),
                 "torch": torch.get_rng_state(),
@@ -390,16 +394,17 @@ class Training:
         """Restore everything except the environments. If the state does not fit, raise `Refused` without changes."""
         agent = self._learner.agent
         saved = converted("the state", join_state(loaded), _Saved)
+        check_base(agent, saved.base)
         check_agent(agent, saved.agent)
         progress = Progress.of(saved.progress)
         check_torch_generator("torch", saved.torch.numpy())
         journal = self._check_env(saved)
-        before = {name: tensor.clone() for name, tensor in agent.state_dict().items()}
-        agent.load_state_dict(saved.agent)
+        before = {name: tensor.clone() for name, tensor in saved_parameters(agent).items()}
+        agent.load_state_dict(saved.agent, strict=False)
         try:
             self._learner.load(saved.learner)
         except Exception as error:  # a user's own learner may raise anything
-            agent.load_state_dict(before)
+            agent.load_state_dict(before, strict=False)
             if isinstance(error, Refused):
                 raise
             raise Refused(f"the learner raised {type(error).__name__}: {error}") from error

@@ -36,6 +36,14 @@ class NetworkAgent(nn.Module):
         """Return parameters and buffers by name."""
         return self.state_dict()
 
+    def base_parameters(self) -> Mapping[str, torch.Tensor]:
+        """Return parameters that never change. Workers get them once, and checkpoints have only their content hash.
+
+        Returns:
+            The parameters by name; none, unless the agent is a `farstep.agents.lora.LoraAgent` with adapters.
+        """
+        return {}
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies of arrays: an optimizer makes parameters views of one vector, and each view would pickle all of it.
         state = {name: tensor.numpy(force=True).copy() for name, tensor in self.state_dict().items()}

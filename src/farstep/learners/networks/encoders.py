@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import gymnasium
 import numpy as np
@@ -153,6 +153,21 @@ def encoder_for(space: Space, normalize: bool) -> Encoder:
                 "MultiDiscrete, MultiBinary, or Dict and Tuple of these. Wrap the environment, or pass your "
                 "own agent."
             )
+
+
+class Features(Protocol):
+    """A module from observations to features: the first layers of an actor-critic network."""
+
+    width: int
+    """Number of features."""
+    sees_images: bool
+    """Whether it has convolutions."""
+
+    def __call__(self, obs: Nested) -> Tensor:
+        """Return the features `[n, width]` of observations `[n, ...]`."""
+
+    def update_moments(self, obs: Nested) -> None:
+        """Update running moments with observations `[n, ...]`; called only with `NetConfig.normalize_obs`."""
 
 
 class Encoders(nn.ModuleDict):

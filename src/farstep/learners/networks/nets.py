@@ -20,7 +20,7 @@ from farstep.config.env import check_count
 from farstep.config.field_docs import show_fields
 from farstep.core import Nested
 from farstep.learners.networks.agent import NetworkAgent
-from farstep.learners.networks.encoders import Encoders, hidden_layers, module_key, orthogonal
+from farstep.learners.networks.encoders import Encoders, Features, hidden_layers, module_key, orthogonal
 from farstep.learners.networks.heads import GaussianHead, head_for
 from farstep.learners.networks.normalizers import RewardScale
 from farstep.learners.options.checks import check_choice, check_counts
@@ -98,7 +98,7 @@ class ActorCritic(NetworkAgent):
     def __init__(self, observation_space: Space, action_space: Space, config: NetConfig, gamma: float = 0.99) -> None:
         super().__init__(observation_space, action_space, config, gamma)
         self._action, _ = space_schema(action_space, "action")
-        self.encoders = Encoders(observation_space, config.normalize_obs)
+        self.encoders: Features = self.make_encoders(observation_space, config)
         width = self.encoders.width
         self.reward_scale = RewardScale(gamma) if config.normalize_reward else None
         self.sees_images = self.encoders.sees_images
@@ -113,6 +113,18 @@ class ActorCritic(NetworkAgent):
         self.keeps_samples = any(isinstance(head, GaussianHead) for head in self.heads.values())
         """Whether samples are recorded in addition to actions, because clipping may change actions."""
         self.normalizes_obs = config.normalize_obs
+
+    def make_encoders(self, observation_space: Space, config: NetConfig) -> Features:
+        """Make the first layers. Override this to use layers of your own, such as a transformer.
+
+        Args:
+            observation_space: Space of single observations.
+            config: Options of the network.
+
+        Returns:
+            A module from observations to features.
+        """
+        return Encoders(observation_space, config.normalize_obs)
 
     # ---- on a worker ----
 
@@ -193,8 +205,7 @@ class ActorCritic(NetworkAgent):
     # ---- layers ----
 
     def _encode(self, obs: Nested) -> Tensor:
-        features: Tensor = self.encoders(obs)
-        return features
+        return self.encoders(obs)
 
     def _act(self, features: Tensor) -> dict[str, Any]:
         hidden = self.actor(features)

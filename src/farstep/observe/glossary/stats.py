@@ -118,6 +118,12 @@ STATS_GROUPS = (
         "What travelled between head and workers.",
         (
             METRICS["bytes/weights_sent"],
+            _head(
+                "bytes/base_sent",
+                "base weights that were sent, once to every worker process ([LoRA](lora.md))",
+                kind="counter",
+                unit="bytes",
+            ),
             METRICS["bytes/probes_sent"],
             _head(
                 "bytes/rollouts_received",
