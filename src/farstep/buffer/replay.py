@@ -24,6 +24,7 @@ from farstep.buffer.saving import (
     SavedBuffer,
     check_counts,
     check_sizes,
+    describe_buffer,
     load_buffer,
     refusing_invalid_options,
     save_buffer,
@@ -40,6 +41,7 @@ from farstep.buffer.storage.rows import (
     nested,
     schema_of,
 )
+from farstep.buffer.storage.snapshot import Snapshot
 from farstep.buffer.storage.store import Store
 from farstep.config.env import check_count
 from farstep.core import Array, Nested
@@ -121,6 +123,9 @@ class Buffer:
         self._warned_unused_priorities = False
         self.removed: dict[str, int] = {"evicted": 0, "sampled": 0, "deleted": 0}
         """Rows removed so far: evicted from a full buffer, sampled `max_times_sampled` times, or deleted."""
+        self.marker: Mapping[str, object] = {}
+        """The `marker` with which this buffer was saved, if `restore` made it."""
+        self._saving = threading.Lock()
         if spec is not None:
             self.bind(as_schema(spec))
         self.limiter.take()
@@ -534,22 +539,35 @@ class Buffer:
 
     # ---- checkpoints and closing ----
 
-    def checkpoint(self, path: str | os.PathLike[str]) -> Path:
+    def checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: int = 2,
+        marker: Callable[[], Mapping[str, object]] | None = None,
+    ) -> Path:
         """Save rows, options, counters and random state, for `restore`.
 
+        Other threads may insert and sample meanwhile; they wait at most while a few megabytes are copied. The
+        checkpoint has the contents of one moment, shortly before this call returns.
+
         Args:
-            path: Folder of checkpoints. The new checkpoint is written atomically to a numbered subfolder. The two
-                newest checkpoints are kept.
+            path: Folder of checkpoints. The new checkpoint is written atomically to a numbered subfolder.
+            keep: Number of newest checkpoints to keep, at least 1; default: 2.
+            marker: Returns plain data to save with the contents of that moment, e.g. the number of the learner's
+                checkpoint; available as `marker` of the restored buffer. Default: none.
 
         Returns:
             The folder of the new checkpoint.
 
         Raises:
-            CheckpointError: The checkpoint could not be written; earlier checkpoints are intact.
+            CheckpointError: The checkpoint could not be written, or rows are replaced faster than they are written;
+                earlier checkpoints are intact.
             ConfigError: The buffer has no arrays yet.
+            ClosedError: The buffer was closed.
         """
-        with self._lock:
-            arrays, plain = self.contents.state()
+
+        def describe() -> dict[str, object]:
             saved = SavedBuffer(
                 capacity=self.capacity,
                 max_times_sampled=self.max_times_sampled,
@@ -560,10 +578,15 @@ class Buffer:
                 structures=self._structures,
                 columns=self.store.columns,
                 removed=self.removed,
-                arrays=arrays,
-                plain=plain,
+                marker={} if marker is None else marker(),
+                arrays={},
+                plain={},
             )
-            return save_buffer(saved, path)
+            return describe_buffer(saved)
+
+        _ = self.contents  # raises before a folder is made
+        with self._saving:
+            return save_buffer(Snapshot(lambda: self.contents, self._lock, describe), path, keep)
 
     @classmethod
     def restore(cls, path: str | os.PathLike[str], sampler: Sampler | None = None) -> Buffer:
@@ -627,6 +650,7 @@ def _restored(saved: SavedBuffer) -> Buffer:
     try:
         buffer.contents.restore(saved.arrays, saved.plain)
         buffer.removed.update(saved.removed)
+        buffer.marker = saved.marker
         check_counts(saved, buffer.store.table)
     except BaseException:
         buffer.close()

@@ -359,8 +359,7 @@ class Contents:
         self._remover = FIFO().selector(table)
         items = by_age[table.keys[by_age] >= 0]
         self._remover.inserted(items, table.keys[items])
-        rows, columns = np.divmod(np.arange(table.cells), table.columns)
-        never_used = rows >= table.used[columns]
+        never_used = ~table.is_used
         self._free.push(np.flatnonzero(never_used))
         unneeded = links.unneeded(self._span)
         self._release(unneeded[~never_used[unneeded]])
@@ -384,10 +383,8 @@ class Contents:
     # ---- checkpoints ----
 
     def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
-        """Return the whole contents for a checkpoint, as arrays and plain data."""
-        used = int(self.store.table.used.max())
+        """Return the contents for a checkpoint, without rows and tails, as arrays and plain data."""
         parts: dict[str, Mapping[str, Array]] = {
-            "rows": {name: block[:used] for name, block in self.store.blocks.arrays.items()},
             "table": self.store.table.state(),
             "store": self.store.state(),
             **{f"selector{place}": selector.state() for place, selector in enumerate(self._selectors())},
@@ -397,7 +394,7 @@ class Contents:
         return arrays, {"rng": self.rng.bit_generator.state, "free": self._free.cells.tolist()}
 
     def restore(self, arrays: Mapping[str, Array], plain: Mapping[str, Any]) -> None:
-        """Restore a state from `state` into empty contents.
+        """Restore a state from a `Snapshot` into empty contents.
 
         Raises:
             Refused: The state is inconsistent. The caller must discard these contents.
@@ -406,8 +403,10 @@ class Contents:
         if self.is_cyclic and "store/after" in arrays:
             self.link()
         selectors = self._selectors()
-        parts: dict[str, dict[str, Array]] = {"rows": {}, "table": {}, "store": {}, "": {}}
+        parts: dict[str, dict[str, Array]] = {"rows": {}, "cells": {}, "table": {}, "store": {}, "": {}}
         parts |= {f"selector{place}": {} for place in range(len(selectors))}
+        copies = sum(name.startswith("cells/") for name in arrays)
+        parts |= {f"rows{number}": {} for number in range(1, copies + 1)}
         for name, array in arrays.items():
             part, rest = name.split("/", 1) if "/" in name else ("", name)
             require(part in parts, f"the checkpoint has an unknown array {name!r}")
@@ -415,8 +414,7 @@ class Contents:
 
         with prefixed("table"):
             table.restore(parts["table"])
-        with prefixed("rows"):
-            self._restore_rows(parts["rows"])
+        self._restore_rows(parts, copies)
         with prefixed("store"):
             store.restore(parts["store"])
             filled = np.minimum(store.blocks.written[0], store.rows)
@@ -449,12 +447,30 @@ class Contents:
             with prefixed("store"):
                 store.check_free(self._free.is_free)
 
-    def _restore_rows(self, rows: Mapping[str, Array]) -> None:
-        store, used = self.store, int(self.store.table.used.max())
-        check_keys("the checkpoint", rows, store.schema)
-        for name, spec in store.schema.items():
-            check_array(name, rows[name], (used, store.columns, *spec.shape), spec.dtype)
-            store.blocks.arrays[name][:used] = rows[name]
+    def _restore_rows(self, parts: Mapping[str, Mapping[str, Array]], copies: int) -> None:
+        """Restore the rows as they were first copied, then those that changed meanwhile (see `snapshot.py`)."""
+        store, table = self.store, self.store.table
+        with prefixed("rows"):
+            check_keys("the checkpoint", parts["rows"], store.schema)
+            count = len(parts["rows"][next(iter(store.schema))])
+            require(count <= table.used.max(), f"there are {count} rows, at most {table.used.max()} expected")
+            for name, spec in store.schema.items():
+                check_array(name, parts["rows"][name], (count, store.columns, *spec.shape), spec.dtype)
+                store.blocks.arrays[name][:count] = parts["rows"][name]
+        is_restored = np.arange(table.cells) < count * store.columns
+        check_keys("cells", parts["cells"], [str(number) for number in range(1, copies + 1)])
+        for number in range(1, copies + 1):
+            cells, rows = parts["cells"][str(number)], parts[f"rows{number}"]
+            check_array(f"cells/{number}", cells, cells.shape[:1], np.int64)
+            is_cell = ((cells >= 0) & (cells < table.cells)).all() and (np.diff(cells) > 0).all()
+            require(is_cell, f"cells/{number} names a cell that does not exist, or a cell twice")
+            with prefixed(f"rows{number}"):
+                check_keys("the checkpoint", rows, store.schema)
+                for name, spec in store.schema.items():
+                    check_array(name, rows[name], (len(cells), *spec.shape), spec.dtype)
+                    store.flat[name][cells] = rows[name]
+            is_restored[cells] = True
+        require(is_restored[table.is_used].all(), "rows are missing")
 
     def _restore_columns(self, state: Mapping[str, Array]) -> None:
         check_like(state, {"begun": self._episodes.begun, "slots": self._slots})

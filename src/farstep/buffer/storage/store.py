@@ -293,11 +293,10 @@ class Store:
         return values
 
     def state(self) -> dict[str, Array]:
-        """Return the state for a checkpoint, without rows and item table."""
-        tails = {} if self.tails is None else self.tails.state()
+        """Return the state for a checkpoint, without rows, item table and tails."""
         own = {"cut": self.cut, "open": self._open, "newest": self._newest, "written": self.blocks.written}
         links = {} if self.links is None else {"after": self.links.after}
-        return {**own, **links, **tails}
+        return {**own, **links}
 
     def restore(self, state: Mapping[str, Array]) -> None:
         """Apply a state to a store whose rows are already restored."""
@@ -313,7 +312,7 @@ class Store:
 
     def _check(self, state: Mapping[str, Array]) -> None:
         """Refuse a state that does not fit these rows, or that no sequence of insertions can produce."""
-        check_like(state, self.state())
+        check_like(state, self.state() | ({} if self.tails is None else self.tails.state()))
         cut, written = state["cut"], state["written"][0]
         require((state["written"] == written).all(), "written differs between arrays of the same rows")
         require(((written >= 0) & (written <= 2**62)).all(), "written is not a number of rows")
@@ -372,7 +371,7 @@ class Store:
         is_end = ended.reshape(-1)[linked] | starts.reshape(-1)[after]
         require(not is_end.any(), "after lets a row follow the last one of its episode")
         if self.tails is not None:
-            require(not is_free[state["tails"]].any(), "tails names a row that cannot have a tail")
+            require(not is_free[self.tails.cells].any(), "tails names a row that cannot have a tail")
 
     def close(self) -> None:
         self.blocks.close()
