@@ -355,7 +355,7 @@ class Workflow:
             thread.check_ended()
         state.stopped, state.agent = False, self.agent
         collector = state.collector = collector_for(self.env, self.agent)
-        steps = self._steps or min((leaf.size for leaf in self._consuming), default=_STEPS)
+        steps = self._chunk_steps
         self._bind(collector, steps)
         plan = self._requests.plan(steps, self._max_staleness)
         failure: BaseException | None = None
@@ -461,6 +461,18 @@ class Workflow:
         keyed = [leaf for leaf in self._by_data if leaf.stages != (None,)]
         taken = all(leaf.min_new is None and leaf.size == steps for leaf in keyed)
         return bool(keyed) and taken and not self._keyed_elsewhere
+
+    def bind(self) -> None:
+        """Launch the workers and allocate the buffer's arrays, unless this is done. Otherwise `run` does it.
+
+        Raises:
+            ConfigError: An option does not fit the environments or the buffer.
+        """
+        self._bind(collector_for(self.env, self.agent), self._chunk_steps)
+
+    @property
+    def _chunk_steps(self) -> int:
+        return self._steps or min((leaf.size for leaf in self._consuming), default=_STEPS)
 
     def _bind(self, collector: Collector, steps: int) -> None:
         """Allocate the buffer's arrays for the rows of the environments; reject options that would deadlock."""

@@ -111,6 +111,7 @@ class Endless:
 
     total_steps = steps_left = 100_000
     stopping = False
+    checkpoints = None
 
     def __init__(self, reports: int) -> None:
         self.reports: list[Iteration] = []
