@@ -78,7 +78,8 @@ def test_stopped_run_resumes_with_its_rows_and_counters(learner: str, launcher: 
         Run(CONFIGS[learner], tmp_path, 5_000, sink=Rows(stop_at=5), launcher=launcher)
     rows, inserts, samples = saved_counters(tmp_path)
     assert rows == inserts >= 500 and samples > 0
-    run = Run(CONFIGS[learner], tmp_path, inserts + 300, resume=True, launcher=launcher)
+    num_envs = 6 if launcher == "local" else 4  # a pooled buffer takes more environments
+    run = Run(CONFIGS[learner], tmp_path, inserts + 300, resume=True, launcher=launcher, num_envs=num_envs)
     assert f"restored {rows:,} rows" in run.texts("checkpointed")
     assert "starts empty" not in run.texts("warned")
     first, last = run.rows[0], run.rows[-1]

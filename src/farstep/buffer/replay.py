@@ -55,7 +55,8 @@ class Buffer:
     `insert` and `sample` block while the limiter does not allow them. A full buffer evicts rows to make room.
 
     Args:
-        capacity: Maximum number of rows (transitions). Rounded down to a multiple of the number of environment slots.
+        capacity: Maximum number of rows (transitions). Without `pooled`, rounded down to a multiple of the number of
+            environment slots.
         sampler: Which rows `sample` returns.
         spec: Mapping from the name of each array to `(shape, dtype)` or an example row; default: the arrays of the
             first insert.
@@ -65,6 +66,9 @@ class Buffer:
             observations after the last row of an episode do not count. Default: no limit.
         max_times_sampled: Remove an item after this many samples; 0: never. Default: 1 for `FIFO`, `LIFO` and
             `FullBatch`, otherwise 0.
+        pooled: Whether all environment slots share the capacity: the oldest rows are evicted first, whichever slot they
+            are from, and slots may be added at any time. Otherwise each slot has an equal share, in which it evicts its
+            own rows. Triggers that take rows, and other processes, cannot read pooled rows. Default: False.
         seed: Seed of random draws; default: a random seed.
 
     Raises:
@@ -87,6 +91,7 @@ class Buffer:
         limiter: RateLimiter | None = None,
         max_bytes: int | None = None,
         max_times_sampled: int | None = None,
+        pooled: bool = False,
         seed: int | None = None,
     ) -> None:
         self.capacity = check_count("capacity", capacity)
@@ -99,6 +104,9 @@ class Buffer:
         keeps_order = self.sampler.needs_order or not self.max_times_sampled or isinstance(self.sampler, FIFO)
         # Otherwise items are removed in any order, which would leave holes in a ring.
         self._cyclic = type(self.remover) is FIFO and keeps_order
+        if not isinstance(pooled, bool):
+            raise ConfigError(f"pooled is {pooled!r}; expected True or False.")
+        self._pooled = pooled and self._cyclic  # without order, slots share the capacity anyway
         self._check_limiter(self.capacity)
         self.sampler.check_room(self.capacity)
         self._rng = np.random.default_rng(seed)
@@ -154,12 +162,20 @@ class Buffer:
         self.sampler.check(schema)
         if columns > 1 and not self._cyclic:
             raise ConfigError(f"{self.unordered_reason}, so rows of all environments share one column.")
-        capacity = fitting_capacity(schema, self.capacity, columns, self._cyclic, self.max_bytes)
+        shares = 1 if self._pooled else columns
+        capacity = fitting_capacity(schema, self.capacity, shares, self._cyclic, self.max_bytes)
         self._check_limiter(capacity)
-        self.sampler.check_room(capacity // columns)
+        self.sampler.check_room(capacity // shares)
         self.capacity, self._structures = capacity, dict(structures or {})
         remover = None if self._cyclic else self.remover
-        self._contents = Contents(schema, capacity, columns, self._structures, self.sampler, remover, self._rng)
+        self._contents = Contents(
+            schema, capacity, columns, self._structures, self.sampler, remover, self._rng, self._pooled
+        )
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether all environment slots share the capacity although their rows stay in order."""
+        return self._pooled
 
     @property
     def is_cyclic(self) -> bool:
@@ -187,6 +203,7 @@ class Buffer:
         """
         if not self._cyclic or self.contents.is_linked:
             reason = "rows were removed by delete() or max_times_sampled" if self._cyclic else self.unordered_reason
+            reason = "the buffer is pooled" if self._pooled else reason
             raise ConfigError(
                 f"{reason}, but a DataKeyTrigger takes rows in order of insertion. Give the trigger consume=False and "
                 "min_new=k, or use a new buffer with FIFO() as remover and a sampler without max_times_sampled."
@@ -576,7 +593,8 @@ class Buffer:
                 limiter=self.limiter,
                 schema=self.schema,
                 structures=self._structures,
-                columns=self.store.columns,
+                columns=self.store.num_slots,
+                pooled=self._pooled,
                 removed=self.removed,
                 marker={} if marker is None else marker(),
                 arrays={},
@@ -644,6 +662,7 @@ def _restored(saved: SavedBuffer) -> Buffer:
             remover=saved.remover,
             limiter=saved.limiter,
             max_times_sampled=saved.max_times_sampled,
+            pooled=saved.pooled,
         )
         check_sizes(saved, buffer.is_cyclic)
         buffer.bind(saved.schema, saved.columns, saved.structures)

@@ -42,6 +42,8 @@ class SavedBuffer:
     schema: Schema
     structures: Mapping[str, Structure]
     columns: int
+    """Number of environment slots."""
+    pooled: bool
     removed: Mapping[str, int]
     marker: Mapping[str, object]
     arrays: Mapping[str, Array]
@@ -82,6 +84,7 @@ class _Meta(msgspec.Struct, forbid_unknown_fields=True):
     rng: dict[str, Any]
     free: list[int]
     marker: dict[str, Any] = {}
+    pooled: bool = False
 
 
 def save_buffer(snapshot: Snapshot, path: str | os.PathLike[str], keep: int) -> Path:
@@ -104,6 +107,7 @@ def describe_buffer(saved: SavedBuffer) -> dict[str, Any]:
         "columns": saved.columns,
         "removed": dict(saved.removed),
         **({"marker": dict(saved.marker)} if saved.marker else {}),
+        **({"pooled": True} if saved.pooled else {}),
     }
 
 
@@ -140,6 +144,7 @@ def _saved_buffer(loaded: Loaded, sampler: Sampler | None) -> SavedBuffer:
             limiter=RateLimiter(**msgspec.structs.asdict(meta.limiter)),
             schema=meta.schema,
             columns=meta.columns,
+            pooled=meta.pooled,
             removed=msgspec.structs.asdict(meta.removed),
             marker=meta.marker,
             arrays=loaded.arrays,
@@ -161,6 +166,10 @@ def refusing_invalid_options() -> Iterator[None]:
 def check_sizes(saved: SavedBuffer, is_cyclic: bool) -> None:
     """Refuse sizes that would allocate more memory than the arrays of the checkpoint need."""
     columns, capacity, arrays = saved.columns, saved.capacity, saved.arrays
+    if saved.pooled:
+        slots = arrays.get("slots")
+        require(slots is not None and slots.shape == (columns,), f"slots does not have {columns} entries")
+        columns = 1
     require(columns and capacity % columns == 0, f"capacity is {capacity}, a multiple of columns={columns} expected")
     cells = cells_of(capacity, columns, is_cyclic)
     keys = arrays.get("table/keys")

@@ -129,6 +129,9 @@ class Workflow:
         self._full_s = 0.0
         """Seconds for which chunks waited for room, without those since `_full_at`."""
         self._has_deliveries = self._keyed_elsewhere = False
+        self.on_chunk: Callable[[Batch], None] | None = None
+        """Called with each chunk after its rows were inserted, in the thread of `run`, e.g. for statistics. The batch
+        is valid only during the call. Unlike a trigger that takes rows, it works with every buffer."""
         self._last_chunks: Array | None = None
         """For each slot, the last delivered chunk at the end of the last run. Other calls may collect between runs."""
         self._loop: int | None = None
@@ -426,6 +429,8 @@ class Workflow:
         self.buffer.insert(batch, timeout_s=0)
         self._note_admitted()
         self._state.retention.add(worker, ticket, accepted.version, batch)
+        if self.on_chunk is not None:
+            self.on_chunk(batch)
         if self._state.feed is not None:
             self._requests.drop_if_absent(worker, self._state.feed)
 

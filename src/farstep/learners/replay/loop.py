@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from farstep.batch import Batch
 from farstep.buffer.limiter import RateLimiter
 from farstep.buffer.replay import Buffer
 from farstep.buffer.samplers import Sampler
@@ -113,7 +114,13 @@ class ReplayLoop:
             session = self._resume(env, loop, checkpoints, stack) if self._resumed else None
             if session is None:
                 limiter = make_limiter(self._config, self._config.chunk_steps(env.num_envs) * env.num_envs)
-                buffer = Buffer(self._config.buffer_size, self._algorithm.sampler, limiter=limiter, seed=self._seed)
+                buffer = Buffer(
+                    self._config.buffer_size,
+                    self._algorithm.sampler,
+                    limiter=limiter,
+                    pooled=_is_concurrent(self._config, env),
+                    seed=self._seed,
+                )
                 session = self._open(env, loop, stack.enter_context(buffer), checkpoints, stack)
             session.run()
 
@@ -161,6 +168,11 @@ def make_limiter(config: ReplayConfig, round_rows: int) -> RateLimiter:
     return RateLimiter(ratio, config.learning_starts, first, first + ahead)
 
 
+def _is_concurrent(config: ReplayConfig, env: ClusterEnv) -> bool:
+    """Return whether to learn while workers roll. Workers in this process cannot."""
+    return config.concurrent and not isinstance(env.config, InProcessConfig)
+
+
 class _Session:
     """One run of a replay learner."""
 
@@ -193,8 +205,8 @@ class _Session:
         steps = self._config.chunk_steps(self._env.num_envs)
         self._explore()
         flow = self._flow = Workflow(self._env, self._algorithm.agent, self._buffer, steps=steps)
-        if self._config.concurrent and not isinstance(self._env.config, InProcessConfig):
-            flow.on(DataKeyTrigger(n=1, size=steps), self._collect, updates=False, name="collect")
+        if _is_concurrent(self._config, self._env):
+            flow.on_chunk = self._collect
             flow.on(TimeTrigger(1, unit="env_steps"), self._learn, thread=True, name="learn")
         else:
             flow.on(DataKeyTrigger(n="all", size=steps), self._alternate, name="alternate")
@@ -218,9 +230,8 @@ class _Session:
 
     # ---- consumers ----
 
-    def _collect(self, message: Message) -> None:
+    def _collect(self, batch: Batch) -> None:
         """Record the steps and episodes of a chunk; in the thread that inserts."""
-        batch = self._flow.batch(message)
         check_rewards(batch)
         self._collected.add(batch, self._env.version)
 
@@ -239,7 +250,7 @@ class _Session:
 
     def _alternate(self, message: Message) -> None:
         """Handle the chunks of all workers, make the updates that they allow, and let workers roll again."""
-        self._collect(message)
+        self._collect(self._flow.batch(message))
         self._learn(message)
         if self._going:
             self._publish()
