@@ -29,6 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "episodes": {"sampler": DPER()},
     "batches": {"sampler": Sequence(2)},
     "linked": {"sampler": Sequence(2), "max_times_sampled": 1},
+    "pooled": {"sampler": Sequence(2), "pooled": True},
     "lifo": {"sampler": LIFO()},
     "heaps": {"sampler": MaxHeap(), "remover": MinHeap()},
 }
@@ -53,7 +54,7 @@ def batch(first: int) -> Batch:
 
 
 def insert(buffer: Buffer, case: str, first: int) -> None:
-    if case in ("batches", "linked"):
+    if case in ("batches", "linked", "pooled"):
         buffer.insert(batch(first), timeout_s=0)
     else:
         buffer.insert(rows(first, 5), timeout_s=0)

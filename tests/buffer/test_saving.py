@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any, cast
@@ -53,7 +54,7 @@ class Rows:
 
 def filled(options: dict[str, Any]) -> Buffer:
     """A buffer that has wrapped around, with priorities and samples taken."""
-    buffer, rows = Buffer(64, seed=1, **options), Rows(0)
+    buffer, rows = Buffer(64, seed=1, **copy.deepcopy(options)), Rows(0)  # each needs its own limiter
     for _ in range(4):
         keys = buffer.insert(rows(20))
         buffer.update_priorities(keys[:5], np.arange(5.0))

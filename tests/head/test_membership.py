@@ -65,6 +65,17 @@ def test_an_idle_worker_is_never_killed() -> None:
     assert membership.tick(clock.advance(10**9)) == []
 
 
+def test_worker_is_not_lost_during_an_episode_of_hours_while_it_steps() -> None:
+    clock, membership = FakeClock(), Membership(1, {"step": 60.0, "idle": 60.0}, 10)
+    membership.start(clock())
+    membership.handle(Hello(0), clock())
+    membership.handle(Ready(0), clock())
+    for step in range(200):  # each step takes almost as long as is allowed, and no chunk is complete meanwhile
+        membership.handle(Observed(0, "step", (1, step)), clock())
+        assert not [action for action in membership.tick(clock.advance(59.0)) if isinstance(action, Lost | Kill)]
+    assert membership.tick(clock.advance(1.1)) == [Lost(0), Kill(0, stuck_in="step")], "it no longer steps"
+
+
 def test_a_chunk_that_travels_for_long_is_no_idle_worker() -> None:
     (record,) = split(1, 2, 1, 0)
     assert (expected(record, None), expected(record, 7)) == ("", "idle")

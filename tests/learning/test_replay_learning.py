@@ -1,4 +1,4 @@
-"""Replay learners solve a tiny task, resume, survive the loss of a worker, and train twice identically."""
+"""Replay learners solve a tiny task, survive the loss of a worker, and train twice identically."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import signal
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ import torch
 
 from farstep.learners.aride import ArideConfig
 from farstep.learners.dqn import ApexConfig, DQNConfig
-from farstep.learners.loop.training import Stopped
 from farstep.learners.networks.nets import NetConfig
 from farstep.learners.networks.q_network import QNetConfig
 from farstep.learners.networks.soft_actor import SACNetConfig
@@ -59,12 +57,9 @@ def test_identity_is_learned(learner: str, kind: str) -> None:
 
 
 def train(config: Any, total_steps: int, launcher: str = "local", **options: Any) -> tuple[list[dict[str, float]], Any]:
-    rows = Rows(options.pop("stop_at", None))
-    resume = options.pop("resume", False)
+    rows = Rows()
     with make_env(Identity, 4, launcher=launcher) as env:
         training, agent = make_training(env, config, total_steps, sink=rows, **options)
-        if resume:
-            training.resume()
         training.run()
     return rows.rows, agent
 
@@ -112,23 +107,3 @@ def test_learning_continues_when_a_worker_is_killed(learner: str, ratio: str) ->
     expected = {"updates": pytest.approx(0.25, abs=0.01), "samples": pytest.approx(4.0, abs=0.2)}[ratio]
     assert rows.rows[-1][f"replay/{ratio}_per_step"] == expected
     assert np.isfinite([row.get("train/critic/value_loss", 0.0) for row in rows.rows]).all()
-
-
-@pytest.mark.parametrize("learner", ["apex", "sac", "aride"])
-def test_stopped_run_resumes_with_its_learner_and_an_empty_buffer(learner: str, tmp_path: Path) -> None:
-    config = CONFIGS[learner]
-    with pytest.raises(Stopped, match="SIGTERM"):
-        train(config, 5_000, checkpoints=tmp_path, stop_at=5)
-    with make_env(Identity, 4) as env:
-        rows = Rows()
-        training, agent = make_training(env, config, 2_000, sink=rows, checkpoints=tmp_path)
-        training.resume()
-        saved, before = training.progress.updates, {n: t.clone() for n, t in agent.state_dict().items()}
-        assert 0 < saved < 450
-        assert training.progress.steps >= 1_000
-        progress = training.run()
-        warned = [event.text for event in env.events("warned")]
-    assert any("the replay buffer starts empty" in text for text in warned)
-    assert progress.steps >= 2_000
-    assert progress.updates > saved
-    assert any(not torch.equal(tensor, before[name]) for name, tensor in agent.state_dict().items())

@@ -24,6 +24,7 @@ from farstep.buffer.saving import (
     SavedBuffer,
     check_counts,
     check_sizes,
+    describe_buffer,
     load_buffer,
     refusing_invalid_options,
     save_buffer,
@@ -40,6 +41,7 @@ from farstep.buffer.storage.rows import (
     nested,
     schema_of,
 )
+from farstep.buffer.storage.snapshot import Snapshot
 from farstep.buffer.storage.store import Store
 from farstep.config.env import check_count
 from farstep.core import Array, Nested
@@ -53,7 +55,8 @@ class Buffer:
     `insert` and `sample` block while the limiter does not allow them. A full buffer evicts rows to make room.
 
     Args:
-        capacity: Maximum number of rows (transitions). Rounded down to a multiple of the number of environment slots.
+        capacity: Maximum number of rows (transitions). Without `pooled`, rounded down to a multiple of the number of
+            environment slots.
         sampler: Which rows `sample` returns.
         spec: Mapping from the name of each array to `(shape, dtype)` or an example row; default: the arrays of the
             first insert.
@@ -63,6 +66,9 @@ class Buffer:
             observations after the last row of an episode do not count. Default: no limit.
         max_times_sampled: Remove an item after this many samples; 0: never. Default: 1 for `FIFO`, `LIFO` and
             `FullBatch`, otherwise 0.
+        pooled: Whether all environment slots share the capacity: the oldest rows are evicted first, whichever slot they
+            are from, and slots may be added at any time. Otherwise each slot has an equal share, in which it evicts its
+            own rows. Triggers that take rows, and other processes, cannot read pooled rows. Default: False.
         seed: Seed of random draws; default: a random seed.
 
     Raises:
@@ -85,6 +91,7 @@ class Buffer:
         limiter: RateLimiter | None = None,
         max_bytes: int | None = None,
         max_times_sampled: int | None = None,
+        pooled: bool = False,
         seed: int | None = None,
     ) -> None:
         self.capacity = check_count("capacity", capacity)
@@ -97,6 +104,9 @@ class Buffer:
         keeps_order = self.sampler.needs_order or not self.max_times_sampled or isinstance(self.sampler, FIFO)
         # Otherwise items are removed in any order, which would leave holes in a ring.
         self._cyclic = type(self.remover) is FIFO and keeps_order
+        if not isinstance(pooled, bool):
+            raise ConfigError(f"pooled is {pooled!r}; expected True or False.")
+        self._pooled = pooled and self._cyclic  # without order, slots share the capacity anyway
         self._check_limiter(self.capacity)
         self.sampler.check_room(self.capacity)
         self._rng = np.random.default_rng(seed)
@@ -121,6 +131,9 @@ class Buffer:
         self._warned_unused_priorities = False
         self.removed: dict[str, int] = {"evicted": 0, "sampled": 0, "deleted": 0}
         """Rows removed so far: evicted from a full buffer, sampled `max_times_sampled` times, or deleted."""
+        self.marker: Mapping[str, object] = {}
+        """The `marker` with which this buffer was saved, if `restore` made it."""
+        self._saving = threading.Lock()
         if spec is not None:
             self.bind(as_schema(spec))
         self.limiter.take()
@@ -149,12 +162,20 @@ class Buffer:
         self.sampler.check(schema)
         if columns > 1 and not self._cyclic:
             raise ConfigError(f"{self.unordered_reason}, so rows of all environments share one column.")
-        capacity = fitting_capacity(schema, self.capacity, columns, self._cyclic, self.max_bytes)
+        shares = 1 if self._pooled else columns
+        capacity = fitting_capacity(schema, self.capacity, shares, self._cyclic, self.max_bytes)
         self._check_limiter(capacity)
-        self.sampler.check_room(capacity // columns)
+        self.sampler.check_room(capacity // shares)
         self.capacity, self._structures = capacity, dict(structures or {})
         remover = None if self._cyclic else self.remover
-        self._contents = Contents(schema, capacity, columns, self._structures, self.sampler, remover, self._rng)
+        self._contents = Contents(
+            schema, capacity, columns, self._structures, self.sampler, remover, self._rng, self._pooled
+        )
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether all environment slots share the capacity although their rows stay in order."""
+        return self._pooled
 
     @property
     def is_cyclic(self) -> bool:
@@ -182,6 +203,7 @@ class Buffer:
         """
         if not self._cyclic or self.contents.is_linked:
             reason = "rows were removed by delete() or max_times_sampled" if self._cyclic else self.unordered_reason
+            reason = "the buffer is pooled" if self._pooled else reason
             raise ConfigError(
                 f"{reason}, but a DataKeyTrigger takes rows in order of insertion. Give the trigger consume=False and "
                 "min_new=k, or use a new buffer with FIFO() as remover and a sampler without max_times_sampled."
@@ -582,22 +604,35 @@ class Buffer:
 
     # ---- checkpoints and closing ----
 
-    def checkpoint(self, path: str | os.PathLike[str]) -> Path:
+    def checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: int = 2,
+        marker: Callable[[], Mapping[str, object]] | None = None,
+    ) -> Path:
         """Save rows, options, counters and random state, for `restore`.
 
+        Other threads may insert and sample meanwhile; they wait at most while a few megabytes are copied. The
+        checkpoint has the contents of one moment, shortly before this call returns.
+
         Args:
-            path: Folder of checkpoints. The new checkpoint is written atomically to a numbered subfolder. The two
-                newest checkpoints are kept.
+            path: Folder of checkpoints. The new checkpoint is written atomically to a numbered subfolder.
+            keep: Number of newest checkpoints to keep, at least 1; default: 2.
+            marker: Returns plain data to save with the contents of that moment, e.g. the number of the learner's
+                checkpoint; available as `marker` of the restored buffer. Default: none.
 
         Returns:
             The folder of the new checkpoint.
 
         Raises:
-            CheckpointError: The checkpoint could not be written; earlier checkpoints are intact.
+            CheckpointError: The checkpoint could not be written, or rows are replaced faster than they are written;
+                earlier checkpoints are intact.
             ConfigError: The buffer has no arrays yet.
+            ClosedError: The buffer was closed.
         """
-        with self._lock:
-            arrays, plain = self.contents.state()
+
+        def describe() -> dict[str, object]:
             saved = SavedBuffer(
                 capacity=self.capacity,
                 max_times_sampled=self.max_times_sampled,
@@ -606,12 +641,18 @@ class Buffer:
                 limiter=self.limiter,
                 schema=self.schema,
                 structures=self._structures,
-                columns=self.store.columns,
+                columns=self.store.num_slots,
+                pooled=self._pooled,
                 removed=self.removed,
-                arrays=arrays,
-                plain=plain,
+                marker={} if marker is None else marker(),
+                arrays={},
+                plain={},
             )
-            return save_buffer(saved, path)
+            return describe_buffer(saved)
+
+        _ = self.contents  # raises before a folder is made
+        with self._saving:
+            return save_buffer(Snapshot(lambda: self.contents, self._lock, describe), path, keep)
 
     @classmethod
     def restore(cls, path: str | os.PathLike[str], sampler: Sampler | None = None) -> Buffer:
@@ -669,12 +710,14 @@ def _restored(saved: SavedBuffer) -> Buffer:
             remover=saved.remover,
             limiter=saved.limiter,
             max_times_sampled=saved.max_times_sampled,
+            pooled=saved.pooled,
         )
         check_sizes(saved, buffer.is_cyclic)
         buffer.bind(saved.schema, saved.columns, saved.structures)
     try:
         buffer.contents.restore(saved.arrays, saved.plain)
         buffer.removed.update(saved.removed)
+        buffer.marker = saved.marker
         check_counts(saved, buffer.store.table)
     except BaseException:
         buffer.close()

@@ -16,10 +16,11 @@ from farstep.buffer import samplers
 from farstep.buffer.limiter import RateLimiter
 from farstep.buffer.samplers import Sampler, check_sampler
 from farstep.buffer.storage.capacity import cells_of
+from farstep.buffer.storage.snapshot import Snapshot
 from farstep.buffer.storage.table import Table
 from farstep.checkpoint.checks import Count, check_array, check_keys, converted, require
 from farstep.checkpoint.files import Refused
-from farstep.checkpoint.folder import Loaded, load_with, save
+from farstep.checkpoint.folder import Loaded, load_with, save_parts
 from farstep.core import Array
 from farstep.errors import ConfigError, unknown_name
 from farstep.schema import ArraySpec, Schema, Structure, leaf_names, plain_structure, structure_of
@@ -41,11 +42,14 @@ class SavedBuffer:
     schema: Schema
     structures: Mapping[str, Structure]
     columns: int
+    """Number of environment slots."""
+    pooled: bool
     removed: Mapping[str, int]
+    marker: Mapping[str, object]
     arrays: Mapping[str, Array]
-    """The arrays of `Contents.state`."""
+    """The arrays of `Snapshot`; empty while a buffer is saved."""
     plain: Mapping[str, Any]
-    """The plain data of `Contents.state`."""
+    """The plain data of `Contents.state`; empty while a buffer is saved."""
 
 
 class _Limiter(msgspec.Struct, forbid_unknown_fields=True):
@@ -79,11 +83,19 @@ class _Meta(msgspec.Struct, forbid_unknown_fields=True):
     removed: _Removed
     rng: dict[str, Any]
     free: list[int]
+    marker: dict[str, Any] = {}
+    pooled: bool = False
 
 
-def save_buffer(saved: SavedBuffer, path: str | os.PathLike[str]) -> Path:
-    """Write a new checkpoint under `path` and return its folder. The caller must hold the lock of the buffer."""
-    meta = {
+def save_buffer(snapshot: Snapshot, path: str | os.PathLike[str], keep: int) -> Path:
+    """Write a new checkpoint under `path` and return its folder; keep the `keep` newest checkpoints."""
+    with contextlib.closing(snapshot.arrays()) as arrays:
+        return save_parts(path, arrays, lambda: snapshot.description, keep=keep)
+
+
+def describe_buffer(saved: SavedBuffer) -> dict[str, Any]:
+    """Return the plain data of a checkpoint, except that of `Contents.state`. The buffer may change it afterwards."""
+    return {
         "format": _FORMAT,
         "capacity": saved.capacity,
         "max_times_sampled": saved.max_times_sampled,
@@ -93,10 +105,10 @@ def save_buffer(saved: SavedBuffer, path: str | os.PathLike[str]) -> Path:
         "schema": {name: [list(spec.shape), spec.dtype] for name, spec in saved.schema.items()},
         "structures": {name: plain_structure(structure) for name, structure in saved.structures.items()},
         "columns": saved.columns,
-        "removed": saved.removed,
-        **saved.plain,
+        "removed": dict(saved.removed),
+        **({"marker": dict(saved.marker)} if saved.marker else {}),
+        **({"pooled": True} if saved.pooled else {}),
     }
-    return save(path, saved.arrays, meta)
 
 
 def load_buffer(path: str | os.PathLike[str], sampler: Sampler | None, build: Callable[[SavedBuffer], T]) -> T:
@@ -115,7 +127,7 @@ def load_buffer(path: str | os.PathLike[str], sampler: Sampler | None, build: Ca
     """
     if sampler is not None:
         check_sampler("sampler", sampler)
-    return load_with(path, lambda loaded: build(_saved_buffer(loaded, sampler)))
+    return load_with(path, lambda loaded: build(_saved_buffer(loaded, sampler)), mmap=True)
 
 
 def _saved_buffer(loaded: Loaded, sampler: Sampler | None) -> SavedBuffer:
@@ -132,7 +144,9 @@ def _saved_buffer(loaded: Loaded, sampler: Sampler | None) -> SavedBuffer:
             limiter=RateLimiter(**msgspec.structs.asdict(meta.limiter)),
             schema=meta.schema,
             columns=meta.columns,
+            pooled=meta.pooled,
             removed=msgspec.structs.asdict(meta.removed),
+            marker=meta.marker,
             arrays=loaded.arrays,
             plain={"rng": meta.rng, "free": meta.free},
         )
@@ -152,6 +166,10 @@ def refusing_invalid_options() -> Iterator[None]:
 def check_sizes(saved: SavedBuffer, is_cyclic: bool) -> None:
     """Refuse sizes that would allocate more memory than the arrays of the checkpoint need."""
     columns, capacity, arrays = saved.columns, saved.capacity, saved.arrays
+    if saved.pooled:
+        slots = arrays.get("slots")
+        require(slots is not None and slots.shape == (columns,), f"slots does not have {columns} entries")
+        columns = 1
     require(columns and capacity % columns == 0, f"capacity is {capacity}, a multiple of columns={columns} expected")
     cells = cells_of(capacity, columns, is_cyclic)
     keys = arrays.get("table/keys")

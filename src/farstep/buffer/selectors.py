@@ -350,9 +350,9 @@ class HeapSelector(Idle):
         return found
 
     def state(self) -> Mapping[str, Array]:
-        current = sorted(entry for entry in self._heap if self._stamp[entry[2]] == entry[1])
-        cells = np.array([cell for *_, cell in current], np.int64)
-        return {"cells": cells, "stamp": self._stamp, "of": self.priorities}
+        cells = np.flatnonzero(self._stamp >= 0)
+        order = np.lexsort((self._stamp[cells], self._sign * self.priorities[cells]))
+        return {"cells": cells[order], "stamp": self._stamp, "of": self.priorities}
 
     def restore(self, state: Mapping[str, Array]) -> None:
         check_like(state, self.state())

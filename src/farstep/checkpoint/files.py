@@ -14,6 +14,7 @@ import os
 import stat
 import zlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 from urllib.parse import quote
@@ -42,6 +43,16 @@ class ArrayEntry(FileEntry, frozen=True):
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class ArrayParts:
+    """An array that is written part by part, so that it is never in memory as a whole."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+    parts: Iterable[Array]
+    """The elements in C order. Each part is made just before it is written."""
+
+
 class Refused(Exception):
     """A checkpoint cannot be used. The message names the file and the reason."""
 
@@ -51,7 +62,7 @@ def file_name(name: str) -> str:
     return quote(name, safe="") + ".npy"
 
 
-def check_array(name: str, array: Array) -> bytes:
+def check_array(name: str, array: Array | ArrayParts) -> bytes:
     """Return the header of the array's .npy file. Raise `ConfigError` if NumPy would not read the same array back."""
     same = False
     if isinstance(name, str) and not array.dtype.hasobject:
@@ -79,16 +90,18 @@ def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[np.generi
     return shape, dtype
 
 
-def write_array(folder: Path, name: str, array: Array) -> ArrayEntry:
+def write_array(folder: Path, name: str, array: Array | ArrayParts) -> ArrayEntry:
     """Write the array to its file."""
     file = write_file(folder / file_name(name), _slices(check_array(name, array), array))
     return ArrayEntry(file.size, file.crc32, str(npy.dtype_to_descr(array.dtype)), array.shape)
 
 
-def _slices(header: bytes, array: Array) -> Iterator[BytesLike]:
+def _slices(header: bytes, array: Array | ArrayParts) -> Iterator[BytesLike]:
     """Yield the bytes of a .npy file. Copy an array that is not contiguous slice by slice."""
     yield header
-    if array.nbytes:
+    if isinstance(array, ArrayParts):
+        yield from (np.ascontiguousarray(part).reshape(-1).view(np.uint8).data for part in array.parts)
+    elif array.nbytes:
         items = max(_SLICE_BYTES // array.itemsize, 1)
         for part in np.nditer(array, ["external_loop", "buffered"], buffersize=items, order="C"):
             yield np.ascontiguousarray(part).view(np.uint8).data

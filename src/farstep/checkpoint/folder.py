@@ -21,7 +21,7 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -90,12 +90,55 @@ def save(
         CheckpointError: The checkpoint could not be written; earlier checkpoints are intact.
         ConfigError: An argument cannot be saved.
     """
-    check_count("keep", keep)
     plan = {name: np.asarray(array) for name, array in arrays.items()}
     for name, array in plan.items():
         files.check_array(name, array)
-    text = json.dumps(_plain(meta, "meta")).encode()
-    root = Path(path)
+    text = _as_json(meta)
+    return _save(Path(path), plan.items(), lambda: text, keep, lock_timeout_s, warn)
+
+
+def save_parts(
+    path: str | os.PathLike[str],
+    arrays: Iterable[tuple[str, Array | files.ArrayParts]],
+    meta: Callable[[], Mapping[str, object]],
+    *,
+    keep: int = 2,
+    lock_timeout_s: float = 60.0,
+    warn: Warn = log.warning,
+) -> Path:
+    """Like `save`, for arrays that are made while the checkpoint is written.
+
+    Args:
+        path: Folder of the checkpoints; created if necessary.
+        arrays: Names and arrays; each is written before the next one is requested.
+        meta: Returns the plain data; called after the last array was written.
+        keep: As for `save`.
+        lock_timeout_s: As for `save`.
+        warn: As for `save`.
+
+    Returns:
+        The folder of the new checkpoint.
+
+    Raises:
+        CheckpointError: As for `save`.
+        ConfigError: As for `save`.
+    """
+    return _save(Path(path), arrays, lambda: _as_json(meta()), keep, lock_timeout_s, warn)
+
+
+def _as_json(meta: Mapping[str, object]) -> bytes:
+    return json.dumps(_plain(meta, "meta")).encode()
+
+
+def _save(
+    root: Path,
+    arrays: Iterable[tuple[str, Array | files.ArrayParts]],
+    meta: Callable[[], bytes],
+    keep: int,
+    lock_timeout_s: float,
+    warn: Warn,
+) -> Path:
+    check_count("keep", keep)
     before: list[Path] = []
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -103,7 +146,7 @@ def save(
         with locked(root, lock_timeout_s):
             for leftover in root.glob(f"{_TEMPORARY}*"):
                 _remove(leftover)
-            folder = _write(root, plan, text)
+            folder = _write(root, arrays, meta)
             _prune(root, keep, warn)
     except CheckpointError:
         raise
@@ -249,13 +292,13 @@ def locked(root: Path, timeout_s: float) -> Iterator[None]:
             fcntl.flock(stream, fcntl.LOCK_UN)  # closing does not suffice if a fork inherited the descriptor
 
 
-def _write(root: Path, arrays: Mapping[str, Array], meta: bytes) -> Path:
+def _write(root: Path, arrays: Iterable[tuple[str, Array | files.ArrayParts]], meta: Callable[[], bytes]) -> Path:
     number = f"{max((int(folder.name) for folder in numbered(root)), default=0) + 1:06d}"
     temporary = root / f"{_TEMPORARY}{number}"
     temporary.mkdir()
     try:
-        entries = {name: files.write_array(temporary, name, array) for name, array in arrays.items()}
-        manifest = _Manifest(1, entries, files.write_file(temporary / _META, [meta]))
+        entries = {name: files.write_array(temporary, name, array) for name, array in arrays}
+        manifest = _Manifest(1, entries, files.write_file(temporary / _META, [meta()]))
         content = msgspec.json.encode(manifest)
         files.write_file(temporary / _MANIFEST, [content])
         files.write_file(temporary / _DONE, [_seal(content)])

@@ -5,7 +5,7 @@ runs/CartPole-v1-ppo-seed1-20260131-120000/
 ├── config.yaml      the same options, for people and for `farstep train --config`
 ├── metrics.jsonl    one line per update
 ├── events.jsonl     one line per event
-├── checkpoints/     `--resume` continues from the newest
+├── checkpoints/     `--resume` continues from the newest; buffer/ has those of a replay buffer
 ├── videos/
 └── tensorboard/     with `--tensorboard`
 """

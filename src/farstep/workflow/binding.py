@@ -51,15 +51,17 @@ def bind_buffer(
         buffer.keep_in_place()
     if not buffer.is_cyclic:
         return
-    if buffer.store.columns != num_envs or (consuming and dict(buffer.schema) != schema):
+    fits = buffer.is_pooled or buffer.store.columns == num_envs
+    if not fits or ((consuming or buffer.is_pooled) and dict(buffer.schema) != schema):
         raise ConfigError(
-            f"the buffer has {buffer.store.columns} columns for {', '.join(buffer.schema)}; the environment "
+            f"the buffer has {buffer.store.num_slots} columns for {', '.join(buffer.schema)}; the environment "
             f"has {num_envs} slots and {', '.join(schema)}. Leave out spec, or make a new buffer."
         )
     needed = max([steps, *(leaf.size + steps - math.gcd(leaf.size, steps) for leaf in consuming)])
-    if buffer.store.rows < needed:
+    rows = buffer.store.rows // (num_envs if buffer.is_pooled else 1)
+    if rows < needed:
         raise ConfigError(
-            f"the buffer has room for {buffer.store.rows} rows of each of {num_envs} environments; {needed} "
+            f"the buffer has room for {rows} rows of each of {num_envs} environments; {needed} "
             f"are needed at a time. Raise capacity to at least {needed * num_envs}."
         )
 

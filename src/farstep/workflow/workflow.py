@@ -129,6 +129,9 @@ class Workflow:
         self._full_s = 0.0
         """Seconds for which chunks waited for room, without those since `_full_at`."""
         self._has_deliveries = self._keyed_elsewhere = False
+        self.on_chunk: Callable[[Batch], None] | None = None
+        """Called with each chunk after its rows were inserted, in the thread of `run`, e.g. for statistics. The batch
+        is valid only during the call. Unlike a trigger that takes rows, it works with every buffer."""
         self._last_chunks: Array | None = None
         """For each slot, the last delivered chunk at the end of the last run. Other calls may collect between runs."""
         self._loop: int | None = None
@@ -355,7 +358,7 @@ class Workflow:
             thread.check_ended()
         state.stopped, state.agent = False, self.agent
         collector = state.collector = collector_for(self.env, self.agent)
-        steps = self._steps or min((leaf.size for leaf in self._consuming), default=_STEPS)
+        steps = self._chunk_steps
         self._bind(collector, steps)
         plan = self._requests.plan(steps, self._max_staleness)
         failure: BaseException | None = None
@@ -426,6 +429,8 @@ class Workflow:
         self.buffer.insert(batch, timeout_s=0)
         self._note_admitted()
         self._state.retention.add(worker, ticket, accepted.version, batch)
+        if self.on_chunk is not None:
+            self.on_chunk(batch)
         if self._state.feed is not None:
             self._requests.drop_if_absent(worker, self._state.feed)
 
@@ -461,6 +466,18 @@ class Workflow:
         keyed = [leaf for leaf in self._by_data if leaf.stages != (None,)]
         taken = all(leaf.min_new is None and leaf.size == steps for leaf in keyed)
         return bool(keyed) and taken and not self._keyed_elsewhere
+
+    def bind(self) -> None:
+        """Launch the workers and allocate the buffer's arrays, unless this is done. Otherwise `run` does it.
+
+        Raises:
+            ConfigError: An option does not fit the environments or the buffer.
+        """
+        self._bind(collector_for(self.env, self.agent), self._chunk_steps)
+
+    @property
+    def _chunk_steps(self) -> int:
+        return self._steps or min((leaf.size for leaf in self._consuming), default=_STEPS)
 
     def _bind(self, collector: Collector, steps: int) -> None:
         """Allocate the buffer's arrays for the rows of the environments; reject options that would deadlock."""

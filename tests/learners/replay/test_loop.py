@@ -113,6 +113,7 @@ class Endless:
 
     total_steps = steps_left = 100_000
     stopping = False
+    checkpoints = None
 
     def __init__(self, reports: int) -> None:
         self.reports: list[Iteration] = []

@@ -30,11 +30,13 @@ from farstep.schema import Schema, Structure, leaves
 
 
 class Contents:
-    """Up to `capacity` rows of `schema`, in one column per environment slot.
+    """Up to `capacity` rows of `schema`, of `columns` environment slots.
 
-    Without `remover`, rows stay in order, and the oldest rows are evicted. The rows form a ring until a row that is not
-    the oldest is removed; from then on, links record their order. With `remover`, a new row goes into any free cell. If
-    there is no free cell, the remover chooses an item to evict.
+    Without `remover`, rows stay in order, and the oldest rows are evicted. Each slot has a column of its own, in which
+    rows form a ring until a row that is not the oldest is removed; from then on, links record their order. With
+    `pooled`, links record it from the start, and all slots share the capacity.
+
+    With `remover`, a new row goes into any free cell. If there is no free cell, the remover chooses an item to evict.
     """
 
     def __init__(
@@ -46,13 +48,14 @@ class Contents:
         sampler: Sampler,
         remover: Sampler | None,
         rng: np.random.Generator,
+        pooled: bool = False,
     ) -> None:
         self.capacity, self.structures, self.rng = capacity, structures, rng
-        self.is_cyclic = remover is None
-        rows = capacity // columns + spare_rows(self.is_cyclic)
+        self.is_cyclic, self.is_pooled = remover is None, pooled
+        rows = (capacity if pooled else capacity // columns) + spare_rows(self.is_cyclic)
         follow = self.is_cyclic and "obs" in structures
         tails = [name for name in schema if name.split(".")[0] == "obs"] if follow else []
-        self.store = Store(schema, rows, columns, tails)
+        self.store = Store(schema, rows, 1 if pooled else columns, tails, columns)
         self.is_pinned = False
         """Whether rows must stay in ring order, because readers access the cells directly. The cell of a removed row is
         then reused only when it is the oldest cell."""
@@ -67,13 +70,15 @@ class Contents:
             self._free.push(np.arange(rows))
         self._episodes = Episodes(self.store)
         self._slots: Array = np.full(columns, -1, np.int64)
-        """For each column, the environment slot of its newest row."""
+        """For each column, or with `pooled` for each slot, the environment slot of its newest row."""
         self._has_priorities = PRIORITY in schema and schema[PRIORITY].shape == ()
         """Whether rows are inserted with their initial priorities."""
         further = tails or "valid" in schema or self._has_priorities or isinstance(self.selector, EpisodeSelector)
         self.is_plain = columns == 1 and not further
         """Whether contents are plain: items are single rows of one column, without filler rows, episodes or initial
         priorities."""
+        if pooled:
+            self.link()
 
     @property
     def size(self) -> int:
@@ -117,6 +122,11 @@ class Contents:
         values = arrays_of(batch, with_next=any(name.startswith("next_obs") for name in store.schema))
         check_rows(values, store.schema, leading=2, slots=batch.slots.tolist())
         self._check_priorities(values)
+        if self.is_pooled and batch.shape[0] * batch.shape[1] > store.rows:
+            raise ConfigError(
+                f"a batch of {batch.shape[0]} steps of {batch.shape[1]} environments does not fit into a capacity of "
+                f"{self.capacity} rows. Raise capacity."
+            )
         if self.is_cyclic and batch.shape[0] > store.rows:
             raise ConfigError(
                 f"a batch of {batch.shape[0]} steps does not fit: a capacity of {self.capacity} rows for "
@@ -131,7 +141,7 @@ class Contents:
 
     def warn_if_shared(self, batch: Batch) -> None:
         """Warn the caller of `Buffer.insert` if two slots share a column."""
-        if batch.slots.max() >= self.store.columns:
+        if batch.slots.max() >= self.store.num_slots and not self.is_pooled:
             warnings.warn(
                 f"slot {batch.slots.max()} was inserted into a buffer for {self.store.columns} slots and shares a "
                 "column with another slot, so sequences end at each chunk. Call buffer.bind for all slots first.",
@@ -273,11 +283,15 @@ class Contents:
         return evicted
 
     def put_batch(self, batch: Batch, values: Mapping[str, Array]) -> tuple[Array, int, int]:
-        """Put the rows `[T, N, ...]` of a batch, each slot into its own column."""
+        """Put the rows `[T, N, ...]` of a batch, each slot into its own column, or with `pooled` into free cells."""
         store = self.store
+        if self.is_pooled and (num_slots := int(batch.slots.max()) + 1) > store.num_slots:
+            more = np.full(num_slots - store.num_slots, -1, np.int64)
+            self._slots, self._episodes.begun = np.append(self._slots, more), np.append(self._episodes.begun, more)
+            store.add_slots(num_slots)
         keys = np.empty(batch.shape, np.int64)
         inserted = evicted = 0
-        columns = batch.slots % store.columns
+        columns = batch.slots % store.num_slots
         for a, b in _neighbors(columns):
             first = int(columns[a])
             slots = self._slots[first : first + b - a]
@@ -369,8 +383,7 @@ class Contents:
         self._remover = FIFO().selector(table)
         items = by_age[table.keys[by_age] >= 0]
         self._remover.inserted(items, table.keys[items])
-        rows, columns = np.divmod(np.arange(table.cells), table.columns)
-        never_used = rows >= table.used[columns]
+        never_used = ~table.is_used
         self._free.push(np.flatnonzero(never_used))
         unneeded = links.unneeded(self._span)
         self._release(unneeded[~never_used[unneeded]])
@@ -394,10 +407,8 @@ class Contents:
     # ---- checkpoints ----
 
     def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
-        """Return the whole contents for a checkpoint, as arrays and plain data."""
-        used = int(self.store.table.used.max())
+        """Return the contents for a checkpoint, without rows and tails, as arrays and plain data."""
         parts: dict[str, Mapping[str, Array]] = {
-            "rows": {name: block[:used] for name, block in self.store.blocks.arrays.items()},
             "table": self.store.table.state(),
             "store": self.store.state(),
             **{f"selector{place}": selector.state() for place, selector in enumerate(self._selectors())},
@@ -407,17 +418,19 @@ class Contents:
         return arrays, {"rng": self.rng.bit_generator.state, "free": self._free.cells.tolist()}
 
     def restore(self, arrays: Mapping[str, Array], plain: Mapping[str, Any]) -> None:
-        """Restore a state from `state` into empty contents.
+        """Restore a state from a `Snapshot` into empty contents.
 
         Raises:
             Refused: The state is inconsistent. The caller must discard these contents.
         """
         store, table = self.store, self.store.table
-        if self.is_cyclic and "store/after" in arrays:
+        if self.is_cyclic and "store/after" in arrays and not self.is_linked:
             self.link()
         selectors = self._selectors()
-        parts: dict[str, dict[str, Array]] = {"rows": {}, "table": {}, "store": {}, "": {}}
+        parts: dict[str, dict[str, Array]] = {"rows": {}, "cells": {}, "table": {}, "store": {}, "": {}}
         parts |= {f"selector{place}": {} for place in range(len(selectors))}
+        copies = sum(name.startswith("cells/") for name in arrays)
+        parts |= {f"rows{number}": {} for number in range(1, copies + 1)}
         for name, array in arrays.items():
             part, rest = name.split("/", 1) if "/" in name else ("", name)
             require(part in parts, f"the checkpoint has an unknown array {name!r}")
@@ -425,8 +438,7 @@ class Contents:
 
         with prefixed("table"):
             table.restore(parts["table"])
-        with prefixed("rows"):
-            self._restore_rows(parts["rows"])
+        self._restore_rows(parts, copies)
         with prefixed("store"):
             store.restore(parts["store"])
             filled = np.minimum(store.blocks.written[0], store.rows)
@@ -459,19 +471,37 @@ class Contents:
             with prefixed("store"):
                 store.check_free(self._free.is_free)
 
-    def _restore_rows(self, rows: Mapping[str, Array]) -> None:
-        store, used = self.store, int(self.store.table.used.max())
-        check_keys("the checkpoint", rows, store.schema)
-        for name, spec in store.schema.items():
-            check_array(name, rows[name], (used, store.columns, *spec.shape), spec.dtype)
-            store.blocks.arrays[name][:used] = rows[name]
+    def _restore_rows(self, parts: Mapping[str, Mapping[str, Array]], copies: int) -> None:
+        """Restore the rows as they were first copied, then those that changed meanwhile (see `snapshot.py`)."""
+        store, table = self.store, self.store.table
+        with prefixed("rows"):
+            check_keys("the checkpoint", parts["rows"], store.schema)
+            count = len(parts["rows"][next(iter(store.schema))])
+            require(count <= table.used.max(), f"there are {count} rows, at most {table.used.max()} expected")
+            for name, spec in store.schema.items():
+                check_array(name, parts["rows"][name], (count, store.columns, *spec.shape), spec.dtype)
+                store.blocks.arrays[name][:count] = parts["rows"][name]
+        is_restored = np.arange(table.cells) < count * store.columns
+        check_keys("cells", parts["cells"], [str(number) for number in range(1, copies + 1)])
+        for number in range(1, copies + 1):
+            cells, rows = parts["cells"][str(number)], parts[f"rows{number}"]
+            check_array(f"cells/{number}", cells, cells.shape[:1], np.int64)
+            is_cell = ((cells >= 0) & (cells < table.cells)).all() and (np.diff(cells) > 0).all()
+            require(is_cell, f"cells/{number} names a cell that does not exist, or a cell twice")
+            with prefixed(f"rows{number}"):
+                check_keys("the checkpoint", rows, store.schema)
+                for name, spec in store.schema.items():
+                    check_array(name, rows[name], (len(cells), *spec.shape), spec.dtype)
+                    store.flat[name][cells] = rows[name]
+            is_restored[cells] = True
+        require(is_restored[table.is_used].all(), "rows are missing")
 
     def _restore_columns(self, state: Mapping[str, Array]) -> None:
         check_like(state, {"begun": self._episodes.begun, "slots": self._slots})
-        begun, slots, columns = state["begun"], state["slots"], np.arange(self.store.columns)
+        begun, slots, columns = state["begun"], state["slots"], np.arange(self.store.num_slots)
         is_key = self.store.table.was_issued(begun) & (self.is_linked | (begun % self.store.columns == columns))
         require((is_key | (begun == -1)).all(), "begun has a key that no row of its column ever had")
-        is_slot = (slots >= 0) & (slots <= 2**62) & (slots % self.store.columns == columns)
+        is_slot = (slots >= 0) & (slots <= 2**62) & (slots % self.store.num_slots == columns)
         require((is_slot | (slots == -1)).all(), "slots has an environment slot of another column")
         self._episodes.begun[:], self._slots[:] = begun, slots
 

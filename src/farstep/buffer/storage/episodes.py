@@ -13,8 +13,8 @@ class Episodes:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.begun: Array = np.full(store.columns, -1, np.int64)
-        """For each column, the key of the first row of the running episode; -1 if no episode is running, or if the
+        self.begun: Array = np.full(store.num_slots, -1, np.int64)
+        """For each slot, the key of the first row of the running episode; -1 if no episode is running, or if the
         first row is unknown."""
 
     def completed(self, keys: Array, columns: slice, continues: Array | None) -> Array:

@@ -31,10 +31,16 @@ ENDINGS = ("terminated", "truncated", "done")
 
 
 class Store:
-    """Blocks, item table and tails of one buffer."""
+    """Blocks, item table and tails of one buffer.
 
-    def __init__(self, schema: Schema, rows: int, columns: int, tails: Sequence[str] = ()) -> None:
+    In a ring, each environment slot has a column of its own. A linked store may have one column for `num_slots` slots.
+    """
+
+    def __init__(
+        self, schema: Schema, rows: int, columns: int, tails: Sequence[str] = (), num_slots: int | None = None
+    ) -> None:
         self.schema, self.rows, self.columns = schema, rows, columns
+        self.num_slots = columns if num_slots is None else num_slots
         self.blocks = CyclicBlocks.create(schema, rows, columns, CONSUMERS)
         self.table = Table(rows, columns)
         self.flat: dict[str, Array] = {
@@ -42,10 +48,10 @@ class Store:
         }
         self.cut: Array = np.ones((rows, columns), bool)
         self.flat_cut: Array = self.cut.reshape(-1)
-        self._open: Array = np.zeros(columns, bool)
-        """For each column, whether the episode of its newest row is still running."""
-        self._newest: Array = np.full(columns, -1, np.int64)
-        """For each column, the cell of its newest row."""
+        self._open: Array = np.zeros(self.num_slots, bool)
+        """For each slot, whether the episode of its newest row is still running."""
+        self._newest: Array = np.full(self.num_slots, -1, np.int64)
+        """For each slot, the cell of its newest row."""
         self.links: Links | None = None
         """The links between rows; None for a ring, in which the next row is in the next cell of the column."""
         self._writers: dict[tuple[int, int], Writer] = {}
@@ -55,6 +61,13 @@ class Store:
         self.tails = Tails({name: schema[name] for name in tails}, self.table.cells) if tails else None
 
     # ---- writing ----
+
+    def add_slots(self, num_slots: int) -> None:
+        """Extend a linked store to `num_slots` environment slots."""
+        more = num_slots - self.num_slots
+        self._open = np.append(self._open, np.zeros(more, bool))
+        self._newest = np.append(self._newest, np.full(more, -1, np.int64))
+        self.num_slots = num_slots
 
     def append(self, values: Mapping[str, Array], first: int = 0, continues: Array | None = None) -> tuple[Array, int]:
         """Append rows to a ring.
@@ -293,11 +306,10 @@ class Store:
         return values
 
     def state(self) -> dict[str, Array]:
-        """Return the state for a checkpoint, without rows and item table."""
-        tails = {} if self.tails is None else self.tails.state()
+        """Return the state for a checkpoint, without rows, item table and tails."""
         own = {"cut": self.cut, "open": self._open, "newest": self._newest, "written": self.blocks.written}
         links = {} if self.links is None else {"after": self.links.after}
-        return {**own, **links, **tails}
+        return {**own, **links}
 
     def restore(self, state: Mapping[str, Array]) -> None:
         """Apply a state to a store whose rows are already restored."""
@@ -313,7 +325,7 @@ class Store:
 
     def _check(self, state: Mapping[str, Array]) -> None:
         """Refuse a state that does not fit these rows, or that no sequence of insertions can produce."""
-        check_like(state, self.state())
+        check_like(state, self.state() | ({} if self.tails is None else self.tails.state()))
         cut, written = state["cut"], state["written"][0]
         require((state["written"] == written).all(), "written differs between arrays of the same rows")
         require(((written >= 0) & (written <= 2**62)).all(), "written is not a number of rows")
@@ -372,7 +384,7 @@ class Store:
         is_end = ended.reshape(-1)[linked] | starts.reshape(-1)[after]
         require(not is_end.any(), "after lets a row follow the last one of its episode")
         if self.tails is not None:
-            require(not is_free[state["tails"]].any(), "tails names a row that cannot have a tail")
+            require(not is_free[self.tails.cells].any(), "tails names a row that cannot have a tail")
 
     def close(self) -> None:
         self.blocks.close()

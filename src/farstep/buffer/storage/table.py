@@ -140,10 +140,20 @@ class Table:
         require(is_free, f"laps has row {first_left}, but keys from that row on are already in use")
         require((state["times"] >= 0).all(), "times has a negative number")
 
+    @property
+    def is_used(self) -> Array:
+        """For each cell, whether it has ever held an item."""
+        rows, columns = np.divmod(np.arange(self.cells), self.columns)
+        return rows < self.used[columns]
+
+    @property
+    def latest(self) -> Array:
+        """For each cell, the key of its item or, without an item, of its last item; a new row gets a higher one."""
+        return np.maximum(self.keys, ~self.keys)
+
     def was_issued(self, keys: Array) -> Array:
         """Return which of these keys belong to an item that is, or was, in the table."""
-        latest = np.maximum(self.keys, ~self.keys)
-        issued: Array = (keys >= self.cells) & (latest[keys % self.cells] >= keys)
+        issued: Array = (keys >= self.cells) & (self.latest[keys % self.cells] >= keys)
         return issued
 
     def find(self, keys: Array) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -14,9 +14,12 @@ class Tails:
     """Observations after cut rows, by cell."""
 
     def __init__(self, schema: Schema, cells: int) -> None:
+        self.schema = schema
         self._of: Array = np.full(cells, -1, np.int32)
         self._pool = {name: np.zeros((0, *spec.shape), spec.dtype) for name, spec in schema.items()}
         self._free: list[int] = []
+        self._kept: list[int] | None = None
+        """Places of tails that were removed while `keep` is in effect; they are not reused yet."""
 
     def put(self, cells: Array, values: Mapping[str, Array]) -> None:
         """Store one observation for each cell."""
@@ -37,7 +40,11 @@ class Tails:
     def drop(self, cells: Array) -> None:
         """Remove the tails of these cells."""
         places = self._of[cells]
-        self._free += places[places >= 0].tolist()
+        removed = places[places >= 0].tolist()
+        if self._kept is None:
+            self._free += removed
+        else:
+            self._kept += removed
         self._of[cells] = -1
 
     def fill(self, name: str, cells: Array, values: Array) -> None:
@@ -59,8 +66,28 @@ class Tails:
 
     def state(self) -> dict[str, Array]:
         """Return the cells that have tails, and their tails, for a checkpoint."""
-        cells = np.flatnonzero(self._of >= 0)
+        cells = self.cells
         return {"tails": cells, **{f"tails.{name}": pool[self._of[cells]] for name, pool in self._pool.items()}}
+
+    def keep(self) -> Callable[[str, slice], Array]:
+        """Do not overwrite any present tail before `stop_keeping`, even if it is removed.
+
+        Returns:
+            A function that returns some of the present tails: of one array, in the order of `cells`. It needs no lock.
+        """
+        self._kept = []
+        places, pool = self._of[self.cells], dict(self._pool)  # a growing pool is copied, so its old arrays stay valid
+        return lambda name, some: pool[name][places[some]]
+
+    def stop_keeping(self) -> None:
+        """Allow to overwrite removed tails again."""
+        self._free += self._kept or []
+        self._kept = None
+
+    @property
+    def cells(self) -> Array:
+        """The cells that have tails, in ascending order."""
+        return np.flatnonzero(self._of >= 0)
 
     def restore(self, state: Mapping[str, Array]) -> None:
         self.put(state["tails"], {name: state[f"tails.{name}"] for name in self._pool})

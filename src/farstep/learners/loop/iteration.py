@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from farstep.batch import Batch
@@ -34,11 +35,35 @@ class Iteration:
     """Further metrics, logged without a prefix."""
 
 
+@dataclass(frozen=True)
+class CheckpointMarker:
+    """Names one checkpoint of a learner."""
+
+    number: int
+    """Number of its folder."""
+    step: int
+    """Environment steps of the run when it was written."""
+
+
 class Loop(Protocol):
     """What a learner needs of the training loop; `Training` implements it."""
 
     timer: Timer
     """Measures phases: `with loop.timer("advantages"): ...` is logged as `time/advantages`. One thread at a time."""
+
+    @property
+    def checkpoints(self) -> Path | None:
+        """Folder of the run's checkpoints; None: the run writes none."""
+        ...
+
+    @property
+    def newest_checkpoint(self) -> CheckpointMarker | None:
+        """The newest checkpoint that this process wrote or resumed from."""
+        ...
+
+    def save_last(self) -> None:
+        """Write the last checkpoint of the run now, before `Learner.run` returns. The agent must not change again."""
+        ...
 
     @property
     def fraction_done(self) -> float:

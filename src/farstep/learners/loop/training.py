@@ -21,6 +21,7 @@ from farstep.cluster_env import ClusterEnv, check_saved
 from farstep.learners.loop.checkpoint_schedule import CheckpointSchedule
 from farstep.learners.loop.diagnosing import RunDiagnosis
 from farstep.learners.loop.evaluation import EvaluationResult, Evaluator
+from farstep.learners.loop.iteration import CheckpointMarker
 from farstep.learners.loop.iteration import Iteration as Iteration
 from farstep.learners.loop.iteration import Loop as Loop
 from farstep.learners.loop.journal import Journal
@@ -148,7 +149,11 @@ class Training:
         evaluator: Evaluator | None = None,
     ) -> None:
         self._learner, self._env, self._limits = learner, env, limits
-        self.sink, self._checkpoints, self._evaluator = sink, checkpoints, evaluator
+        self.sink, self.checkpoints, self._evaluator = sink, checkpoints, evaluator
+        self.newest_checkpoint: CheckpointMarker | None = None
+        """The newest checkpoint that this process wrote or resumed from."""
+        self._is_finished = False
+        """Whether the last checkpoint of the run was written."""
         self._journal = Journal() if checkpoints and learner.synchronous and not env.cannot_replay else None
         """None if the run cannot resume exactly."""
         self.progress = Progress()
@@ -179,6 +184,7 @@ class Training:
                 "reached its target return; raise --total-steps or --target-return to train for longer"
             )
             return self.progress
+        self._is_finished = False
         self._start = time.monotonic() - self.progress.seconds
         self._reported_s = self.progress.seconds
         with self._signals.installed():
@@ -186,14 +192,14 @@ class Training:
                 self._learner.run(self._env, self)
                 self._signals.check()
             except Stopped:
-                self.save()
+                self.save_last()
                 raise
             if self._in_warmup:
                 self._warn(
                     f"the run ended after {self.progress.updates} updates, during critic warm-up, so its policy was "
                     "not trained: lower --critic-warmup-updates, or train for longer (--total-steps, --target-return)"
                 )
-            self.save()  # before the evaluation, which may take long and may be interrupted
+            self.save_last()  # before the evaluation, which may take long and may be interrupted
             self._signals.check()
         self._finish_evaluation()
         return self.progress
@@ -347,6 +353,12 @@ class Training:
 
     # ---- checkpoints ----
 
+    def save_last(self) -> None:
+        """Write the last checkpoint of the run, unless the learner has already requested it."""
+        if not self._is_finished:
+            self._is_finished = True
+            self.save()
+
     def save(self) -> Path | None:
         """Write a checkpoint atomically.
 
@@ -356,7 +368,7 @@ class Training:
         Raises:
             CheckpointError: The checkpoint could not be written; earlier checkpoints are intact.
         """
-        if self._checkpoints is None:
+        if self.checkpoints is None:
             return None
         began = time.monotonic()
         with self.timer("checkpoint"):
@@ -371,8 +383,9 @@ class Training:
             if self._journal is not None:
                 state["env"], state["journal"] = self._env.save(), self._journal.state()
             arrays, plain = split_state(state)
-            folder = checkpoint.save(self._checkpoints, arrays, {"state": plain}, warn=self._warn)
+            folder = checkpoint.save(self.checkpoints, arrays, {"state": plain}, warn=self._warn)
         self._schedule.wrote(began, time.monotonic())
+        self.newest_checkpoint = CheckpointMarker(int(folder.name), self.progress.steps)
         self._env.emit_event("checkpointed", f"wrote checkpoint {folder.name} at step {self.progress.steps:,}")
         return folder
 
@@ -382,8 +395,8 @@ class Training:
         Raises:
             CheckpointError: No checkpoint fits; learner, agent and environments are unchanged.
         """
-        assert self._checkpoints is not None
-        saved = checkpoint.load_with(self._checkpoints, self._restore, warn=self._warn)
+        assert self.checkpoints is not None
+        saved = checkpoint.load_with(self.checkpoints, self._restore, warn=self._warn)
         if self._journal is not None and saved.env is not None:
             self._env.resume(self._learner.agent, saved.env, self._journal.actions())
         else:
@@ -409,6 +422,7 @@ class Training:
                 raise
             raise Refused(f"the learner raised {type(error).__name__}: {error}") from error
         self.progress, self._journal = progress, journal
+        self.newest_checkpoint = CheckpointMarker(int(loaded.folder.name), progress.steps)
         return saved
 
     def _check_env(self, saved: _Saved) -> Journal | None:

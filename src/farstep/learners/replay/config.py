@@ -34,12 +34,16 @@ class LoopConfig:
     """Updates between two published versions of the weights."""
     report_every: int = 1_000
     """Environment steps between two rows of metrics."""
+    buffer_checkpoint_s: float = 600.0
+    """Seconds between checkpoints of the replay buffer; one more is written at the end of the run. 0: none, and a
+    resumed run starts with an empty buffer. An event at the start says how many bytes one takes."""
     concurrent: bool = True
     """Learn while workers roll. --no-concurrent: alternate; workers roll one chunk each, then wait while the learner
     makes its updates. This is slower, and reproducible; --launcher in-process always does it."""
 
     def __post_init__(self) -> None:
         check_counts(self, "buffer_size", "learning_starts", "batch_size", "num_steps", "publish_every", "report_every")
+        check_numbers(self, buffer_checkpoint_s=(0, inf))
         if self.learning_starts > self.buffer_size:
             raise ConfigError(
                 f"learning_starts is {self.learning_starts}, more than the {self.buffer_size} rows that the buffer "

@@ -8,6 +8,7 @@ and checkpoints all happen there, between two optimizer steps, so none of them s
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -16,16 +17,19 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from farstep.batch import Batch
 from farstep.buffer.limiter import RateLimiter
 from farstep.buffer.replay import Buffer
 from farstep.buffer.samplers import DPER, Sampler
 from farstep.cluster_env import ClusterEnv
 from farstep.config.launch import InProcessConfig
+from farstep.errors import CheckpointError, ConfigError
 from farstep.learners.loop.iteration import Iteration, Loop
 from farstep.learners.loop.statistics import check_rewards
 from farstep.learners.networks.agent import NetworkAgent
 from farstep.learners.optimizing import Means, onednn_for_images
 from farstep.learners.replay.batches import DeviceBatches, ReplayBatch
+from farstep.learners.replay.buffer_checkpoints import BufferCheckpoints
 from farstep.learners.replay.collected import Collected
 from farstep.learners.replay.config import LoopConfig
 from farstep.learners.replay.episodes import CompleteEpisodes
@@ -106,7 +110,7 @@ class ReplayLoop:
         algorithm: The learner.
         config: Options of the buffer and the loop.
         seed: Seed of the sampler.
-        resumed: Whether the run continues from a checkpoint, which has no rows; an event then says so.
+        resumed: Whether the run continues from a checkpoint; the buffer then continues from its own.
     """
 
     def __init__(self, algorithm: ReplayAlgorithm, config: LoopConfig, seed: int, resumed: bool = False) -> None:
@@ -123,20 +127,48 @@ class ReplayLoop:
             RewardError: A reward is not finite.
             FarstepError: A worker, an environment or the agent failed and could not be replaced.
         """
-        config, steps = self._config, self._config.chunk_steps(env.num_envs)
-        if self._resumed:
-            env.emit_event(
-                "warned",
-                "the replay buffer starts empty, because checkpoints do not hold it: learning continues after "
-                f"{config.learning_starts:,} new rows (--learning-starts)",
-            )
-        limiter = make_limiter(config, steps * env.num_envs)
-        with Buffer(config.buffer_size, self._algorithm.sampler, limiter=limiter, seed=self._seed) as buffer:
-            session = _Session(self._algorithm, config, env, loop, buffer)
+        checkpoints = BufferCheckpoints(self._config, env.emit_event, loop)
+        with contextlib.closing(checkpoints), contextlib.ExitStack() as stack:
+            session = self._resume(env, loop, checkpoints, stack) if self._resumed else None
+            if session is None:
+                limiter = make_limiter(self._config, self._config.chunk_steps(env.num_envs) * env.num_envs)
+                buffer = Buffer(
+                    self._config.buffer_size,
+                    self._algorithm.sampler,
+                    limiter=limiter,
+                    pooled=_is_concurrent(self._config, env),
+                    seed=self._seed,
+                )
+                session = self._open(env, loop, stack.enter_context(buffer), checkpoints, stack)
+            session.run()
+
+    def _open(
+        self, env: ClusterEnv, loop: Loop, buffer: Buffer, checkpoints: BufferCheckpoints, stack: contextlib.ExitStack
+    ) -> _Session:
+        session = _Session(self._algorithm, self._config, env, loop, buffer, checkpoints)
+        stack.callback(session.close)
+        session.bind()
+        return session
+
+    def _resume(
+        self, env: ClusterEnv, loop: Loop, checkpoints: BufferCheckpoints, stack: contextlib.ExitStack
+    ) -> _Session | None:
+        """Return a session that continues with the rows of the buffer's checkpoint; None if it cannot be used."""
+        limiter = make_limiter(self._config, self._config.chunk_steps(env.num_envs) * env.num_envs)
+        with contextlib.ExitStack() as opened:
             try:
-                session.run(steps)
-            finally:
-                session.close()
+                buffer = opened.enter_context(checkpoints.restore(self._algorithm.sampler, limiter))
+                session = self._open(env, loop, buffer, checkpoints, opened)
+            except (CheckpointError, ConfigError) as error:
+                reason = " ".join(str(error).split())  # it may have one line per checkpoint
+                env.emit_event(
+                    "warned",
+                    f"the replay buffer starts empty: {reason} Learning continues after "
+                    f"{self._config.learning_starts:,} new rows (--learning-starts).",
+                )
+                return None
+            stack.push(opened.pop_all())
+        return session
 
 
 def make_limiter(config: LoopConfig, round_rows: int) -> RateLimiter:
@@ -155,13 +187,25 @@ def make_limiter(config: LoopConfig, round_rows: int) -> RateLimiter:
     return RateLimiter(ratio, config.learning_starts, first, first + ahead)
 
 
+def _is_concurrent(config: LoopConfig, env: ClusterEnv) -> bool:
+    """Return whether to learn while workers roll. Workers in this process cannot."""
+    return config.concurrent and not isinstance(env.config, InProcessConfig)
+
+
 class _Session:
     """One run of a replay learner."""
 
     def __init__(
-        self, algorithm: ReplayAlgorithm, config: LoopConfig, env: ClusterEnv, loop: Loop, buffer: Buffer
+        self,
+        algorithm: ReplayAlgorithm,
+        config: LoopConfig,
+        env: ClusterEnv,
+        loop: Loop,
+        buffer: Buffer,
+        checkpoints: BufferCheckpoints,
     ) -> None:
         self._algorithm, self._config, self._env, self._loop, self._buffer = algorithm, config, env, loop, buffer
+        self._checkpoints = checkpoints
         are_episodes = isinstance(buffer.sampler, DPER)
         self._episodes = CompleteEpisodes(buffer, partial(env.emit_event, "warned")) if are_episodes else None
         self._batches = DeviceBatches(buffer, config.batch_size, algorithm.names, algorithm.device, self._episodes)
@@ -174,21 +218,33 @@ class _Session:
         """Environment steps of this session."""
         self._going = True
 
-    def run(self, steps: int) -> None:
-        """Run the workflow with chunks of `steps` steps, then report the rest."""
+    def bind(self) -> None:
+        """Make the workflow, launch the workers and allocate the buffer's arrays.
+
+        Raises:
+            ConfigError: The buffer was restored, and does not fit these environments.
+        """
+        steps = self._config.chunk_steps(self._env.num_envs)
         self._explore()
         flow = self._flow = Workflow(self._env, self._algorithm.agent, self._buffer, steps=steps)
-        if self._config.concurrent and not isinstance(self._env.config, InProcessConfig):
-            flow.on(DataKeyTrigger(n=1, size=steps), self._collect, updates=False, name="collect")
+        if _is_concurrent(self._config, self._env):
+            flow.on_chunk = self._collect
             flow.on(TimeTrigger(1, unit="env_steps"), self._learn, thread=True, name="learn")
         else:
             flow.on(DataKeyTrigger(n="all", size=steps), self._alternate, name="alternate")
             flow.on(ObjectKeyTrigger("parameters"), flow.next_rollout, updates=False)
-        flow.run(total_steps=self._steps_left, until=lambda: self._loop.stopping)
+        flow.bind()
+
+    def run(self) -> None:
+        """Run the workflow, then report the rest and write the last checkpoints."""
+        self._checkpoints.start(self._buffer)
+        self._make_updates()  # those that a stopped run left: the limiter may refuse new rows before
+        self._flow.run(total_steps=self._steps_left, until=lambda: self._loop.stopping)
         if self._published_updates < self._updates:
             self._publish()
         if self._going and (self._collected.steps or self._reported_updates < self._updates):
             self._report()
+        self._checkpoints.finish()
 
     def close(self) -> None:
         """End the prefetching thread."""
@@ -196,25 +252,27 @@ class _Session:
 
     # ---- consumers ----
 
-    def _collect(self, message: Message) -> None:
+    def _collect(self, batch: Batch) -> None:
         """Record the steps and episodes of a chunk; in the thread that inserts."""
-        batch = self._flow.batch(message)
         check_rewards(batch)
         self._collected.add(batch, self._env.version)
 
     def _learn(self, message: Message) -> None:
         """Make the updates that the limiter allows, and report; in the learner's thread."""
+        self._make_updates()
+        self._report_if_due()
+
+    def _make_updates(self) -> None:
         with onednn_for_images(self._algorithm.agent):
             while self._going and not self._loop.stopping and self._batches.is_ready:
                 self._update()
                 if self._updates - self._published_updates >= self._config.publish_every:
                     self._publish()
                 self._report_if_due()
-        self._report_if_due()
 
     def _alternate(self, message: Message) -> None:
         """Handle the chunks of all workers, make the updates that they allow, and let workers roll again."""
-        self._collect(message)
+        self._collect(self._flow.batch(message))
         self._learn(message)
         if self._going:
             self._publish()
