@@ -140,6 +140,8 @@ FIRES: list[tuple[str, Window, str]] = [
     ),
     ("limiter blocks", window(stats(**limiter(insert=0.9))), "makes workers wait 90 %"),
     ("limiter blocks", window(stats(**limiter(sample=0.9))), "makes the learner wait 90 %"),
+    ("replay ratio", window(stats(**limiter(insert=0.9)), metrics=updates(replay__rows=9.0)), "workers wait 90 %"),
+    ("replay ratio", window(stats(**limiter(sample=0.9)), metrics=updates(replay__rows=9.0)), "learner waits 90 %"),
     ("small buffer", window(stats(wait=0.4, **full(0.4))), "chunks wait 40 % of the time for room among its 100 rows"),
     ("staleness bound", window(stats(dropped={"stale": 100})), "33 % of the chunks are dropped as stale"),
     ("taking turns", window(stats([IDLE, IDLE], wait=0.7)), "workers 90 % and the learner 70 %"),
@@ -168,7 +170,7 @@ def test_a_cause_is_named_with_its_numbers_and_its_remedy(cause: str, seen: Wind
     found = diagnose(seen)
     assert found.cause == cause
     assert re.search(text, found.text), found.text
-    assert found.is_problem or cause in ("slow learner", "replaced worker")
+    assert found.is_problem or cause in ("slow learner", "replaced worker", "replay ratio")
     assert found.numbers and found.remedy.endswith(".")
     assert found.text.endswith(".") and found.remedy in str(found)
 

@@ -100,6 +100,15 @@ RULES: tuple[Rule, ...] = (
         find.too_few_cores,
     ),
     Rule(
+        "replay ratio",
+        "limit",
+        "In a run of dqn, apex, sac or aride, workers or learner wait for at least 80 % of the time, to keep the ratio "
+        "of updates to steps (limiter/blocked); not a problem",
+        "If workers wait, lower --updates-per-step (aride: --samples-per-step) or use a GPU for more steps per second. "
+        "If the learner waits, add workers, or raise this option to learn more from each row.",
+        find.replay_ratio,
+    ),
+    Rule(
         "limiter blocks",
         "limit",
         "The buffer's limiter makes inserting or sampling wait for at least 80 % of the time (limiter/blocked)",

@@ -248,11 +248,23 @@ def _cores(window: Window) -> int:
     return window.after.machine.cores if window.after.machine is not None else 1
 
 
+def replay_ratio(window: Window) -> Finding | None:
+    """One side waits so that a replay learner of farstep keeps its ratio of updates to steps."""
+    numbers = _blocked(window)
+    insert, sample = numbers["blocked_insert"], numbers["blocked_sample"]
+    if window.mean("replay/rows") is None or max(insert, sample) < _LIMITS:
+        return None
+    if insert >= sample:
+        text = f"The learner is the bottleneck: workers wait {percent(insert)} of the time for its updates"
+    else:
+        text = f"Workers are the bottleneck: the learner waits {percent(sample)} of the time for their rows"
+    return Finding(f"{text}, to keep the ratio of updates to steps.", numbers, is_problem=False)
+
+
 def limiter_blocks(window: Window) -> Finding | None:
     """The limiter makes inserting or sampling wait for most of the time."""
-    insert, sample = (window.grown("limiter", "blocked", side) / window.seconds for side in ("insert", "sample"))
-    ratio = window.after.stats.get("limiter", {}).get("ratio", 0.0)
-    numbers = {"blocked_insert": insert, "blocked_sample": sample, "ratio": ratio}
+    numbers = _blocked(window)
+    insert, sample = numbers["blocked_insert"], numbers["blocked_sample"]
     if insert >= max(sample, _LIMITS):
         return Finding(
             f"The buffer's limiter makes workers wait {percent(insert)} of the time: the learner samples too few rows "
@@ -268,6 +280,13 @@ def limiter_blocks(window: Window) -> Finding | None:
             "Raise samples_per_insert, lower min_size or min_diff, or add workers.",
         )
     return None
+
+
+def _blocked(window: Window) -> dict[str, float]:
+    """Shares of the time for which the limiter made each side wait, and its ratio."""
+    insert, sample = (window.grown("limiter", "blocked", side) / window.seconds for side in ("insert", "sample"))
+    ratio = window.after.stats.get("limiter", {}).get("ratio", 0.0)
+    return {"blocked_insert": insert, "blocked_sample": sample, "ratio": ratio}
 
 
 def small_buffer(window: Window) -> Finding | None:
