@@ -8,7 +8,7 @@ UV     := $(shell command -v uv 2>/dev/null)
 ADD    := $(if $(UV),$(UV) pip install --python $(BIN)/python --constraint constraints.txt,$(PIP))
 EXTRAS := torch,envs,envpool,lora,tensorboard,ray,kubernetes,dev
 
-.PHONY: help setup demo test test-quick test-kubernetes coverage lint format bench bench-buffer scaling aaps stagger defaults learning async scale bench-peers clean
+.PHONY: help setup demo test test-quick test-kubernetes coverage lint format bench bench-buffer scaling aaps stagger defaults learning offpolicy async scale bench-peers clean
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
@@ -75,6 +75,9 @@ defaults: setup  ## steps that every learner needs with its defaults, 16 to 128 
 
 learning: setup  ## seconds and steps to learn CartPole and LunarLander, beside CleanRL and RLlib (three hours; see the top of the file)
 	@$(BIN)/python benchmarks/learning.py
+
+offpolicy: setup ## replay learners: updates during collection or after it, and SAC and DQN beside CleanRL, SB3 and RLlib (hours)
+	@$(BIN)/python benchmarks/offpolicy.py
 
 async: setup     ## asynchronous against synchronous PPO, with environments that take uneven time (half an hour)
 	@$(BIN)/python benchmarks/async.py

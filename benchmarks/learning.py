@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import importlib.util
 import json
 import math
 import os
@@ -28,18 +29,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from children import run_script
 from document import check_machine, continued, write_document, write_markdown
-from learning_tables import draw, summary
+from learning_tables import PPO, Layout, draw, summary
 from roster import BENCHMARKS, OWN, Contender, choose
 from runner import Run, execute, runs_in, turns
 
-README_MARKS = ("<!-- learning: begin -->", "<!-- learning: end -->")
 IMAGES = BENCHMARKS.parent / "docs" / "images"
 
 
@@ -48,9 +48,58 @@ class Task:
     """An environment, and the return at which it counts as learned."""
 
     env: str
-    threshold: float
+    threshold: float | None
+    """None: runs end after `max_steps`, and their returns are compared."""
     max_steps: int
     """Steps after which a run ends without reaching the threshold; annealed learning rates reach zero there."""
+    package: str | None = None
+    """A package that the environment needs and farstep's extras do not install; without it, the task is skipped."""
+
+    @property
+    def is_installed(self) -> bool:
+        return self.package is None or importlib.util.find_spec(self.package) is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learner(Contender):
+    """A contender, and the tasks that it learns."""
+
+    by_task: Mapping[str, tuple[str, ...]] | None = None
+    """Further options for each task that it learns; None: it learns all tasks, without further options."""
+
+    def learns(self, task: Task) -> bool:
+        return self.by_task is None or task.env in self.by_task
+
+    def prepared(self, task: Task, cleanrl: Path) -> Contender:
+        """The contender, with all options for a task; `cleanrl` is a script in CleanRL's repository."""
+        further = self.by_task[task.env] if self.by_task is not None else ()
+        scripts = ("--scripts", str(cleanrl.parent)) if self.venv == "cleanrl" else ()
+        return replace(self, options=(*self.options, *further, *scripts, "--contender", self.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """Tasks, contenders, and the form of their results."""
+
+    script: str
+    """Name of the script; its results are in the file of the same name under results/."""
+    description: str
+    tasks: Mapping[str, Task]
+    learners: tuple[Learner, ...]
+    cleanrl: Path
+    """Default path of a script in CleanRL's repository."""
+    layout: Layout
+    summary: Callable[[dict[str, Any]], str]
+    timeout_s: float = 1800.0
+
+    @property
+    def name(self) -> str:
+        return self.script.removesuffix(".py")
+
+    @property
+    def marks(self) -> tuple[str, str]:
+        """The marks of its section in the README."""
+        return f"<!-- {self.name}: begin -->", f"<!-- {self.name}: end -->"
 
 
 TASKS = {
@@ -78,18 +127,23 @@ OWN_CHOICE = {
 """Hyper-parameters tuned for farstep on two cores."""
 
 
-CLEANRL, RLLIB = "learning_cleanrl.py", "learning_rllib.py"
+CLEANRL, RLLIB, FARSTEP = "learning_cleanrl.py", "learning_rllib.py", "learning_farstep.py"
 LEARNERS = (
-    Contender(name="cleanrl", script=CLEANRL, venv="cleanrl"),
-    *(Contender(name=f"cleanrl-{n}", script=CLEANRL, venv="cleanrl", options=("--num-envs", str(n))) for n in (8, 16)),
-    Contender(name="rllib", script=RLLIB, venv="rllib"),
-    Contender(name="rllib-32", script=RLLIB, venv="rllib", options=("--num-envs", "32")),
-    Contender(name="farstep-cleanrls", script="learning_farstep.py", venv=OWN),
-    Contender(name="farstep", script="learning_farstep.py", venv=OWN),
+    Learner(name="cleanrl", script=CLEANRL, venv="cleanrl"),
+    *(Learner(name=f"cleanrl-{n}", script=CLEANRL, venv="cleanrl", options=("--num-envs", str(n))) for n in (8, 16)),
+    Learner(name="rllib", script=RLLIB, venv="rllib"),
+    Learner(name="rllib-32", script=RLLIB, venv="rllib", options=("--num-envs", "32")),
+    Learner(name="farstep-cleanrls", script=FARSTEP, venv=OWN, options=(f"--options={CLEANRLS}",)),
+    Learner(
+        name="farstep",
+        script=FARSTEP,
+        venv=OWN,
+        by_task={env: (f"--options={chosen}",) for env, chosen in OWN_CHOICE.items()},
+    ),
     *(
-        Contender(
+        Learner(
             name=f"farstep-{learner}-{n}",
-            script="learning_farstep.py",
+            script=FARSTEP,
             venv=OWN,
             options=("--learner", learner, f"--options=--num-envs {n}"),
         )
@@ -98,7 +152,15 @@ LEARNERS = (
     ),
 )
 """A name that ends in a number has that many environments; `rllib` and `cleanrl` use those of their own examples."""
-SCRIPT = BENCHMARKS / ".venvs" / "cleanrl" / "ppo.py"
+LEARNING = Benchmark(
+    script="learning.py",
+    description=__doc__,
+    tasks=TASKS,
+    learners=LEARNERS,
+    cleanrl=BENCHMARKS / ".venvs" / "cleanrl" / "ppo.py",
+    layout=PPO,
+    summary=summary,
+)
 
 
 @dataclass(frozen=True)
@@ -116,9 +178,10 @@ class Case:
 class Plan:
     """Contenders, tasks and seeds."""
 
+    script: str
     tasks: list[Task]
     seeds: range
-    contenders: list[Contender]
+    contenders: list[Learner]
     cleanrl: Path
     timeout_s: float
     done: frozenset[tuple[Case, str]] = frozenset()
@@ -135,33 +198,22 @@ class Plan:
             if time.monotonic() > self.deadline:
                 print("some runs are missing; run the same command again to continue")
                 return
-            yield case, 1, self._prepared(contender, task)
+            yield case, 1, contender.prepared(task, self.cleanrl)
 
-    def _missing(self) -> list[tuple[Case, Task, Contender]]:
+    def _missing(self) -> list[tuple[Case, Task, Learner]]:
         everything = [
             (Case(task.env, self.seeds[number - 1]), task, contender)
             for task in self.tasks
-            for number, contender in turns(self.contenders, len(self.seeds))
+            for number, contender in turns([found for found in self.contenders if found.learns(task)], len(self.seeds))
         ]
         return [(case, task, found) for case, task, found in everything if (case, found.name) not in self.done]
-
-    def _prepared(self, contender: Contender, task: Task) -> Contender:
-        """The contender, with the options that depend on the task."""
-        options = [*contender.options, "--contender", contender.name]
-        if contender.venv == "cleanrl":
-            options += ["--script", str(self.cleanrl)]
-        elif contender.name == "farstep":
-            options.append(f"--options={OWN_CHOICE[task.env]}")
-        elif contender.name == "farstep-cleanrls":
-            options.append(f"--options={CLEANRLS}")
-        return replace(contender, options=tuple(options))
 
     def arguments(self, case: Case) -> list[str]:
         task = next(task for task in self.tasks if task.env == case.env)
         return [
             *("--env", task.env),
             *("--seed", str(case.seed)),
-            *("--threshold", str(task.threshold)),
+            *(() if task.threshold is None else ("--threshold", str(task.threshold))),
             *("--max-steps", str(task.max_steps)),
         ]
 
@@ -169,18 +221,24 @@ class Plan:
 Results = dict[Case, dict[str, list[Run]]]
 
 
-def main() -> int:
-    options = parse_options()
+def main(benchmark: Benchmark = LEARNING) -> int:
+    options = parse_options(benchmark)
     if options.show:
         documents = [json.loads(path.read_text()) for path in options.show]
-        finish({**documents[0], "runs": [run for document in documents for run in document["runs"]]}, options)
+        merged = {**documents[0], "runs": [run for document in documents for run in document["runs"]]}
+        finish(benchmark, merged, options)
         return 0
-    document = continued(options.out, "learning.py")
+    document = continued(options.out, benchmark.script)
     check_machine(document, options.out)
     document["runs"] = [run for run in document["runs"] if run["report"]]  # failed runs are retried
     results: Results = runs_in(document, lambda run: Case(run["env"], run["seed"]))
+    tasks = [benchmark.tasks[env] for env in options.env]
+    for task in tasks:
+        if not task.is_installed:
+            print(f"{task.env} is skipped: {task.package} is not installed")
     plan = Plan(
-        tasks=[replace(TASKS[env], max_steps=options.max_steps or TASKS[env].max_steps) for env in options.env],
+        script=benchmark.script,
+        tasks=[replace(task, max_steps=options.max_steps or task.max_steps) for task in tasks if task.is_installed],
         seeds=range(options.first_seed, options.first_seed + options.seeds),
         contenders=options.contenders,
         cleanrl=options.cleanrl.resolve(),
@@ -208,7 +266,7 @@ def main() -> int:
             execute(plan, results, outcome)
     except KeyboardInterrupt:
         print("\ninterrupted; results so far:")
-    finish(document_of(document, plan, results), options)
+    finish(benchmark, document_of(document, plan, results), options)
     print(f"written: {options.out}")
     return 0
 
@@ -245,12 +303,12 @@ def execute_pinned(plan: Plan, results: Results, outcome: Callable[[Case, Run], 
 
 
 def run_pinned(case: Case, contender: str, plan: Plan, group: list[int]) -> Run:
-    """Run one contender on the cores of `group`, by calling this script for it alone."""
+    """Run one contender on the cores of `group`, by calling the script of the benchmark for it alone."""
     task = next(task for task in plan.tasks if task.env == case.env)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run.json"
         command = [
-            *("taskset", "--cpu-list", ",".join(map(str, group)), sys.executable, __file__),
+            *("taskset", "--cpu-list", ",".join(map(str, group)), sys.executable, str(BENCHMARKS / plan.script)),
             *("--env", case.env, "--only", contender, "--first-seed", str(case.seed), "--seeds", "1"),
             *("--max-steps", str(task.max_steps), "--cleanrl", str(plan.cleanrl), "--timeout", str(plan.timeout_s)),
             *("--out", str(out), "--images", folder),
@@ -262,9 +320,12 @@ def run_pinned(case: Case, contender: str, plan: Plan, group: list[int]) -> Run:
     return runs[contender][0]
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--env", nargs="+", choices=list(TASKS), default=list(TASKS))
+def parse_options(benchmark: Benchmark) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=benchmark.description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    tasks = list(benchmark.tasks)
+    parser.add_argument("--env", nargs="+", choices=tasks, default=tasks)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each contender in each task")
     parser.add_argument(
         "--first-seed",
@@ -274,9 +335,12 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--max-steps", type=int, help="limit of steps, instead of each task's, to test the benchmark")
     parser.add_argument(
-        "--cleanrl", type=Path, default=SCRIPT, help="CleanRL's ppo.py, in a checkout of its repository"
+        "--cleanrl",
+        type=Path,
+        default=benchmark.cleanrl,
+        help=f"CleanRL's {benchmark.cleanrl.name}, in a checkout of its repository",
     )
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds after which a run is killed")
+    parser.add_argument("--timeout", type=float, default=benchmark.timeout_s, help="seconds before a run is killed")
     parser.add_argument(
         "--minutes", type=float, help="start no run after this time; run the same command again to continue"
     )
@@ -285,7 +349,7 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="contenders, as shell patterns")
     parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="contenders to skip, as shell patterns")
-    parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "learning.json")
+    parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / f"{benchmark.name}.json")
     parser.add_argument("--images", type=Path, default=IMAGES, help="folder for plots")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write tables to this file, between its marks")
     parser.add_argument(
@@ -293,7 +357,7 @@ def parse_options() -> argparse.Namespace:
     )
     options = parser.parse_args()
     try:
-        options.contenders = choose(LEARNERS, options.only, options.skip)
+        options.contenders = choose(benchmark.learners, options.only, options.skip)
     except ValueError as error:
         parser.error(str(error))
     if not options.show and any(c.venv == "cleanrl" for c in options.contenders) and not options.cleanrl.exists():
@@ -308,7 +372,7 @@ def in_words(done: Run) -> str:
     report = done.report
     if report is None:
         return f"{done.status}: {done.reason}"
-    came = "reached" if report["reached"] else f"NOT reached ({report['last_mean']:.0f})"
+    came = "reached" if report["reached"] else f"ended at {report['last_mean']:.0f}"
     return (
         f"{came} after {report['seconds']:.1f} s, {report['steps']:,} steps; others took {done.others_cores:.2f} cores"
     )
@@ -326,14 +390,14 @@ def document_of(head: dict[str, Any], plan: Plan, results: Results) -> dict[str,
     return {**head, "tasks": list(tasks.values()), "runs": runs}
 
 
-def finish(document: dict[str, Any], options: argparse.Namespace) -> None:
+def finish(benchmark: Benchmark, document: dict[str, Any], options: argparse.Namespace) -> None:
     """Print tables and draw plots."""
-    text = summary(document)
+    text = benchmark.summary(document)
     print(f"\n{text}")
-    for path in draw(document, options.images):
+    for path in draw(document, options.images, benchmark.layout):
         print(f"written: {path}")
     if options.markdown:
-        write_markdown(options.markdown, text, README_MARKS)
+        write_markdown(options.markdown, text, benchmark.marks)
         print(f"written: {options.markdown}")
 
 

@@ -1,8 +1,9 @@
-"""The results of learning.py as tables and plots."""
+"""The results of learning.py, and of benchmarks like it, as tables and plots."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,93 +15,129 @@ from tables import table
 Row = dict[str, Any]
 """One run, as in the results file."""
 
-BASELINE = "cleanrl"
-LABELS = {
-    "cleanrl": "CleanRL",
-    "rllib": "RLlib",
-    "farstep-cleanrls": "farstep, CleanRL's hyper-parameters",
-    "farstep": "farstep, its own choice",
-    "farstep-ppo": "farstep `ppo`",
-    "farstep-async-ppo": "farstep `async-ppo`",
-    "farstep-impala": "farstep `impala`",
-}
-"""Labels of contenders, by name without a trailing number of environments."""
-PEERS = ("cleanrl", "rllib")
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Names in the tables and plots of a benchmark."""
+
+    labels: Mapping[str, str]
+    """Labels of contenders, by name without a trailing number of environments, in the order of the rows."""
+    peers: tuple[str, ...]
+    """Contenders of which a table has only the best number of environments."""
+    baseline: str
+    """The peer that all contenders are compared with."""
+    image: str
+    """Beginning of the names of plots."""
+
+    def label(self, name: str) -> str:
+        number = _num_envs(name)
+        return self.labels.get(family(name), name) + (f", {number} environments" if number else "")
 
 
-def summary(document: dict[str, Any]) -> str:
+PPO = Layout(
+    labels={
+        "cleanrl": "CleanRL",
+        "rllib": "RLlib",
+        "farstep-cleanrls": "farstep, CleanRL's hyper-parameters",
+        "farstep": "farstep, its own choice",
+        "farstep-ppo": "farstep `ppo`",
+        "farstep-async-ppo": "farstep `async-ppo`",
+        "farstep-impala": "farstep `impala`",
+    },
+    peers=("cleanrl", "rllib"),
+    baseline="cleanrl",
+    image="learning",
+)
+"""The layout of learning.py."""
+
+
+def summary(document: dict[str, Any], layout: Layout = PPO) -> str:
     """A table per task with a row per contender, and their settings."""
     parts = []
     for task in document["tasks"]:
         runs = [run for run in document["runs"] if run["env"] == task["env"]]
         if runs:
-            goal = f"{task['env']}, mean return {task['threshold']:.0f} over the last 100 episodes"
-            parts += [f"{goal}, at most {task['max_steps']:,} steps; medians (from the best to the worst seed):"]
-            parts += [_table_of(runs)]
+            parts += [f"{_goal(task)}; medians (from the best to the worst seed):"]
+            parts += [_table_of(runs, task, layout)]
     done = [run for run in document["runs"] if run["report"]]
     noted = [run for run in done if run["report"]["notes"]]
-    notes = sorted({f"{LABELS[_family(run['contender'])]} {run['report']['notes']}" for run in noted})
+    notes = sorted({f"{layout.labels[family(run['contender'])]} {run['report']['notes']}" for run in noted})
     if notes:
         parts.append(f"{'; '.join(notes)}.")
-    parts += _tried(done)
+    parts += _tried(done, layout)
     if done:
         others = [run["others_cpu_s"] / max(run["wall_s"], 1e-9) for run in done]
         parts.append(
             f"Other processes used {median(others):.2f} cores (median; at most {max(others):.2f}). Runs in which they "
             f"used more than {DISTURBED_CORES} cores are left out if three other runs of the contender remain."
         )
-    parts.append(_versions(done))
+    parts.append(_versions(done, layout))
     return "\n\n".join(parts)
 
 
-def _table_of(runs: Sequence[Row]) -> str:
-    names = _best_of(runs, PEERS)
-    calm = {name: _calm([run for run in runs if run["contender"] == name and run["report"]]) for name in names}
+def _goal(task: Row) -> str:
+    if task["threshold"] is None:
+        return f"{task['env']}, {task['max_steps']:,} steps"
+    goal = f"{task['env']}, mean return {task['threshold']:.0f} over the last 100 episodes"
+    return f"{goal}, at most {task['max_steps']:,} steps"
+
+
+def _table_of(runs: Sequence[Row], task: Row, layout: Layout) -> str:
+    calm = calm_runs(runs, layout)
+    has_goal = task["threshold"] is not None
     rows = []
-    for name in names:
-        found = calm[name]
+    for name, found in calm.items():
         if not found:
             failed = next(run for run in runs if run["contender"] == name)
-            rows.append([_label(failed["contender"]), failed["status"], *("-" for _ in range(6))])
+            rows.append([layout.label(failed["contender"]), failed["status"], *("-" for _ in range(6))])
             continue
-        reports = [run["report"] for run in found]
+        reports = [{**run["report"], "reached": run["report"]["reached"] or not has_goal} for run in found]
+        returns = [report["last_mean"] for report in reports] if not has_goal else []
         rows.append(
             [
-                _label(name),
-                f"{sum(report['reached'] for report in reports)} of {len(reports)}",
+                layout.label(name),
+                f"{sum(report['reached'] for report in reports)} of {len(reports)}"
+                if has_goal
+                else _spread(returns, reports, "{:,.0f}"),
                 _spread([report["seconds"] for report in reports], reports, "{:,.1f}"),
                 _spread([run["wall_s"] for run in found], reports, "{:,.1f}"),
                 _spread([report["steps"] for report in reports], reports, "{:,.0f}"),
                 f"{median(report['steps'] / max(report['seconds'], 1e-9) for report in reports):,.0f}",
-                _share(calm, name, "seconds"),
-                _share(calm, name, "steps"),
+                _share(calm, name, "seconds", layout),
+                _share(calm, name, "steps", layout),
             ]
         )
-    header = ["", "reached", "seconds", "whole process, s", "steps", "steps/s", "of CleanRL's s", "of its steps"]
-    return table(header, rows)
+    columns = ["", "reached" if has_goal else "return", "seconds", "whole process, s", "steps", "steps/s"]
+    return table([*columns, f"of {layout.labels[layout.baseline]}'s s", "of its steps"], rows)
 
 
-def _tried(done: Sequence[Row]) -> list[str]:
+def calm_runs(runs: Sequence[Row], layout: Layout) -> dict[str, list[Row]]:
+    """The undisturbed runs of each contender of a task, in the order of the table; empty if all its runs failed."""
+    names = _best_of(runs, layout.peers, layout)
+    return {name: _calm([run for run in runs if run["contender"] == name and run["report"]]) for name in names}
+
+
+def _tried(done: Sequence[Row], layout: Layout) -> list[str]:
     """The numbers of environments that a peer was run with, if there are several."""
     said = []
-    for peer in PEERS:
-        names = {run["contender"] for run in done if _family(run["contender"]) == peer}
+    for peer in layout.peers:
+        names = {run["contender"] for run in done if family(run["contender"]) == peer}
         numbers = ", ".join(str(number) for number in sorted(filter(None, map(_num_envs, names))))
         if numbers:
             own = "its own number and with " if peer in names else ""
-            said.append(f"{LABELS[peer]} ran with {own}{numbers} environments; the table has the best of them.")
+            said.append(f"{layout.labels[peer]} ran with {own}{numbers} environments; the table has the best of them.")
     return [" ".join(said)] if said else []
 
 
-def _best_of(runs: Sequence[Row], families: Sequence[str]) -> list[str]:
-    """Names of contenders in the order of LABELS, each with its best number of environments."""
-    found: dict[str, list[str]] = {family: [] for family in LABELS}
+def _best_of(runs: Sequence[Row], families: Sequence[str], layout: Layout) -> list[str]:
+    """Names of contenders in the order of the labels, each with its best number of environments."""
+    found: dict[str, list[str]] = {label: [] for label in layout.labels}
     for name in dict.fromkeys(run["contender"] for run in runs):
-        found[_family(name)].append(name)
+        found[family(name)].append(name)
     chosen = []
-    for family, names in found.items():
+    for label, names in found.items():
         names.sort(key=lambda name: _num_envs(name) or 0)
-        chosen += [min(names, key=lambda name: _rank(runs, name))] if names and family in families else names
+        chosen += [min(names, key=lambda name: _rank(runs, name))] if names and label in families else names
     return chosen
 
 
@@ -111,7 +148,8 @@ def _rank(runs: Sequence[Row], name: str) -> tuple[int, float]:
     return -sum(report["reached"] for report in reports), seconds
 
 
-def _family(name: str) -> str:
+def family(name: str) -> str:
+    """The name of a contender without a trailing number of environments."""
     return name.rpartition("-")[0] if _num_envs(name) else name
 
 
@@ -132,17 +170,17 @@ def _spread(values: Sequence[float], reports: Sequence[Row], form: str) -> str:
     return f"{more}{form.format(median(values))} ({form.format(min(values))} - {form.format(max(values))})"
 
 
-def _share(runs: dict[str, list[Row]], name: str, key: str) -> str:
-    baseline = next((who for who in runs if _family(who) == BASELINE), BASELINE)
+def _share(runs: dict[str, list[Row]], name: str, key: str, layout: Layout) -> str:
+    baseline = next((who for who in runs if family(who) == layout.baseline), layout.baseline)
     if not runs.get(baseline) or name == baseline:
         return "1" if name == baseline else "-"
     own, other = (median(run["report"][key] for run in runs[who]) for who in (name, baseline))
     return f"{own / other:.2f}"
 
 
-def _versions(done: Sequence[Row]) -> str:
+def _versions(done: Sequence[Row], layout: Layout) -> str:
     said = []
-    for name in ("cleanrl", "rllib", "farstep"):
+    for name in (*layout.peers, "farstep"):
         found = next((run["report"]["versions"] for run in done if run["contender"].partition("-")[0] == name), None)
         if found:
             listed = ", ".join(f"{package} {version}" for package, version in found.items())
@@ -150,12 +188,7 @@ def _versions(done: Sequence[Row]) -> str:
     return f"Versions: {'; '.join(said)}."
 
 
-def _label(name: str) -> str:
-    number = _num_envs(name)
-    return LABELS.get(_family(name), name) + (f", {number} environments" if number else "")
-
-
-def draw(document: dict[str, Any], folder: Path) -> list[Path]:
+def draw(document: dict[str, Any], folder: Path, layout: Layout = PPO) -> list[Path]:
     """Draw a plot per task: return over seconds and steps, each contender with its best number of environments."""
     import matplotlib
 
@@ -169,19 +202,21 @@ def draw(document: dict[str, Any], folder: Path) -> list[Path]:
             continue
         figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
         for column, (axis, what) in enumerate(zip(axes, ("seconds of training", "environment steps"), strict=True)):
-            for number, name in enumerate(_best_of(runs, list(LABELS))):
+            for number, name in enumerate(_best_of(runs, list(layout.labels), layout)):
                 curves = [np.array(run["report"]["curve"]) for run in runs if run["contender"] == name]
-                _line(axis, curves, column, f"C{number}", _label(name))
-            axis.axhline(task["threshold"], color="grey", linestyle=":", linewidth=1)
+                _line(axis, curves, column, f"C{number}", layout.label(name))
+            if task["threshold"] is not None:
+                axis.axhline(task["threshold"], color="grey", linestyle=":", linewidth=1)
             shortest = min(run["report"]["curve"][-1][column] for run in runs)
             axis.set(xlabel=what, xscale="log", xlim=(shortest / 20, None))
             axis.grid(alpha=0.3)
         axes[0].set_ylabel("mean return of the last 100 episodes")
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), fontsize=8)
-        figure.suptitle(f"{task['env']}: every run ends at the threshold (dotted line); bands from seed to seed")
+        ends = f"after {task['max_steps']:,} steps" if task["threshold"] is None else "at the threshold (dotted line)"
+        figure.suptitle(f"{task['env']}: every run ends {ends}; bands from seed to seed")
         folder.mkdir(parents=True, exist_ok=True)
-        written.append(folder / f"learning-{task['env'].lower()}.png")
+        written.append(folder / f"{layout.image}-{task['env'].lower()}.png")
         figure.savefig(written[-1], dpi=110)
         plt.close(figure)
     return written

@@ -23,6 +23,7 @@ import bulk
 import defaults
 import learning_tables
 import network
+import offpolicy_tables
 import scale
 import scaling
 import speed_plot
@@ -88,6 +89,7 @@ SECTIONS = (
     Section(README, "scale", "scale-16-cores.json", scale.summary),
     Section(README, "buffer", "buffer.json", buffer_summary),
     Section(README, "learning", "learning.json", learning_tables.summary),
+    Section(README, "offpolicy", "offpolicy.json", offpolicy_tables.summary, "offpolicy.py"),
     Section(README, "async", "async-16-cores.json", async_tables.summary),
     Section(README, "uneven", "uneven.json", uneven.summary, "uneven.py"),
     Section(README, "network", "network.json", network.summary),
@@ -134,6 +136,11 @@ PLOTS = (
     Plots("throughput.json", speed_plot.draw, ("speed.png",)),
     Plots("defaults.json", defaults.draw, tuple(f"defaults-{learner}.png" for learner in defaults.LEARNERS)),
     Plots("learning.json", learning_tables.draw, ("learning-cartpole-v1.png", "learning-lunarlander-v3.png")),
+    Plots(
+        "offpolicy.json",
+        offpolicy_tables.draw,
+        ("offpolicy-pendulum-v1.png", "offpolicy-lunarlander-v3.png", "offpolicy-halfcheetah-v5.png"),
+    ),
     Plots("async-16-cores.json", async_tables.draw, ("async-returns.png", "async-staleness.png")),
     Plots("async-lunarlander.json", async_return.draw, ("async-lunarlander.png",)),
     *(

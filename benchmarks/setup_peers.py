@@ -5,6 +5,7 @@ unless the pins changed; a peer that cannot be installed is reported in one line
 
     python benchmarks/setup_peers.py                 # all peers
     python benchmarks/setup_peers.py envpool rllib   # some
+    python benchmarks/setup_peers.py --mujoco sb3    # also MuJoCo, which HalfCheetah-v5 needs
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ OLD_ENVS = ("gymnasium==0.29.1", "ale-py==0.12.1", "opencv-python-headless==4.11
 
 BOX2D = ("box2d==2.3.10", "box2d-py==2.3.8")
 """Packages of LunarLander: the first has wheels for x86-64 only, the second compiles anywhere."""
+
+MUJOCO = "mujoco"
+"""Package of HalfCheetah-v5, installed only on request: not every platform has wheels."""
 
 INSTALL_TIMEOUT_S = 1800.0
 
@@ -92,7 +96,9 @@ def main() -> int:
     known = {peer.name: peer for peer in PEERS}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("names", nargs="*", metavar="PEER", help=f"some of {', '.join(known)}; default: all")
-    names = parser.parse_args().names or list(known)
+    parser.add_argument("--mujoco", action="store_true", help="also install MuJoCo")
+    options = parser.parse_args()
+    names = options.names or list(known)
     unknown = [name for name in names if name not in known]
     if unknown:
         parser.error(f"unknown peer {', '.join(unknown)}; known: {', '.join(known)}")
@@ -102,6 +108,8 @@ def main() -> int:
         started = time.monotonic()
         try:
             done = install(known[name])
+            if options.mujoco:
+                pip(VENVS / name / "bin" / "python", "install", "--only-binary", ":all:", MUJOCO)
         except InstallError as error:
             failures[name] = str(error)
             say(f"      cannot be installed: {error}")

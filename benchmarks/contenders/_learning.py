@@ -1,9 +1,10 @@
-"""What the contenders of learning.py share, in every virtual environment: arguments, the curve, the report."""
+"""Shared by the contenders of learning.py and offpolicy.py in every environment: arguments, the curve, the report."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ class Task:
     env: str
     seed: int
     threshold: float
-    """Mean return of the last 100 training episodes."""
+    """Mean return of the last 100 training episodes; infinite: train for `max_steps`."""
     max_steps: int
 
 
@@ -32,7 +33,7 @@ def parse_arguments(parser: argparse.ArgumentParser | None = None) -> tuple[Task
     parser = parser or argparse.ArgumentParser()
     parser.add_argument("--env", required=True)
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--threshold", type=float, required=True)
+    parser.add_argument("--threshold", type=float, default=math.inf)
     parser.add_argument("--max-steps", type=int, required=True)
     options = parser.parse_args()
     task = Task(env=options.env, seed=options.seed, threshold=options.threshold, max_steps=options.max_steps)
@@ -66,9 +67,29 @@ class Curve:
 
 
 def report(
-    name: str, task: Task, curve: Curve, settings: dict[str, object] | str, packages: Sequence[str], notes: str = ""
+    name: str,
+    task: Task,
+    curve: Curve,
+    settings: dict[str, object] | str,
+    packages: Sequence[str],
+    notes: str = "",
+    updates: int | None = None,
+    learner_s: float | None = None,
 ) -> None:
-    """Print what learning.py reads."""
+    """Print what the benchmark reads.
+
+    Args:
+        name: Name of the contender.
+        task: The task.
+        curve: Returns over seconds and steps.
+        settings: Hyper-parameters, or the command.
+        packages: Packages whose versions are reported.
+        notes: How the task differs from that of other contenders.
+        updates: Optimizer steps until the end of the curve; None: not counted.
+        learner_s: Seconds that the learner spent on sampling and on optimizer steps; None: not measured.
+    """
+    if not curve.points:
+        raise SystemExit(f"RuntimeError: no episode ended within {task.max_steps:,} steps; use a larger --max-steps")
     seconds, steps, mean = curve.points[-1]
     every = max(1, len(curve.points) // CURVE_POINTS)
     kept = [*curve.points[:-1:every], curve.points[-1]]
@@ -81,6 +102,8 @@ def report(
         "last_mean": round(mean, 2),
         "settings": settings,
         "notes": notes,
+        **({} if updates is None else {"updates": updates}),
+        **({} if learner_s is None else {"learner_s": round(learner_s, 3)}),
         "versions": versions_of(*packages),
         "curve": [[round(second, 2), step, round(value, 2)] for second, step, value in kept],
     }

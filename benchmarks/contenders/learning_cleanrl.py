@@ -1,4 +1,4 @@
-"""CleanRL's PPO: its own script, run as it is, stopped at the threshold.
+"""CleanRL's PPO, SAC or DQN: its own script, run as it is, stopped at the threshold.
 
 The script says returns to a TensorBoard writer. It gets one that only listens, which costs less than the real one.
 """
@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,8 +20,11 @@ import _setup  # noqa: F401
 import gymnasium as gym
 from _learning import Curve, parse_arguments, report
 
-NEWER = {"LunarLander-v3": "LunarLander-v2"}
+NEWER = {"LunarLander-v3": "LunarLander-v2", "HalfCheetah-v5": "HalfCheetah-v4"}
 """What Gymnasium 0.29, which the script is written for, has instead."""
+
+
+REPLAY_SCRIPTS = ("dqn.py", "sac_continuous_action.py")
 
 
 class Reached(Exception):
@@ -29,10 +33,12 @@ class Reached(Exception):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--script", type=Path, required=True)
+    parser.add_argument("--scripts", type=Path, required=True, help="folder `cleanrl` of CleanRL's repository")
+    parser.add_argument("--script", default="ppo.py", help="name of the script")
     parser.add_argument("--contender", default="cleanrl")
-    parser.add_argument("--num-envs", type=int, help="another number than the script's own, 4")
+    parser.add_argument("--num-envs", type=int, help="another number than the script's own")
     task, options = parse_arguments(parser)
+    script = options.scripts / options.script
     env_id = task.env if task.env in gym.registry else NEWER[task.env]
     arguments = ["--env-id", env_id, "--seed", str(task.seed), "--total-timesteps", str(task.max_steps), "--no-cuda"]
     if options.num_envs:
@@ -63,19 +69,37 @@ def main() -> None:
     tensorboard = ModuleType("torch.utils.tensorboard")
     tensorboard.SummaryWriter = Listener  # type: ignore[attr-defined]
     sys.modules[tensorboard.__name__] = tensorboard
-    sys.argv = [str(options.script), *arguments]
+    sys.path.insert(0, str(options.scripts.parent))  # the replay scripts import `cleanrl_utils` from there
+    num_samples = count_samples() if options.script in REPLAY_SCRIPTS else lambda: None
+    sys.argv = [str(script), *arguments]
     try:
-        runpy.run_path(str(options.script), run_name="__main__")
+        runpy.run_path(str(script), run_name="__main__")
     except Reached:
         pass
     report(
         options.contender,
         task,
         curve,
-        f"its own: ppo.py {' '.join(arguments)}; sha256 {hashlib.sha256(options.script.read_bytes()).hexdigest()[:12]}",
+        f"its own: {script.name} {' '.join(arguments)}; sha256 {hashlib.sha256(script.read_bytes()).hexdigest()[:12]}",
         ("torch", "numpy", "gymnasium"),
         notes="" if env_id == task.env else f"learns {env_id}",
+        updates=num_samples(),
     )
+
+
+def count_samples() -> Callable[[], int]:
+    """Count the batches that the script takes from its replay buffer, one for each update."""
+    from cleanrl_utils.buffers import ReplayBuffer
+
+    sample, count = ReplayBuffer.sample, 0
+
+    def counting(buffer: Any, *arguments: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        return sample(buffer, *arguments, **options)
+
+    ReplayBuffer.sample = counting
+    return lambda: count
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ def has_option(script: Path, option: str) -> bool:
     text = script.read_text()
     if "Sitting.add_options(" in text:  # the options of every script that trains in several sittings
         text += (BENCHMARKS / "trainings.py").read_text()
+    if "learning.main(" in text:  # benchmarks that learning.py runs
+        text += (BENCHMARKS / "learning.py").read_text()
     field = option.removeprefix("--").replace("-", "_")
     return f'"{option}"' in text or re.search(rf"^    {field}: ", text, re.MULTILINE) is not None
 

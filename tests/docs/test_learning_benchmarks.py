@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -13,8 +14,8 @@ import pytest
 
 from tests.docs.benchmark_modules import BENCHMARKS, benchmark_modules
 
-aaps, async_return, learning_tables, trainings = benchmark_modules(
-    "aaps", "async_return", "learning_tables", "trainings"
+aaps, async_return, learning_tables, offpolicy_tables, trainings = benchmark_modules(
+    "aaps", "async_return", "learning_tables", "offpolicy_tables", "trainings"
 )
 Metrics = dict[str, Any]
 SMALL = trainings.Training(
@@ -132,3 +133,59 @@ def test_table_has_the_best_number_of_environments_of_a_peer() -> None:
     assert "| CleanRL, 16 environments " in text and "| CleanRL  " not in text
     assert "`ppo`, 16 environments" in text and "`ppo`, 128 environments" in text
     assert "0.80" in text and "0.40" in text  # of the best CleanRL's seconds
+
+
+def replay_run(contender: str, seed: int, seconds: float, reached: bool = True, **found: Any) -> dict[str, Any]:
+    report = {"reached": reached, "steps": 1000, "seconds": seconds, "last_mean": -190.0, "updates": 500, "notes": ""}
+    run = {"contender": contender, "env": "Pendulum-v1", "seed": seed, "wall_s": 1.0, "others_cpu_s": 0.0}
+    return {**run, "report": {**report, "versions": {}, "curve": [], **found}}
+
+
+def pendulum(runs: list[dict[str, Any]], threshold: float | None = -200.0) -> dict[str, Any]:
+    return {"tasks": [{"env": "Pendulum-v1", "threshold": threshold, "max_steps": 1000}], "runs": runs}
+
+
+def test_replay_learners_are_compared_with_every_peer_and_with_alternating() -> None:
+    runs = [
+        replay_run("farstep-sac", 1, 4.0, learner_s=1.0),
+        replay_run("farstep-sac-alternating", 1, 8.0, learner_s=2.0),
+        replay_run("farstep-sac-alternating", 2, 80.0, learner_s=20.0),  # the other has no such seed
+        replay_run("cleanrl", 1, 3.2),
+        replay_run("sb3", 1, 16.0, reached=False),
+        replay_run("rllib", 1, 80.0),
+        replay_run("rllib-2", 1, 10.0),
+    ]
+    text = offpolicy_tables.summary(pendulum(runs))
+    assert "one seed: 50% less time than SAC that alternates" in text
+    assert "takes the learner 2.00 ms instead of 4.00 ms, 50% less time" in text
+    assert "25% more time than CleanRL; at least 75% less time than Stable-Baselines3" in text
+    assert "60% less time than RLlib." in text  # the better number of environments
+    late = [{**run, "report": {**run["report"], "reached": False}} for run in runs]
+    assert "less time than RLlib" not in offpolicy_tables.summary(pendulum(late))
+
+
+def test_task_without_threshold_shows_returns() -> None:
+    runs = [replay_run("farstep-sac", 1, 4.0, reached=False), replay_run("rllib", 1, 16.0, reached=False)]
+    text = offpolicy_tables.summary(pendulum(runs, threshold=None))
+    assert "-190 (-190 - -190)" in text and "75% less time than RLlib" in text and "> " not in text
+
+
+def test_benchmark_of_replay_learners_runs_and_continues(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    words = "--env LunarLander-v3 HalfCheetah-v5 --only farstep-dqn --seeds 1 --max-steps 2400 --images"
+    command = [str(BENCHMARKS / "offpolicy.py"), *words.split(), str(tmp_path), "--out", str(out)]
+
+    def benchmark() -> str:
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=170)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    first = benchmark()
+    assert "1 runs of farstep-dqn" in first
+    skipped = "HalfCheetah-v5 is skipped: mujoco is not installed" in first
+    assert skipped == (importlib.util.find_spec("mujoco") is None)
+    (run,) = json.loads(out.read_text())["runs"]
+    assert run["status"] == "ok", run["reason"]
+    assert run["report"]["updates"] > 0 and 0.0 < run["report"]["learner_s"] <= run["report"]["seconds"]
+    assert "| farstep `dqn`" in first and (tmp_path / "offpolicy-lunarlander-v3.png").exists()
+    assert "0 runs of farstep-dqn" in benchmark()

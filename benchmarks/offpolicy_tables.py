@@ -1,0 +1,131 @@
+"""The results of offpolicy.py as tables and plots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import learning_tables
+from learning_tables import Layout, Row, calm_runs, family
+from tables import table
+
+REPLAY = Layout(
+    labels={
+        "cleanrl": "CleanRL",
+        "sb3": "Stable-Baselines3",
+        "rllib": "RLlib",
+        "farstep-sac-alternating": "farstep `sac --no-concurrent`",
+        "farstep-sac": "farstep `sac`",
+        "farstep-dqn": "farstep `dqn`",
+        "farstep-apex": "farstep `apex`",
+    },
+    peers=("cleanrl", "sb3", "rllib"),
+    baseline="rllib",
+    image="offpolicy",
+)
+CONCURRENT, ALTERNATING = "farstep-sac", "farstep-sac-alternating"
+PAPER = {"seconds": "42 to 49 %", "update": "38 %"}
+"""ARTOS's savings compared with Ray."""
+
+
+def summary(document: dict[str, Any]) -> str:
+    """Concurrent and alternating SAC, time per update, tables of all contenders, and comparisons with each peer."""
+    parts = []
+    for task in document["tasks"]:
+        calm = calm_runs([run for run in document["runs"] if run["env"] == task["env"]], REPLAY)
+        if any(calm.values()):
+            parts += [*_concurrency(task, calm), *_updates(task, calm), *_against_peers(task, calm)]
+    return "\n\n".join([*parts, learning_tables.summary(document, REPLAY), "`results/offpolicy.json` has every run."])
+
+
+def draw(document: dict[str, Any], folder: Path) -> list[Path]:
+    """Draw the plot of each task: return over seconds and steps."""
+    return learning_tables.draw(document, folder, REPLAY)
+
+
+def _concurrency(task: Row, calm: dict[str, list[Row]]) -> list[str]:
+    """How much time SAC saves by learning while workers roll, with the seeds that both variants have."""
+    pairs = _same_seeds(calm.get(CONCURRENT, []), calm.get(ALTERNATING, []))
+    if not pairs:
+        return []
+    first, second = zip(*pairs, strict=True)
+    own, other = (median(_update_ms(run, "learner_s") for run in runs) for runs in (first, second))
+    return [
+        f"{task['env']}, SAC that learns while workers roll, {_seeds(len(pairs))}: "
+        f"{_comparison(task, first, second, 'SAC that alternates')} (ARTOS's paper, compared with Ray: "
+        f"{PAPER['seconds']} less). An update takes the learner {own:.2f} ms instead of {other:.2f} ms, "
+        f"{_less(own, other)} time (paper: {PAPER['update']} less)."
+    ]
+
+
+def _updates(task: Row, calm: dict[str, list[Row]]) -> list[str]:
+    """A table with the updates of each contender and the time of one."""
+    rows = []
+    for name, runs in calm.items():
+        counted = [run for run in runs if run["report"].get("updates")]
+        if counted:
+            reports = [run["report"] for run in counted]
+            timed = [_update_ms(run, "learner_s") for run in counted if "learner_s" in run["report"]]
+            rows.append(
+                [
+                    REPLAY.label(name),
+                    f"{median(report['updates'] for report in reports):,.0f}",
+                    f"{median(report['updates'] / report['steps'] for report in reports):.2f}",
+                    f"{median(_update_ms(run, 'seconds') for run in counted):.2f}",
+                    f"{median(timed):.2f}" if timed else "-",
+                ]
+            )
+    header = ["", "updates", "updates/step", "ms per update, overall", "ms in the learner"]
+    text = f"{task['env']}, time per update; overall: seconds of training divided by updates; medians:"
+    return [text, table(header, rows)] if rows else []
+
+
+def _against_peers(task: Row, calm: dict[str, list[Row]]) -> list[str]:
+    """Each of farstep's learners compared with each peer."""
+    said = []
+    for name in (name for name in calm if name.startswith("farstep") and name != ALTERNATING and calm[name]):
+        against = [
+            _comparison(task, calm[name], calm[peer], REPLAY.labels[family(peer)])
+            for peer in calm
+            if family(peer) in REPLAY.peers and calm[peer]
+        ]
+        if against:
+            said.append(f"{REPLAY.label(name)}: {'; '.join(dict.fromkeys(against))}.")
+    return [f"{task['env']}, median time of training. {' '.join(said)}"] if said else []
+
+
+def _comparison(task: Row, first: Sequence[Row], second: Sequence[Row], name: str) -> str:
+    """Seconds of the first compared with those of the second, whose runs below the threshold are lower bounds."""
+    own, other = (median(run["report"]["seconds"] for run in runs) for runs in (first, second))
+    if task["threshold"] is not None:
+        if not _all_reached(first):
+            return "not every seed reaches the threshold, so times are not compared"
+        if not _all_reached(second):
+            bound = f"at least {_less(own, other)} time than" if own < other else "no comparison with"
+            return f"{bound} {name}, which does not reach the threshold with every seed"
+    return f"{_less(own, other)} time than {name}"
+
+
+def _less(own: float, other: float) -> str:
+    share = own / other
+    return f"{1 - share:.0%} less" if share <= 1 else f"{share - 1:.0%} more"
+
+
+def _all_reached(runs: Sequence[Row]) -> bool:
+    return all(run["report"]["reached"] for run in runs)
+
+
+def _same_seeds(first: Sequence[Row], second: Sequence[Row]) -> list[tuple[Row, Row]]:
+    others = {run["seed"]: run for run in second}
+    return [(run, others[run["seed"]]) for run in first if run["seed"] in others]
+
+
+def _seeds(number: int) -> str:
+    return "one seed" if number == 1 else f"{number} seeds"
+
+
+def _update_ms(run: Row, key: str) -> float:
+    """Milliseconds per update: of all training (`seconds`), or of the learner's own work (`learner_s`)."""
+    return 1000 * float(run["report"][key]) / max(run["report"]["updates"], 1)
