@@ -39,6 +39,8 @@ FROM_THE_HEAD = "the worker's: from the head, which it has authenticated and whi
 ALLOWED = {
     ("__init__.py", "__getattr__"): "the package's own modules, by names of a table in the same file",
     ("learners/__init__.py", "__getattr__"): "the package's own modules, by names of a table in the same file",
+    ("testing/__init__.py", "__getattr__"): "the package's own modules, by names of a table in the same file",
+    ("agents/base_weights.py", ""): FROM_THE_HEAD,
     ("agents/tape/program.py", "__init__"): "source that this process has just written from a recording of its own",
     ("cli/options/config_file.py", "_read"): "YAML of a file that the user names, with the safe loader",
     ("cli/kubernetes.py", "main"): "writes YAML, reads none",
@@ -46,7 +48,6 @@ ALLOWED = {
     ("observe/extras.py", "require"): "a library that the user chose, by a name in our own code",
     ("testing/launcher.py", "_check_killed_head"): "a test's own function, through the standard input of its child",
     ("testing/sync_rule.py", "check_sync_rule"): "what the same line has pickled",
-    ("worker/acting.py", "_unpacked"): FROM_THE_HEAD,
     ("worker/loop.py", "_construct"): FROM_THE_HEAD,
     ("worker/loop.py", "_call"): FROM_THE_HEAD,
     ("worker/rolling.py", "_reset"): FROM_THE_HEAD,
