@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import socket
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -14,6 +14,7 @@ from farstep.cli.options.launchers import ENGINES, LAUNCHERS, chosen_launcher
 from farstep.doctor import machine
 from farstep.doctor.findings import Finding, problem
 from farstep.errors import ConfigError
+from farstep.learners.options.run_config import LauncherName
 from tests.cli.test_cli import said
 
 
@@ -131,3 +132,7 @@ def test_a_finding_of_several_lines_is_indented() -> None:
 def test_an_option_without_its_value(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, error = said(capsys, "kubernetes", "--print", "--image", "x", "--requests", "cpu")
     assert status == 1 and "--requests: expected alternating names and values, e.g. cpu 4 memory 8Gi." in error
+
+
+def test_every_launcher_can_be_named_in_a_run() -> None:
+    assert set(get_args(LauncherName)) == set(LAUNCHERS)
