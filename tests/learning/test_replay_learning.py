@@ -86,6 +86,16 @@ def test_alternating_runs_with_one_seed_are_identical(learner: str) -> None:
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
+def test_filler_rows_do_not_count_as_steps() -> None:
+    """Environments that wait at a gate send filler rows; the run ends after the steps that were requested."""
+    with make_env(Identity, 4, launcher="in-process", stagger={"horizon": 20, "early": "gate"}) as env:
+        training, _ = make_training(env, CONFIGS["apex"], 800)
+        training.run()
+        stats = env.stats()
+    assert training.progress.steps >= 800
+    assert stats["steps"] > training.progress.steps, "there were filler rows"
+
+
 class KillsWorker(Rows):
     """Kills a worker after the second row of metrics."""
 

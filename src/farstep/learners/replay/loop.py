@@ -239,12 +239,16 @@ class _Session:
         """Run the workflow, then report the rest and write the last checkpoints."""
         self._checkpoints.start(self._buffer)
         self._make_updates()  # those that a stopped run left: the limiter may refuse new rows before
-        self._flow.run(total_steps=self._steps_left, until=lambda: self._loop.stopping)
+        self._flow.run(until=self._is_done)
         if self._published_updates < self._updates:
             self._publish()
         if self._going and (self._collected.steps or self._reported_updates < self._updates):
             self._report()
         self._checkpoints.finish()
+
+    def _is_done(self) -> bool:
+        """Whether all steps have arrived, without filler rows, or a signal has requested the run to stop."""
+        return self._loop.stopping or self._collected.total_steps >= self._steps_left
 
     def close(self) -> None:
         """End the prefetching thread."""
