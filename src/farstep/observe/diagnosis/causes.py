@@ -104,14 +104,16 @@ RULES: tuple[Rule, ...] = (
         "limit",
         "In a run of dqn, apex, sac or aride, workers or learner wait for at least 80 % of the time, to keep the ratio "
         "of updates to steps (limiter/blocked); not a problem",
-        "If workers wait, lower --updates-per-step (aride: --samples-per-step) or use a GPU for more steps per second. "
-        "If the learner waits, add workers, or raise this option to learn more from each row.",
+        "If workers wait, the learner is too slow for the ratio: lower --updates-per-step (aride: --samples-per-step), "
+        "or train on a GPU (--device cuda). If the learner waits, add workers, or raise this option to learn more from "
+        "each row.",
         find.replay_ratio,
     ),
     Rule(
         "limiter blocks",
         "limit",
-        "The buffer's limiter makes inserting or sampling wait for at least 80 % of the time (limiter/blocked)",
+        "In a workflow of your own, the buffer's limiter makes inserting or sampling wait for at least 80 % of the "
+        "time (limiter/blocked)",
         "Change samples_per_insert, or set min_diff and max_diff further apart (error_buffer). If sampling waits, add "
         "workers; if inserting waits, make updates faster.",
         find.limiter_blocks,
