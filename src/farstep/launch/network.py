@@ -14,7 +14,7 @@ from farstep.wire.channels.zmq import Hub
 
 
 class NetworkLauncher(Launcher):
-    """Starts one process per worker, connected by ZeroMQ over loopback (tcp) or a socket file (ipc)."""
+    """Starts one process per worker, connected by ZeroMQ over loopback (tcp) or a local socket (ipc)."""
 
     shares_memory = False
     driven = False

@@ -6,7 +6,7 @@ Retrace on state values (`returns.retrace_delta`), the losses of a batch of epis
     actor    -weight * min(rho_bar, rho_t) * gate(Delta_t) * log pi(a_t|s_t) - entropy_bonus * H(pi(.|s_t))
     critic   weight * (V(s_t) - target_t) ** 2 / 2
     target   V(s_t) + min(rho_bar, rho_t) * Delta_t     mode "vtrace", the target of V-trace
-             V(s_t) + Delta_t                           mode "paper", as published; biased towards mu
+             V(s_t) + Delta_t                           mode "paper", the target of DistRL; biased towards mu
              1 if sum_k gamma^(k-t) r_k > 0, else 0     mode "bce": V is the probability of success, with cross-entropy
 
 Episodes are sampled in proportion to priority ** priority_alpha (DPER), and `weight` corrects for it:
@@ -72,7 +72,7 @@ class ArideConfig:
     """
 
     mode: Mode = "vtrace"
-    """Target of the critic: V-trace's (vtrace); as published, biased towards the policy that acted (paper); or whether
+    """Target of the critic: V-trace's (vtrace); DistRL's, biased towards the policy that acted (paper); or whether
     the return is above 0, for environments that reward only success (bce)."""
     gate: Gate = "normalize"
     """How advantages weight the policy gradient: unchanged (none), with mean 0 and standard deviation 1 over each batch
@@ -95,7 +95,7 @@ class ArideConfig:
     """Subtracted from the reward of a step that repeats the previous action: once for the first repetition, twice for
     the second, and so on; another action resets the count."""
     filter_quantile: float | None = None
-    """Train the actor only on episodes whose return exceeds the value predicted at their start by more than this
+    """Train the actor only on episodes whose return exceeds the value predicted at their start by at least this
     quantile of recent episodes, e.g. 0.9; the critic learns from all. None: no filter."""
     w1: float = 50.0
     """Weight of the mean absolute TD error in an episode's priority."""

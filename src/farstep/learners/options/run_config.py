@@ -40,7 +40,7 @@ class RunConfig:
     """Where workers run: in processes of this machine (local), inside this process for debugging (in-process), or on a
     cluster. `--launcher NAME --help` also lists the options of this launcher."""
     transport: LocalTransport = "shm"
-    """Transport of --launcher local: shared memory (shm), or ZeroMQ over a socket file (ipc) or loopback (tcp). Remote
+    """Transport of --launcher local: shared memory (shm), or ZeroMQ over a local socket (ipc) or loopback (tcp). Remote
     workers use ZeroMQ, so tcp measures the bytes that a cluster would send."""
     total_steps: int = 1_000_000
     """Environment steps to train for."""
