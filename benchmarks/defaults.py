@@ -196,7 +196,8 @@ def page(document: dict[str, Any]) -> str:
     """The section of benchmarks/README.md: machines, and a table for every task."""
     return "\n\n".join(
         [
-            f"On {machines(document)}, `results/defaults.json`:",
+            f"On {machines(document)}, `results/defaults.json`. The mean includes runs that did not reach the "
+            "threshold, with all of their steps:",
             *(text for env in TASKS if (text := summary(document, env))),
         ]
     )
