@@ -1,0 +1,1 @@
+"""Elastic actors: when to start workers, how many to use, and who holds which resource."""
