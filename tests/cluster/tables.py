@@ -93,10 +93,10 @@ def deliberate(message: Any) -> None:
 
 
 @contextlib.contextmanager
-def helper(call: Callable[[], object]) -> Iterator[None]:
+def helper(call: Callable[[], object]) -> Iterator[threading.Thread]:
     thread = threading.Thread(target=call)
     thread.start()
     try:
-        yield
+        yield thread
     finally:
         thread.join(30)

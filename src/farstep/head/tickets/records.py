@@ -20,6 +20,7 @@ class IssuedTicket:
     round: int
     """Index of the ticket's round; -1 in a session without rounds."""
     lane: int
+    """Where the chunk is written; -1 if the chunk was copied, so that another chunk can use its lane."""
     min_version: int
     """Oldest version that the worker may act with."""
 

@@ -113,9 +113,20 @@ class WorkerProcess:
         if self._ended is None:
             self._kill_group()
 
+    def suspend(self) -> None:
+        if self._ended is None:
+            self._signal_group(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        if self._ended is None:
+            self._signal_group(signal.SIGCONT)
+
     def _kill_group(self) -> None:
+        self._signal_group(signal.SIGKILL)
+
+    def _signal_group(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, number)
 
     def dump_stacks(self) -> None:
         with contextlib.suppress(ProcessLookupError):
