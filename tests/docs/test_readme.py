@@ -20,7 +20,10 @@ def example(page: str) -> tuple[str, str]:
     return found
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/aaps.md", "docs/stagger.md", "docs/waiting.md"])
+PRINTING = ["README.md", "docs/aaps.md", "docs/elasticity.md", "docs/stagger.md", "docs/waiting.md"]
+
+
+@pytest.mark.parametrize("page", PRINTING)
 def test_an_example_prints_what_it_says(page, tmp_path):
     code, printed = example(page)
     script = tmp_path / "example.py"

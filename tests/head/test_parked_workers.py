@@ -70,7 +70,6 @@ class World:
 
     def scale(self) -> None:
         count = self.rng.randint(1, self.workers)
-        self.tickets.presence.want(count)
         for worker in range(self.workers):
             if worker < count:
                 self.tickets.join(worker)
@@ -139,13 +138,30 @@ def test_no_chunk_is_lost_or_out_of_order_whenever_workers_are_parked(max_stalen
         assert world.batches > 5
 
 
-def test_quorum_counts_only_workers_that_are_wanted() -> None:
+def test_quorum_is_at_most_the_number_of_workers_that_are_not_parked() -> None:
     tickets = Tickets(4, quorum=3)
-    assert tickets.presence.quorum == 3
-    tickets.presence.want(2)
-    assert tickets.presence.quorum == 2
-    tickets.presence.want(4)
-    assert tickets.presence.quorum == 3
+    quorums = []
+    for worker in (3, 2, 1):
+        tickets.park(worker)
+        quorums.append(tickets.presence.quorum)
+    tickets.join(1)
+    assert [*quorums, tickets.presence.quorum] == [3, 2, 1, 2]
+
+
+def test_batches_that_others_have_begun_do_not_wait_for_an_unparked_worker() -> None:
+    tickets = Tickets(2)
+    tickets.open(2)
+    tickets.park(1)
+    for ticket in tickets.grant([0], 0):
+        assert tickets.accept(0, ticket.seq, 0, None)
+    tickets.join(1)
+    assert tickets.grant([0, 1], 0) == []  # it is included from round 3 on, when a batch is released
+    for _ in range(3):
+        assert [accepted.ticket.worker for accepted in tickets.take(0) or ()] == [0]
+        tickets.release()
+    both = tickets.grant([0, 1], 0)
+    assert {(ticket.worker, ticket.round) for ticket in both} >= {(0, 3), (1, 3)}
+    assert tickets.take(0) is None  # now it waits for both
 
 
 def test_worker_completes_the_window_that_it_has_begun_before_it_is_parked() -> None:
@@ -240,9 +256,10 @@ def test_parked_worker_that_ended_is_started_when_it_is_unparked_and_uses_the_bu
     membership = parked(workers=2, budget=1)
     for worker in range(2):
         assert membership.handle(Ended(worker), 2.0) == [Lost(worker)]
-    assert membership.tick(100.0) == [] and not membership.restarts
+    assert membership.tick(100.0) == []
     assert membership.handle(Unpark(0), 100.0) == []
-    assert membership.tick(100.0) == [Start(0, 1)] and membership.restarts == 1
+    assert membership.tick(100.0) == [Start(0, 1)]
+    assert membership.restarts == 1
     assert membership.handle(Unpark(1), 100.0) == [GiveUp(1, 2)]
 
 

@@ -93,6 +93,8 @@ class Server:
         """What a worker gets before its first ticket (agent, parameters, layout): numbers in the order of announcement,
         messages, frames and descriptors."""
         self._num_announced = 0
+        self._num_awake_calls = 0
+        """Number of calls in `awake`."""
         self.start_s = {"connect": 0.0, "construct": 0.0}
         """Durations of the slowest first start in seconds: from launch to `Hello`, and from `Hello` to `Ready`."""
         self.base_sent = 0
@@ -162,7 +164,7 @@ class Server:
 
     def _want(self, workers: int) -> None:
         """Park all workers from number `workers` on, and unpark the others."""
-        self.tickets.presence.want(workers)
+        self.tickets.presence.wanted = workers
         for record in self.records:
             if record.worker >= workers:
                 self.supervisor.act_on(membership.Park(record.worker))
@@ -176,6 +178,7 @@ class Server:
     def awake(self) -> Iterator[None]:
         """Suspend no process, and let the suspended ones run, for calls that also concern parked workers."""
         with self.locked():
+            self._num_awake_calls += 1
             for record in self.records[self.tickets.presence.wanted :]:
                 if self._is_parked(record) or self.supervisor.membership.members[record.worker].retiring:
                     self.supervisor.act_on(membership.Unpark(record.worker))
@@ -183,6 +186,7 @@ class Server:
             yield
         finally:
             with self.locked():
+                self._num_awake_calls -= 1
                 for record in self.records[self.tickets.presence.wanted :]:
                     self.supervisor.act_on(membership.Park(record.worker))
 
@@ -452,7 +456,7 @@ class Server:
             raise WireError("a report that it has returned its tickets, which the head did not request.")
         record.returning = False
         self.tickets.returned(record.worker)
-        if not self.tickets.must_finish(record.worker):
+        if not self.tickets.must_finish(record.worker) and not self._num_awake_calls:
             self.supervisor.act_on(membership.Idle(record.worker))
         self.grant()
 

@@ -11,13 +11,13 @@ class Presence:
 
     Args:
         num_workers: Number of all workers of the run.
-        quorum: Number of workers that must be present to continue, unless fewer are wanted.
+        quorum: Number of workers that must be present to continue, unless fewer are not parked.
     """
 
     def __init__(self, num_workers: int, quorum: int) -> None:
         self._num_workers, self._quorum = num_workers, quorum
         self.wanted = num_workers
-        """Number of workers that are not to be parked."""
+        """Number of workers that are not to be parked: the first ones."""
         self.absent: set[int] = set()
         """Workers that have no node."""
         self.parked: set[int] = set()
@@ -26,12 +26,12 @@ class Presence:
         self.departed: set[int] = set()
         """Workers that left since `Feed.members` last cleared this set."""
         self.changes = 0
-        """Increases whenever a worker joins, drains, retires, is parked or leaves, and when `wanted` changes."""
+        """Increases whenever a worker joins, drains, retires, is parked or leaves."""
 
     @property
     def quorum(self) -> int:
         """Number of workers that must be present to continue."""
-        return min(self._quorum, self.wanted)
+        return min(self._quorum, self._num_workers - len(self.parked))
 
     @property
     def present(self) -> set[int]:
@@ -48,11 +48,6 @@ class Presence:
     def is_away(self, worker: int) -> bool:
         """Whether a worker gets no tickets until it joins: it is absent or parked."""
         return worker in self.absent or worker in self.parked
-
-    def want(self, workers: int) -> None:
-        """Set the number of workers that are not to be parked."""
-        self.changes += workers != self.wanted
-        self.wanted = workers
 
     def leave(self, worker: int) -> None:
         self.absent.add(worker)

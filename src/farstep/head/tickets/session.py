@@ -43,6 +43,8 @@ class CollectionSession:
     """Number of rounds that the learner is done with; a multiple of `rollouts`."""
     since: dict[int, int] = field(default_factory=dict)
     """For each worker that joined during the session, the first round that includes it."""
+    unparked: set[int] = field(default_factory=set)
+    """Workers that joined after they were parked."""
     lanes: dict[int, list[int]] = field(default_factory=dict)
     """For each worker, its free lanes (only without rounds)."""
     lanes_per_worker: int = 0

@@ -330,18 +330,24 @@ class Tickets:
         """Continue without a worker that is parked, until it joins again. Its accepted chunks stay."""
         self.presence.park(worker)
         if (session := self._session) is not None:
+            session.unparked.discard(worker)
             session.missing = None
             session.redo[worker].clear()
 
     def join(self, worker: int) -> None:
         """Include a ready worker that was absent or parked, from the first batch for which no other has a ticket.
 
-        If the other workers do not reach the quorum, include the worker already in the next batch, which needs it.
+        If the other workers do not reach the quorum, include the worker already in the next batch, which needs it. A
+        worker that was parked does not count for the quorum of batches that others have begun.
         """
+        was_parked = worker in self.presence.parked
         if self.presence.join(worker) and (session := self._session) is not None:
+            if was_parked:
+                session.unparked.add(worker)
             others = self._present(session) - {worker}
             begun = max((session.issued[other] for other in others), default=0)
-            first = session.taken if len(others) < self.presence.quorum else max(begun, session.taken)
+            needed = not was_parked and len(others) < self.presence.quorum
+            first = session.taken if needed else max(begun, session.taken)
             delivered = (a.ticket.round for a in self._arrived.values() if a.ticket.worker == worker)
             session.join(worker, first, delivered)
         self._touch(worker)
@@ -466,9 +472,13 @@ class Tickets:
             arrived = Counter(accepted.ticket.worker for accepted in self._of_next_batch(session))
             needed = {worker: session.rollouts - arrived[worker] for worker in self._present(session)}
             session.missing = {worker: count for worker, count in needed.items() if count}
-        if session.missing or len(self._arrived) < self.presence.quorum:
+        if session.missing:
             return False
-        return len({accepted.ticket.worker for accepted in self._of_next_batch(session)}) >= self.presence.quorum
+        late = sum(session.since.get(worker, 0) > session.taken for worker in session.unparked)
+        quorum = max(1, self.presence.quorum - late)
+        if len(self._arrived) < quorum:
+            return False
+        return len({accepted.ticket.worker for accepted in self._of_next_batch(session)}) >= quorum
 
     def _of_next_batch(self, session: CollectionSession) -> list[AcceptedChunk]:
         stop = session.taken + session.rollouts
