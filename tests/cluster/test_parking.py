@@ -204,15 +204,16 @@ def test_worker_that_is_parked_in_the_middle_of_a_step_delivers_its_chunk_and_ot
 
 
 class Held(CountingEnv):
-    """Stands in the third step of one episode until the file `gate` is there."""
+    """Stands in one step of one episode until the file `gate` is there."""
 
-    def __init__(self, episode: int, folder: str) -> None:
+    def __init__(self, episode: int, folder: str, at: int = 2) -> None:
         super().__init__(length=None)
-        self._held, self._folder = episode, Path(folder)
+        self._held, self._folder, self._at = episode, Path(folder), at
 
     def step(self, action: Any) -> Any:
-        if self.episode == self._held and self.count == 2:
-            (self._folder / "there").touch()
+        if self.episode == self._held and self.count == self._at:
+            (self._folder / "new").write_text(str(os.getpid()))
+            (self._folder / "new").rename(self._folder / "there")
             eventually((self._folder / "gate").exists)
         return super().step(action)
 
@@ -384,6 +385,32 @@ def test_parked_worker_that_is_killed_is_restarted_when_it_is_unparked() -> None
         with pytest.raises(farstep.WorkerDied, match="restart_budget=1 is used up"):
             env.scale(workers=3)
             within(lambda: [env.collect(agent, steps=2) for _ in range(1000)])
+
+
+def test_worker_that_dies_while_it_completes_a_window_is_replaced_and_then_parked(tmp_path: Path) -> None:
+    """The trigger waits for the window, so the replacement has to complete it."""
+    last = int(CountingEnv().reset(seed=episode_seed(5, 1, 0))[0][0])  # the episode of slot 1
+    with cluster(Held, envs=2, workers=2, env_kwargs={"episode": last, "folder": str(tmp_path), "at": 5}) as env:
+        flow, learner = ppo(env, TableAgent(), full(64), size=8, steps=4)
+        flow.on(TimeTrigger(0.05), lambda message: None)  # so that it is no deadlock while nobody rolls
+        with helper(lambda: flow.run(until=lambda: len(learner.batches) >= 4)) as runner:
+            eventually((tmp_path / "there").exists)
+            pid = int((tmp_path / "there").read_text())
+            env.scale(workers=1)
+            os.kill(pid, signal.SIGKILL)
+            settled(env, parked=1)
+            runner.join(60)
+        assert [batch.shape[1] for batch in learner.batches] == [2, 1, 1, 1]
+        assert env.stats()["workers"]["restarts"] == 1
+        assert_balanced(env.stats())
+
+
+def test_trigger_that_needs_parked_workers_is_a_deadlock_that_names_them() -> None:
+    with endless(2, transport="in_process") as env:
+        flow = farstep.Workflow(env, TableAgent(), full(64), steps=4)
+        flow.on(DataKeyTrigger(n=2, size=4), lambda message: env.scale(workers=1))
+        with pytest.raises(farstep.FarstepError, match=r"deadlock.*1 worker parked: env\.scale wakes parked workers"):
+            within(flow.run)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

@@ -88,6 +88,7 @@ def test_scale_to_more_workers_than_the_nodes_have_requests_nodes(tmp_path: Path
         within(lambda: add_until(env, seen, columns=3))
         stats = settled(env, parked=1)
         assert len(stats["nodes"]) == 2 and stats["workers"]["queued"] == 0
+        assert [event.worker for event in env.events("parked")] == [3]
         env.scale(workers=1)
         within(lambda: add_until(env, seen, columns=1))
         assert len(settled(env, parked=3)["nodes"]) == 2  # none is released
@@ -134,6 +135,24 @@ def test_node_that_is_lost_with_parked_workers_is_replaced_when_they_are_needed(
         eventually(lambda: env.stats()["workers"]["alive"] == 2)
         assert env.collect(agent, steps=2).slots.tolist() == [0, 1]
         assert not env.stats()["workers"]["restarts"]  # the node is to blame
+
+
+@pytest.mark.timeout(120)
+def test_node_that_its_engine_reclaims_ends_with_its_parked_workers(tmp_path: Path) -> None:
+    with on_nodes(tmp_path, 2, 2, workers=1, env=TellingEnv) as env:
+        agent = TableAgent()
+        eventually(lambda: env.stats()["workers"]["alive"] == 2)
+        pid = int(env.step(agent)[4]["pid"][1])
+        env.scale(workers=1)
+        settled(env, parked=1)
+        daemon = env.stats()["nodes"][1]["pid"]
+        os.kill(daemon, signal.SIGTERM)
+        eventually(lambda: not is_running(pid) and not is_running(daemon), 30)
+        assert env.events("requeued") and not env.events(["lost", "stuck"])
+        assert len(env.step(agent)[4]["pid"]) == 1
+        env.scale(workers=2)
+        eventually(lambda: env.stats()["workers"]["alive"] == 2)
+        assert len(env.step(agent)[4]["pid"]) == 2
 
 
 @pytest.mark.timeout(120)

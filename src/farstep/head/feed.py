@@ -133,6 +133,11 @@ class Feed:
             return bool(tickets.in_flight or tickets.buffered) or self._server.unsettled()
 
     @property
+    def num_parked(self) -> int:
+        """Number of parked workers."""
+        return len(self._server.tickets.presence.parked)
+
+    @property
     def waiting(self) -> list[int]:
         """The workers whose chunks have not been taken yet; empty if a worker is rolling a chunk."""
         with self._server.locked():

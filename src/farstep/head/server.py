@@ -95,6 +95,8 @@ class Server:
         self._num_announced = 0
         self._num_awake_calls = 0
         """Number of calls in `awake`."""
+        self._reported_parked: set[int] = set()
+        """Workers that an event has reported as parked since they last ran."""
         self.start_s = {"connect": 0.0, "construct": 0.0}
         """Durations of the slowest first start in seconds: from launch to `Hello`, and from `Hello` to `Ready`."""
         self.base_sent = 0
@@ -169,6 +171,7 @@ class Server:
             if record.worker >= workers:
                 self.supervisor.act_on(membership.Park(record.worker))
                 continue
+            self._reported_parked.discard(record.worker)
             self.supervisor.act_on(membership.Unpark(record.worker))
             if record.ready:  # otherwise it joins when it is ready
                 self.tickets.join(record.worker)
@@ -404,12 +407,12 @@ class Server:
             self.send(record, m.ReturnTickets())
 
     def parked(self, record: WorkerRecord) -> None:
-        if record.worker not in self.tickets.presence.parked:  # otherwise it was awake for a call
-            self.tickets.park(record.worker)
-            self.events.emit(
-                "parked", f"worker {record.worker} on {record.host} is parked", worker=record.worker, node=record.host
-            )
+        self.tickets.park(record.worker)
         self._client.on_parked(record)
+        if record.worker not in self._reported_parked:  # otherwise it was awake for a call
+            self._reported_parked.add(record.worker)
+            text = f"worker {record.worker} on {record.host} is parked"
+            self.events.emit("parked", text, worker=record.worker, node=record.host)
 
     def resumed(self, record: WorkerRecord) -> None:
         clocks = [self.records[worker].clock for worker in sorted(self.tickets.presence.present)]
@@ -546,7 +549,8 @@ class Server:
         if self.spaces is None or (record.worker == 0 and not record.incarnation):
             self.spaces = spaces  # prefer the spaces of slot 0, which have its random generators
         record.ready, record.announced = True, 0
-        if self.supervisor.membership.members[record.worker].retiring:
+        retiring = self.supervisor.membership.members[record.worker].retiring
+        if retiring and not self.tickets.must_finish(record.worker):
             self.tickets.park(record.worker)  # it is to be parked before its first ticket
         else:
             self.tickets.join(record.worker)

@@ -26,7 +26,7 @@ from farstep.buffer.replay import Buffer
 from farstep.cluster_env import ClusterEnv, collector_for
 from farstep.config.env import check_count, is_number
 from farstep.core import Agent, Array, Nested
-from farstep.errors import ClosedError, ConfigError, FarstepError, described
+from farstep.errors import ClosedError, ConfigError, FarstepError, counted, described
 from farstep.head.chunks.incoming_chunks import EarlyPart
 from farstep.head.collector import Collector
 from farstep.head.feed import Feed
@@ -524,16 +524,19 @@ class Workflow:
 
     def _check_progress(self, feed: Feed, steps: int) -> None:
         """Raise `FarstepError` if the workflow is in a deadlock."""
+        parked = (
+            f" {counted(feed.num_parked, 'worker')} parked: env.scale wakes parked workers." if feed.num_parked else ""
+        )
         if not feed.under_way:
             raise FarstepError(
                 "the workflow is in a deadlock: no worker is rolling, no chunk is waiting and no trigger has a "
-                "deadline. Check that a trigger calls next_rollout, and that a consumer publishes."
+                f"deadline. Check that a trigger calls next_rollout, and that a consumer publishes.{parked}"
             )
         if (waiting := feed.waiting) and not any(self._has_room(worker, steps, feed) for worker in waiting):
             raise FarstepError(
                 "the workflow is in a deadlock: chunks have arrived, but the buffer has no room for them "
                 f"({self.buffer.limiter}; {len(self.buffer)} of {self.buffer.capacity} rows), and no trigger that "
-                "would free rows can fire. Widen the limiter, raise capacity, or lower a trigger's n or size."
+                f"would free rows can fire. Widen the limiter, raise capacity, or lower a trigger's n or size.{parked}"
             )
 
     def _freed(self, worker: int, chunks: int, dropped: DropCause | None) -> None:
