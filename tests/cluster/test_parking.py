@@ -413,13 +413,15 @@ def test_trigger_that_needs_parked_workers_is_a_deadlock_that_names_them() -> No
             within(flow.run)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_close_ends_parked_workers_by_themselves(transport: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("transport", "parked"), [("shm", True), ("tcp", True), ("shm", False)])
+def test_close_ends_parked_workers_by_themselves(transport: str, parked: bool, tmp_path: Path) -> None:
+    """Also those that are about to be parked."""
     kwargs = {"folder": str(tmp_path)}
     with cluster(Closing, envs=2, config=launch(transport), env_kwargs=kwargs) as env:
         env.collect(TableAgent(), steps=2)
         env.scale(workers=1)
-        settled(env, parked=1)
+        if parked:
+            settled(env, parked=1)
         pids = worker_pids()
     assert len(list(tmp_path.iterdir())) == 2  # both environments were closed
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -281,6 +281,14 @@ def test_worker_that_dies_before_it_is_idle_is_restarted_and_parked_then() -> No
     assert membership.handle(Idle(0), 4.0) == [Suspend(0)]
 
 
+def test_run_that_ends_suspends_no_worker() -> None:
+    """It could not stop by itself any more."""
+    membership = alive()
+    membership.handle(Park(0), 1.0)
+    membership.stop()
+    assert membership.handle(Idle(0), 2.0) == []
+
+
 def test_run_that_ends_restarts_no_parked_worker() -> None:
     membership = parked()
     membership.stop()

@@ -248,7 +248,7 @@ class Membership:
                 return [Retire(event.worker)] if member.retiring else []
             case Park():
                 return self._park(event.worker, member)
-            case Idle() if member.state is State.ALIVE and member.retiring:
+            case Idle() if member.state is State.ALIVE and member.retiring and not self.stopping:
                 member.retiring = False
                 self._enter(member, State.PARKED, now)
                 return [Suspend(event.worker)]
