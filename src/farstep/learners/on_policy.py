@@ -18,6 +18,7 @@ from farstep.learners.loop.statistics import Statistics, check_rewards
 from farstep.learners.loop.timing import Timer
 from farstep.learners.networks.nets import ActorCritic
 from farstep.learners.optimizing import Loss, Optimizer, Schedule, onednn_for_images
+from farstep.learners.options.sizes import defaults_for
 from farstep.learners.rollout import Rollout, prepare
 
 
@@ -25,7 +26,7 @@ class OptimizerOptions(Protocol):
     """Options that all on-policy learners have."""
 
     @property
-    def learning_rate(self) -> float: ...
+    def learning_rate(self) -> float | None: ...
 
     @property
     def value_lr(self) -> float | None: ...
@@ -66,7 +67,10 @@ class OnPolicy:
     def __init__(self, agent: ActorCritic, config: OptimizerOptions, seed: int, device: str) -> None:
         self.device = torch.device(device)
         self.agent = agent.to(self.device)
-        self._optimizer = Optimizer(agent, config.learning_rate, config.max_grad_norm, seed, config.value_lr)
+        self.defaults = defaults_for(agent.sees_images)
+        """Defaults of options that are None."""
+        rate = self.defaults.learning_rate if config.learning_rate is None else config.learning_rate
+        self._optimizer = Optimizer(agent, rate, config.max_grad_norm, seed, config.value_lr)
         self._statistics = Statistics(agent)
         self._anneal_lr = config.anneal_lr
         self._critic_warmup_updates = config.critic_warmup_updates
