@@ -90,7 +90,7 @@ def test_windows_of_one_worker_are_side_by_side_in_order(kind: str, steps: int, 
     with cluster(factory, envs=3, config=in_process(1)) as env:
         windows = [env.collect(agent, steps=8).copy() for _ in range(n * rounds)]
     with cluster(factory, envs=3, config=in_process(1)) as env, full(3 * rows) as buffer:
-        flow = farstep.Workflow(env, agent, buffer, steps=steps)
+        flow = farstep.Workflow(env, agent, buffer, steps=steps, max_staleness=0)
         learner = Recorder(flow)
         flow.on(DataKeyTrigger(n=n, size=8, of="windows"), learner)
         flow.run(until=learner.has(rounds))
@@ -220,6 +220,18 @@ def test_what_is_too_old_when_it_is_its_turn_is_dropped_and_counted(thread: bool
         assert row >= before + 8
         assert continues == (row == before + 8 and row > 0)
         before = row
+
+
+def test_only_the_first_of_two_windows_follows_a_gap() -> None:
+    """A chunk has the windows of two messages. The first message makes the second too old."""
+    with cluster(envs=2, config=in_process(1), env_kwargs=ENDLESS) as env, full(2 * 64) as buffer:
+        flow = farstep.Workflow(env, TableAgent(), buffer, steps=32, max_staleness=1)
+        learner = Recorder(flow, lambda: (flow.publish(), flow.publish()))
+        flow.on(DataKeyTrigger(n=2, size=8, of="windows"), learner)
+        flow.run(until=learner.has(3))
+        assert [message["start"] for message in learner.messages] == [(0, 8), (32, 40), (64, 72)]
+        assert_balanced(env.stats())
+    assert [batch.continues.tolist() for batch in learner.batches] == [[False, False, True, True]] * 3
 
 
 @TRANSPORTS
