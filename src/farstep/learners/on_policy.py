@@ -51,7 +51,7 @@ class _Saved(msgspec.Struct, forbid_unknown_fields=True):
 class OnPolicy:
     """Optimizes an agent with a given loss, and saves and restores the optimizer. Contains no algorithm.
 
-    A subclass defines `batches` and `update`. The loop, without logging and checkpoints:
+    A subclass defines `update`, and `batches` or its own `run`. The loop, without logging and checkpoints:
 
         for batch in learner.batches(env):
             metrics = learner.update(batch, env.version, progress, timer)
@@ -112,22 +112,35 @@ class OnPolicy:
         while going:
             with loop.collecting():
                 batch = next(batches)
-            version = env.version
-            lags = version - batch["version"][batch["valid"]].astype(np.int64)
-            metrics = self.update(batch, version, loop.fraction_done, loop.timer)
-            with loop.timer("publish"):
-                env.publish(self.agent)
-            going = loop.report(
-                Iteration(
-                    metrics=metrics,
-                    updates=1,
-                    steps=int(batch["valid"].sum()),
-                    returns=batch.episodes["return"].tolist(),
-                    lengths=batch.episodes["length"].tolist(),
-                    lags=lags,
-                    batch=batch,
-                )
+            going = self.iterate(batch, env, loop)
+
+    def iterate(self, batch: Batch, env: ClusterEnv, loop: Loop) -> bool:
+        """Update the agent on a batch, publish it and report.
+
+        Args:
+            batch: The rows to learn from.
+            env: The environments that the rows are from.
+            loop: The training loop.
+
+        Returns:
+            Whether to continue.
+        """
+        version = env.version
+        lags = version - batch["version"][batch["valid"]].astype(np.int64)
+        metrics = self.update(batch, version, loop.fraction_done, loop.timer)
+        with loop.timer("publish"):
+            env.publish(self.agent)
+        return loop.report(
+            Iteration(
+                metrics=metrics,
+                updates=1,
+                steps=int(batch["valid"].sum()),
+                returns=batch.episodes["return"].tolist(),
+                lengths=batch.episodes["length"].tolist(),
+                lags=lags,
+                batch=batch,
             )
+        )
 
     def prepare(self, batch: Batch, version: int, progress: float) -> Rollout:
         """Start an update: set the learning rates and convert the batch to tensors.

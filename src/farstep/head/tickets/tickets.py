@@ -184,7 +184,7 @@ class Tickets:
             session.due = {worker for worker in session.due.difference(ready) if worker not in self.presence.absent}
             return granted
         wanted = session.num_chunks
-        if session.feed is not None and session.feed.actors is None:
+        if session.feed is not None and session.feed.windows is None:
             wanted = max(1, self.presence.num_present) * session.feed.chunks
         return self._first_come(session, wanted, available, version)
 
@@ -298,7 +298,7 @@ class Tickets:
         if (session := self._session) is not None:
             session.missing = None
             session.redo[worker].clear()
-            if session.feed is not None and session.feed.actors is None:
+            if session.feed is not None and session.feed.windows is None:
                 self.withdraw(worker)  # the next `invite` includes it again
 
     def drain(self, worker: int) -> None:
