@@ -34,6 +34,12 @@ def summary(document: dict[str, Any]) -> str:
         parts.append(f"In these runs, everything except collecting took {share} of a synchronous update.")
     parts += [f"The same runs, {settings['total_steps']:,} steps, means (from the lowest to the highest seed):"]
     parts.append(_learned(found, settings["threshold"]))
+    parts.append(
+        "*Staleness* is the mean age of the rows of an update, in versions; *at most* is the highest age. *Behavior "
+        "KL* is the KL divergence, in nats, between the policy at the start of an update and the policy that acted "
+        "(`train/actor/behave_k3`). *Filtered* is the fraction of rows whose weight, the ratio of the action's "
+        "probabilities under these two policies, is beyond its bound (`train/actor/behav_clip_fraction`)."
+    )
     others = [run["others_cpu_s"] / run["wall_s"] for run in runs]
     if others:
         parts.append(f"Other processes used {np.median(others):.2f} cores (median; at most {max(others):.2f}).")

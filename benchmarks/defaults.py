@@ -6,7 +6,7 @@
 
 A task is learned when the mean return of the last 100 training episodes reaches its threshold; the run ends there.
 Evaluations (20 episodes with the most likely actions, in separate environments) are stored, too. A run that is in the
-results file is not repeated; a run that was stopped is continued.
+results file is not repeated. A run that was stopped is stored as far as it came, and continued next time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from curve_plots import band, panels, save
 from document import continued, machines, write_document
 from roster import BENCHMARKS
 from tables import table
-from trainings import Metrics, Sitting, Training, curve, evaluations
+from trainings import Metrics, Sitting, Training, curve, evaluations, metrics_of
 
 IMAGES = BENCHMARKS.parent / "docs" / "images"
 LEARNERS = ("ppo", "async-ppo", "impala")
@@ -106,19 +106,26 @@ def parse_options() -> argparse.Namespace:
 
 def measure(document: dict[str, Any], options: argparse.Namespace) -> bool:
     """Run the missing runs; returns whether all are complete."""
-    done = {key_of(run) for run in document["runs"]}
+    done = {key_of(run) for run in document["runs"] if not run.get("stopped")}
     cases = [case for case in cases_of(options) if key_of(case) not in done]
     print(f"{len(cases)} runs, {options.jobs} at a time; {len(done)} are in {options.out.name} already", flush=True)
 
-    def finished(index: int, metrics: list[Metrics]) -> str:
-        run = outcome(cases[index], metrics) | {"command": trainings[index].command, "jobs": options.jobs}
-        document["runs"].append(run)
-        document["runs"].sort(key=lambda run: (list(TASKS).index(run["env"]), *key_of(run)))
+    def store(index: int, metrics: list[Metrics], **more: Any) -> str:
+        run = outcome(cases[index], metrics) | {"command": trainings[index].command, "jobs": options.jobs} | more
+        others = [other for other in document["runs"] if key_of(other) != key_of(run)]
+        document["runs"] = sorted([*others, run], key=lambda run: (list(TASKS).index(run["env"]), *key_of(run)))
         write_document(options.out, document)
         return in_words(run)
 
     trainings = [training_of(case, options) for case in cases]
-    return Sitting.of(options).train(trainings, finished)
+    sitting = Sitting.of(options)
+    complete = sitting.train(trainings, store)
+    ended = {key_of(run) for run in document["runs"] if not run.get("stopped")}
+    for index, case in enumerate(cases):
+        metrics = metrics_of(sitting.folder / trainings[index].name)
+        if key_of(case) not in ended and any("env/return_mean" in line for line in metrics):
+            print(store(index, metrics, stopped=True))
+    return complete
 
 
 def cases_of(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -167,7 +174,8 @@ def outcome(case: dict[str, Any], metrics: list[Metrics]) -> dict[str, Any]:
 
 
 def in_words(run: dict[str, Any]) -> str:
-    came = "reached its threshold" if run["reached"] else f"ended at {run['curve'][-1][1]}"
+    ended = "was stopped" if run.get("stopped") else "ended"
+    came = "reached its threshold" if run["reached"] else f"{ended} at {run['curve'][-1][1]}"
     where = f"{run['learner']} on {run['env']}, {run['num_envs']} environments, seed {run['seed']}"
     last = f"evaluation {run['evaluations'][-1][1]:.0f}" if run["evaluations"] else "no evaluation"
     return f"{where}: {came} after {run['steps']:,} steps, {run['seconds']:.0f} s; {last}"
@@ -196,7 +204,8 @@ def page(document: dict[str, Any]) -> str:
     """The section of benchmarks/README.md: machines, and a table for every task."""
     return "\n\n".join(
         [
-            f"On {machines(document)}, `results/defaults.json`:",
+            f"On {machines(document)}, `results/defaults.json`. The mean includes runs that did not reach the "
+            "threshold, with all of their steps:",
             *(text for env in TASKS if (text := summary(document, env))),
         ]
     )
@@ -218,7 +227,7 @@ def learner_summary(document: dict[str, Any], learner: str) -> str:
         runs = [run for run in of_case if run["learner"] == learner]
         if not runs:
             continue
-        last = [run["evaluations"][-1][1] for run in runs if run["evaluations"]]
+        last = [run["evaluations"][-1][1] for run in runs if run["evaluations"] and not run.get("stopped")]
         reached = sum(run["reached"] for run in runs)
         row = [f"{env} ({TASKS[env].threshold:g})", str(number), f"{reached} of {len(runs)}"]
         row += [_steps(runs), f"{mean(last):.0f} ({min(last):.0f} to {max(last):.0f})" if last else "-"]
@@ -241,8 +250,15 @@ def _of_sync(runs: list[dict[str, Any]], sync: list[dict[str, Any]]) -> str:
 
 def _steps(runs: list[dict[str, Any]]) -> str:
     found = sorted(runs, key=lambda run: run["seed"])
-    steps = [f"{run['steps'] / 1000:.0f}" for run in found]
-    return ", ".join(text if run["reached"] else f"({text})" for text, run in zip(steps, found, strict=True)) or "-"
+    return ", ".join(map(_in_brackets, found)) or "-"
+
+
+def _in_brackets(run: dict[str, Any]) -> str:
+    """The steps of a run, in brackets if it did not reach its threshold."""
+    steps = f"{run['steps'] / 1000:.0f}"
+    if run.get("stopped"):
+        return f"({steps}, stopped at {run['curve'][-1][1]:g})"
+    return steps if run["reached"] else f"({steps})"
 
 
 def draw(document: dict[str, Any], folder: Path) -> list[Path]:

@@ -148,8 +148,8 @@ def summary(document: dict[str, Any]) -> str:
         "chunks/s",
         "MB/s",
         "CPU ms/chunk",
-        "cores",
-        "idle cores",
+        "cores used",
+        "cores used while idle",
         "memory, MB",
         "round, s (p95)",
     ]

@@ -104,7 +104,8 @@ def summary(results: Results) -> str:
         for part in (
             "Steps per second, median (best):",
             table(header, speeds),
-            "Ratio to the limit with the same kind of inference, of medians (of best):",
+            "Steps per second divided by those of the limit with the same kind of inference; medians (in brackets: "
+            "best runs):",
             table(header, ratios),
             load(others),
         )

@@ -11,6 +11,7 @@ import cloudpickle
 import pytest
 
 import tests
+from farstep.launch.daemon.process import shared_zygote
 from tests.engines.guarded import EngineMissing
 
 pytest_plugins = ["tests.longest_first"]
@@ -40,6 +41,13 @@ def pytest_sessionfinish() -> None:
 def own_state(tmp_path_factory):
     """The key that tags runs is one of the tests' own, also in processes that they start."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def zygote(own_state):
+    """Workers of this process are forks of one process, which saves the imports of each."""
+    with shared_zygote([]):
+        yield
 
 
 @pytest.fixture(autouse=True)

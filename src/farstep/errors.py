@@ -87,7 +87,8 @@ class Where:
         parts = [f"worker {self.worker}"]
         if self.incarnation:
             parts[0] += f" (restart {self.incarnation})"
-        parts += [f"host {self.host}", f"pid {self.pid}", f"phase {self.phase}"]
+        process = [f"pid {self.pid}"] if self.pid else []
+        parts += [f"host {self.host}", *process, f"phase {self.phase}"]
         if self.slot is not None:
             parts.append(f"environment slot {self.slot}")
         if self.seed is not None:

@@ -78,14 +78,25 @@ def cluster(env: Any = CountingEnv, *, envs: int = 2, workers: int = 1, **option
 
 def worker_pids() -> list[int]:
     """The local worker processes that this process started, in the order of their start."""
-    found = []
+    found: dict[int, tuple[int, int]] = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if entry.name.isdigit() and b"farstep.worker" in (entry / "cmdline").read_bytes().split(b"\0"):
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[1]) == os.getpid() and fields[0] != "Z":
-                    found.append((int(fields[19]), int(entry.name)))
-    return [pid for _, pid in sorted(found)]
+                if fields[0] != "Z":
+                    found[int(entry.name)] = (int(fields[19]), int(fields[1]))
+
+    def is_mine(pid: int) -> bool:
+        return pid == os.getpid() or (pid in found and is_mine(found[pid][1]))
+
+    zygotes = {parent for _, parent in found.values()} | {pid for pid in found if is_zygote(pid)}
+    mine = [(start, pid) for pid, (start, parent) in found.items() if is_mine(parent) and pid not in zygotes]
+    return [pid for _, pid in sorted(mine)]
+
+
+def is_zygote(pid: int) -> bool:
+    """Whether a process of `farstep.worker` forks workers: its output is not read."""
+    return Path(f"/proc/{pid}/fd/1").readlink() == Path(os.devnull)
 
 
 def in_process(workers: int = 1, **options: Any) -> farstep.InProcessConfig:

@@ -20,6 +20,7 @@ from typing import Any
 import farstep
 from farstep.errors import FarstepError
 from farstep.testing import CountingEnv, TableAgent
+from tests.cluster.checks import worker_pids
 
 HARD = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 CONFIGS: dict[str, Any] = {
@@ -99,8 +100,8 @@ def replace(config: str, count: int) -> str:
     try:
         agent = TableAgent()
         env.collect(agent, steps=4)
-        (worker,) = (pid for pid in children() if b"farstep.worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
-        os.kill(int(worker), signal.SIGKILL)
+        (worker,) = worker_pids()
+        os.kill(worker, signal.SIGKILL)
         with left(count):
             result = outcome(lambda: env.collect(agent, steps=4))
         workers = env.stats()["workers"] if result == "ok" else {}

@@ -122,7 +122,7 @@ def test_a_worker_that_fails_to_connect_is_started_again(before_hello, tmp_path_
     folder = tmp_path_factory.mktemp("once")
     before_hello(SILENT, str(folder))
     limits = farstep.Timeouts(connect_s=4.0)
-    env = cluster(envs=6, workers=6, timeouts=limits, restart_budget=20)
+    env = cluster(envs=6, workers=6, timeouts=limits, restart_budget=20, start_method="cold")
     goes_on(env, TableAgent(), SILENT, folder)
 
 
@@ -130,8 +130,9 @@ def failure(fault: str, phase: str) -> WorkerError:
     """The error of a call with a fault that happens always, and nothing allowed to fail."""
     agent = FaultyAgent([fault], where=phase)
     kwargs = {"fault": fault, "phase": phase}
-    limits = farstep.Timeouts(connect_s=3.0) if phase == "connect" else LIMITS
-    env = cluster(FaultyEnv, envs=1, env_kwargs=kwargs, timeouts=limits, restart_budget=0)
+    connect = {"timeouts": farstep.Timeouts(connect_s=3.0), "start_method": "cold"}
+    options = connect if phase == "connect" else {"timeouts": LIMITS}
+    env = cluster(FaultyEnv, envs=1, env_kwargs=kwargs, restart_budget=0, **options)
     with pytest.raises(WorkerError) as caught:
         env.launch()
         env.collect(agent, steps=8)

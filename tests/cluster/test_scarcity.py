@@ -30,8 +30,8 @@ ADVICE = "raise the limit (ulimit -n) or use fewer workers."
 def outcomes(*arguments: str) -> dict[int, str]:
     """Of `scarce.py`, by how many descriptors were left."""
     done = subprocess.run(
-        [sys.executable, scarce.__file__, *arguments],
-        cwd=Path(__file__).parent,
+        [sys.executable, "-m", scarce.__name__, *arguments],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=150,
@@ -66,8 +66,8 @@ def test_a_launch_without_processes_says_what_to_do(monkeypatch: pytest.MonkeyPa
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    with pytest.raises(ResourceError, match=r"worker 0 could not be started(.|\n)*ulimit -u"), cluster():
-        pass
+    with pytest.raises(ResourceError, match=r"worker 0 could not be started(.|\n)*ulimit -u"):
+        cluster(start_method="cold").launch()
 
 
 def test_a_launch_without_threads_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,7 @@ def test_batches_that_others_have_begun_do_not_wait_for_an_unparked_worker() -> 
 
 def test_worker_completes_the_window_that_it_has_begun_before_it_is_parked() -> None:
     tickets = Tickets(2)
-    tickets.open(1, 4, feed=FeedPlan(max_staleness=1, actors=None, chunks=2))
+    tickets.open(1, 4, feed=FeedPlan(max_staleness=1, windows=None, chunks=2))
     first = next(ticket for ticket in tickets.grant(range(2), 0) if ticket.worker == 1)
     assert not tickets.must_finish(1)  # two tickets are a whole window
     assert tickets.accept(1, first.seq, 0, None)
@@ -189,7 +189,7 @@ class Retiring:
 
 def test_worker_rolls_what_was_requested_before_it_is_parked() -> None:
     tickets = Tickets(2)
-    tickets.open(None, 4, feed=FeedPlan(actors=None, chunks=2, invited={0: 2, 1: 2}))
+    tickets.open(None, 4, feed=FeedPlan(windows=None, chunks=2, invited={0: 2, 1: 2}))
     tickets.grant(range(2), 0)
     assert not tickets.must_finish(1)
     tickets.returned(1)

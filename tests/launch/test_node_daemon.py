@@ -33,6 +33,8 @@ BOOTSTRAP = {
     "lease_s": 10.0,
     "connect_s": 60.0,
     "grace_s": 1.0,
+    "start_method": "cold",
+    "modules": [],
 }
 ORDER = n.StartWorker(0, 3, json.dumps({"envs": 1}).encode())
 

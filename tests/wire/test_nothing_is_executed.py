@@ -25,6 +25,7 @@ WRITES = {
     "dump",
     "register_pickle_by_value",
     "unregister_pickle_by_value",
+    "list_registry_pickle_by_value",
     "PicklingError",
     "Pickler",
     "safe_load",
@@ -51,6 +52,8 @@ ALLOWED = {
     ("worker/loop.py", "_construct"): FROM_THE_HEAD,
     ("worker/loop.py", "_call"): FROM_THE_HEAD,
     ("worker/rolling.py", "_reset"): FROM_THE_HEAD,
+    ("worker/zygote.py", "import_modules"): "modules that the head names in the bootstrap",
+    ("worker/zygote.py", "_use_threads"): "a library that this process has loaded already",
     ("rollout/sources.py", "_callable"): FROM_THE_HEAD,
 }
 TRUSTS_NOBODY = ("head", "buffer", "launch", "wire", "sync")

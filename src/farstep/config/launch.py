@@ -21,6 +21,7 @@ from farstep.resources import usable_cpus
 
 log = logging.getLogger("farstep")
 LocalTransport = Literal["shm", "ipc", "tcp"]
+StartMethod = Literal["zygote", "cold"]
 RESTART_WINDOW_S = 600.0
 """Seconds for which a failure counts against `restart_budget`, so that rare failures do not add up in a long run."""
 
@@ -71,6 +72,10 @@ class LaunchConfig(Options):
     """Wall-clock limit in the notation of the engine. None: no limit. Engines without time limits ignore it."""
     timeouts: Timeouts = Timeouts()
     """Timeouts per phase, in seconds; a mapping is accepted: `{"step_s": 5}`."""
+    start_method: StartMethod = "zygote"
+    """`zygote`: one process per node imports what workers need, and forks them; a restart takes milliseconds. `cold`:
+    each worker imports for itself, in a new interpreter. Workers also start cold if an import starts a thread, because
+    such a process cannot be forked safely."""
     restart_budget: int = 10
     """Number of failed workers or environments that are restarted in any ten minutes; the next failure raises. A start
     that fails because file descriptors, processes or memory ran out does not use the budget: it is retried for
@@ -82,6 +87,7 @@ class LaunchConfig(Options):
         self._at_least("cpus_per_worker", 1)
         self._at_least("gpus_per_node", 0)
         self._at_least("restart_budget", 0)
+        self._one_of("start_method", StartMethod)
         if self.workers_per_node is not None:
             self._at_least("workers_per_node", 1)
 

@@ -178,8 +178,8 @@ class Collector:
 
     def open_feed(self, steps: int, feed: FeedPlan, on_part: OnPart | None) -> Request:
         """Open a request for a workflow, which gets the chunks one by one from `take_chunk`."""
-        actors = self._num_workers if feed.actors is None else feed.actors
-        request = Request(steps, actors * feed.chunks, on_part=on_part, feed=feed)
+        windows = self._num_workers if feed.windows is None else feed.windows
+        request = Request(steps, windows * feed.chunks, on_part=on_part, feed=feed)
         return self._open(request, feed.max_staleness, None)
 
     def take_chunk(self, request: Request, wanted: Callable[[int], bool]) -> tuple[AcceptedChunk, Batch] | None:

@@ -115,7 +115,8 @@ class Server:
             opened.callback(self._event_loop.close)
             with warn_while_slow(self._slow_start, events.emit):
                 envs = max(record.num_envs for record in self.records)
-                launcher = launcher_for(config, workers, envs, events.emit)
+                modules = [*_preloaded(), *program.source.modules()]
+                launcher = launcher_for(config, workers, envs, modules, events.emit)
             opened.callback(launcher.close)
             self.shares_memory, self._driven = launcher.shares_memory, launcher.driven
             self.supervisor = Supervisor(
@@ -527,8 +528,9 @@ class Server:
         self._set_phase(record, Phase.CONSTRUCT)
         if not record.incarnation:
             self.start_s["connect"] = time.monotonic() - self._started_at
-        preload = [name for name in _PRELOADED if name in sys.modules]
-        welcome = m.Welcome(record.first, record.roots, record.resume.tolist(), import_path(), preload, record.clock)
+        welcome = m.Welcome(
+            record.first, record.roots, record.resume.tolist(), import_path(), _preloaded(), record.clock
+        )
         self.send(record, welcome, [self._program])
 
     def _set_phase(self, record: WorkerRecord, phase: Phase) -> None:
@@ -612,3 +614,8 @@ class Server:
                 record.words[CANCEL] = upto
                 if not self._is_parked(record):
                     self.send(record, m.Cancel(upto))
+
+
+def _preloaded() -> list[str]:
+    """Return the large modules that workers import early."""
+    return [name for name in _PRELOADED if name in sys.modules]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
+from functools import partial
+
 from farstep.config.kubernetes import KubernetesConfig
 from farstep.config.launch import (
     EngineConfig,
@@ -16,6 +20,7 @@ from farstep.core import Launcher
 from farstep.errors import ConfigError
 from farstep.event import Emit
 from farstep.launch.cluster import ClusterLauncher
+from farstep.launch.daemon.process import ProcessStarter
 from farstep.launch.engines.engine import Engine
 from farstep.launch.engines.kubernetes.engine import KubernetesEngine
 from farstep.launch.engines.ray.engine import RayEngine
@@ -26,13 +31,14 @@ from farstep.launch.local import LocalLauncher
 from farstep.launch.network import NetworkLauncher
 
 
-def launcher_for(config: LaunchConfig, workers: int, envs: int, emit: Emit) -> Launcher:
+def launcher_for(config: LaunchConfig, workers: int, envs: int, modules: Sequence[str], emit: Emit) -> Launcher:
     """Create the launcher for a configuration. This starts nothing yet.
 
     Args:
         config: Where workers run.
         workers: Maximum number of workers.
         envs: Maximum number of environments per worker.
+        modules: Modules that workers need, for zygotes.
         emit: Receives events about nodes.
 
     Raises:
@@ -42,12 +48,20 @@ def launcher_for(config: LaunchConfig, workers: int, envs: int, emit: Emit) -> L
         return InProcessLauncher(workers, envs)
     if isinstance(config, LocalConfig):
         gpus = [config.gpu_of(worker) for worker in range(workers)]
-        if config.transport == "shm":
-            return LocalLauncher(workers, envs, config.cpus_per_worker, gpus)
-        return NetworkLauncher(envs, config.cpus_per_worker, config.transport, gpus)
+        with contextlib.ExitStack() as failed:
+            warn = partial(emit, "warned")
+            starter = ProcessStarter(config.cpus_per_worker, config.start_method, modules, warn)
+            failed.callback(starter.close)
+            launcher = (
+                LocalLauncher(workers, envs, starter, gpus)
+                if config.transport == "shm"
+                else NetworkLauncher(envs, starter, config.transport, gpus)
+            )
+            failed.pop_all()  # the launcher owns it now
+        return launcher
     if isinstance(config, EngineConfig):
         engine = _engine_for(config, workers // config.most_nodes, emit)
-        return ClusterLauncher(config, workers, envs, engine, emit)
+        return ClusterLauncher(config, workers, envs, modules, engine, emit)
     raise ConfigError(f"{type(config).__name__} is not a launch configuration that this version can start.")
 
 

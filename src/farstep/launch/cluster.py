@@ -42,8 +42,10 @@ class ClusterLauncher(Launcher):
     shares_memory = False
     driven = False
 
-    def __init__(self, config: EngineConfig, workers: int, envs: int, engine: Engine, emit: Emit) -> None:
-        self._config, self._envs, self._engine, self._emit = config, envs, engine, emit
+    def __init__(
+        self, config: EngineConfig, workers: int, envs: int, modules: Sequence[str], engine: Engine, emit: Emit
+    ) -> None:
+        self._config, self._envs, self._modules, self._engine, self._emit = config, envs, modules, engine, emit
         self._per_node = workers // config.most_nodes
         self._run = os.urandom(8).hex()
         self._nodes: dict[str, Node] = {}
@@ -225,6 +227,8 @@ class ClusterLauncher(Launcher):
             "lease_s": self._config.lease_s,
             "connect_s": self._config.timeouts.connect_s,
             "grace_s": self._engine.grace_s,
+            "start_method": self._config.start_method,
+            "modules": list(self._modules),
         }
         return json.dumps(bootstrap).encode()
 

@@ -17,9 +17,9 @@ class LocalLauncher(Launcher):
     shares_memory = True
     driven = False
 
-    def __init__(self, workers: int, envs: int, threads: int, gpus: Sequence[int | None]) -> None:
-        self._board, self._gpus = ProgressBoard(workers, envs), gpus
-        self._starter = ProcessStarter(threads)
+    def __init__(self, workers: int, envs: int, starter: ProcessStarter, gpus: Sequence[int | None]) -> None:
+        self._starter, self._gpus = starter, gpus
+        self._board = ProgressBoard(workers, envs)
 
     def start(self, worker: int, incarnation: int, run: str) -> Started:
         words = self._board.words(worker)

@@ -19,16 +19,12 @@ class NetworkLauncher(Launcher):
     shares_memory = False
     driven = False
 
-    def __init__(self, envs: int, threads: int, transport: str, gpus: Sequence[int | None]) -> None:
+    def __init__(self, envs: int, starter: ProcessStarter, transport: str, gpus: Sequence[int | None]) -> None:
         # An abstract socket leaves no file behind. tcp listens only on loopback, on any free port.
         address = f"ipc://@farstep-{os.getpid()}-{os.urandom(8).hex()}" if transport == "ipc" else "tcp://127.0.0.1:*"
         self._transport, self._envs, self._gpus = transport, envs, gpus
-        self._starter = ProcessStarter(threads)
-        try:
-            self._hub = Hub(address, reliable=True)
-        except BaseException:
-            self._starter.close()
-            raise
+        self._starter = starter
+        self._hub = Hub(address, reliable=True)
 
     def start(self, worker: int, incarnation: int, run: str) -> Started:
         bootstrap = admit_worker(self._hub, worker, incarnation, run, self._envs) | {

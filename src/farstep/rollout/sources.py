@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import cloudpickle
 import gymnasium
 from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
 
@@ -47,6 +48,13 @@ class Source:
     def is_vector(self) -> bool:
         """Whether a single object steps all environments of a worker."""
         return self.type in ("vector", "envpool")
+
+    def modules(self) -> list[str]:
+        """Return the modules that define environments and wrappers, as far as they are known before building."""
+        wrappers = [wrapper[0] if isinstance(wrapper, tuple) else wrapper for wrapper in self.wrappers]
+        found = [_module_of(part) for part in (*(self.thunks or (self.env_name,)), *wrappers)]
+        by_value = {"", "__main__", "__mp_main__", *cloudpickle.list_registry_pickle_by_value()}
+        return [name for name in dict.fromkeys(found) if by_value.isdisjoint(_with_packages(name))]
 
     def build(self, slot: int = 0) -> gymnasium.Env[Any, Any]:
         """Build the environment of a slot.
@@ -193,6 +201,23 @@ def _wrap(env: Any, wrapper: Any) -> Any:
     function, kwargs = wrapper if isinstance(wrapper, (tuple, list)) else (wrapper, {})
     with _advice(function, kwargs):
         return _callable(function)(env, **kwargs)
+
+
+def _module_of(part: Any) -> str:
+    """Return the module of an environment or wrapper; empty if it is unknown."""
+    if isinstance(part, str) and ":" not in part:
+        part = gymnasium.registry.get(part, part)
+    if isinstance(part, EnvSpec):
+        part = part.entry_point
+    if isinstance(part, str):
+        return part.partition(":")[0] if ":" in part else part.rpartition(".")[0]
+    return str(getattr(getattr(part, "func", part), "__module__", ""))  # `func`: of functools.partial
+
+
+def _with_packages(name: str) -> list[str]:
+    """Return the names of a module and of the packages that contain it."""
+    parts = name.split(".")
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
 def _is_path(name: str) -> bool:

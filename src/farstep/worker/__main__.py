@@ -28,15 +28,35 @@ def main() -> None:
     where.add_argument("--bootstrap-fd", type=int, help="descriptor to read the bootstrap from")
     where.add_argument("--bootstrap", type=Path, help="file of mode 0600 to read the bootstrap from")
     arguments = parser.parse_args()
+    bootstrap = read_bootstrap(arguments.bootstrap_fd, arguments.bootstrap)
+    while "requests_fd" in bootstrap:
+        bootstrap = _fork_workers(bootstrap)  # returns in each worker, or in a further zygote
+    _start(bootstrap)
+    _run(bootstrap)
+
+
+def _fork_workers(bootstrap: dict[str, Any]) -> dict[str, Any]:
+    """Become a zygote. Return only in the processes that it forks, with their bootstraps."""
+    import socket
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _start(bootstrap)
+    from farstep.worker.zygote import Zygote
+
+    zygote = Zygote(socket.socket(fileno=bootstrap["requests_fd"]))
+    zygote.import_modules(bootstrap["modules"])
+    return zygote.serve()
+
+
+def _start(bootstrap: dict[str, Any]) -> None:
+    """Prepare this process before it imports any library."""
     mark_worker_process()
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)  # a process group of its own: the whole group is killed at the end
-    bootstrap = read_bootstrap(arguments.bootstrap_fd, arguments.bootstrap)
     if "death_fd" in bootstrap:
         _die_with_the_head(bootstrap["death_fd"])
     _limit_threads(int(bootstrap["threads"]))
     sys.path[:] = list(dict.fromkeys(bootstrap.get("path", []) + sys.path))
-    _run(bootstrap)
 
 
 def _die_with_the_head(fd: int) -> None:

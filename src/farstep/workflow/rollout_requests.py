@@ -69,6 +69,7 @@ class RolloutRequests:
             None if self._waits_for_all else max(counts, default=1),
             max((_most_chunks(leaf.size, chunk_steps) for leaf in self._consuming), default=1),
             self._owed if self.on_demand else None,
+            max((leaf.windows_per_actor for leaf in self._consuming), default=1),
         )
 
     # ---- requests ----
@@ -141,7 +142,7 @@ class RolloutRequests:
         """Request a rollout from joined workers if too few requested workers remain for a trigger to fire."""
         if self._requested is None:
             return
-        needed = max([self._awaited_quorum, *(leaf.n for leaf in self._consuming if leaf.n is not None)])
+        needed = max([self._awaited_quorum, *(leaf.min_actors or 0 for leaf in self._consuming)])
         if len(self._requested & self._present) < needed <= len(self._present):
             joined = self._present - self._requested
             self._requested |= joined
@@ -165,7 +166,7 @@ class RolloutRequests:
             return
         self.warn_at = math.inf
         for trigger in self._triggers:
-            needed = self._quorum if trigger.n is None else trigger.n
+            needed = self._quorum if trigger.min_actors is None else trigger.min_actors
             if needed > len(self._present) and not trigger.is_warm:
                 advice = (
                     "min_nodes requires them."

@@ -484,7 +484,7 @@ class Workflow:
         schema, structures = collector.row_schema()
         schema = {name: spec for name, spec in schema.items() if not is_final(name)}
         self.ledger.keys = tuple(schema)
-        check_triggers(self._by_data, schema, self.env.num_workers)
+        check_triggers(self._by_data, schema, self.env.num_workers, self._requests.on_demand)
         bind_buffer(self.buffer, schema, structures, self.env.num_envs, self._consuming, steps)
         chunk_rows = steps * max(record.num_envs for record in collector.server.records)
         check_limiter(self.buffer, chunk_rows, self._most_samples)

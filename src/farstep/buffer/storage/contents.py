@@ -311,9 +311,12 @@ class Contents:
         """Store the observations after the ends of episodes and after the last row, for slots `a` to `b`."""
         structure, final = self.structures["obs"], batch.final_obs
         ours = np.flatnonzero((final.slot >= a) & (final.slot < b))
-        ends = cells[final.row[ours], final.slot[ours] - a]
+        rows, columns = final.row[ours], final.slot[ours] - a
+        ends = cells[rows, columns]
         # A filler row that no item needs has already been removed, and its cell is free.
-        unfinished = np.flatnonzero(~np.isin(cells[-1], ends) & ~self._free.is_free[cells[-1]])
+        is_open = ~self._free.is_free[cells[-1]]
+        is_open[columns[rows == len(cells) - 1]] = False
+        unfinished = np.flatnonzero(is_open)
         last = {name: value[unfinished + a] for name, value in leaves(structure, batch.last_obs)}
         self.store.keep_tails(cells[-1, unfinished], last)
         if len(ends):

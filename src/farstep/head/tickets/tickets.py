@@ -186,7 +186,7 @@ class Tickets:
             session.due = {worker for worker in session.due.difference(ready) if not self.presence.is_away(worker)}
             return granted
         wanted = session.num_chunks
-        if session.feed is not None and session.feed.actors is None:
+        if session.feed is not None and session.feed.windows is None:
             wanted = max(1, self.presence.num_present) * session.feed.chunks
         return self._first_come(session, wanted, available, version)
 
@@ -300,7 +300,7 @@ class Tickets:
         if (session := self._session) is not None:
             session.missing = None
             session.redo[worker].clear()
-            if session.feed is not None and session.feed.actors is None:
+            if session.feed is not None and session.feed.windows is None:
                 self.withdraw(worker)  # the next `invite` includes it again
 
     def drain(self, worker: int) -> None:
@@ -315,7 +315,7 @@ class Tickets:
         session = self._session
         if session is None or session.feed is None or self._queue is None:
             return False
-        requested = session.invited is not None and session.feed.actors is None and session.invited[worker] > 0
+        requested = session.invited is not None and session.feed.windows is None and session.invited[worker] > 0
         return requested or self._queue.is_inside(worker)
 
     def returned(self, worker: int) -> None:

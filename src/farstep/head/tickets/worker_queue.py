@@ -88,7 +88,7 @@ class WorkerQueue:
         feed = session.feed
         if feed is None or feed.max_staleness is None or self.is_inside(worker):
             return True
-        return self._chunks_of(worker) < session.depth * feed.chunks
+        return self._chunks_of(worker) < session.depth * feed.per_worker * feed.chunks
 
     def is_inside(self, worker: int) -> bool:
         """Whether the worker's next chunk continues a window."""
@@ -100,10 +100,10 @@ class WorkerQueue:
     def _may_begin(self) -> bool:
         """Whether a worker may begin another window.
 
-        With `actors=None`, `_may_roll` limits each worker instead, so that windows of a departed worker in the buffer
+        With `windows=None`, `_may_roll` limits each worker instead, so that windows of a departed worker in the buffer
         do not block the others.
         """
         feed = self._session.feed
-        if feed is None or feed.max_staleness is None or feed.actors is None:
+        if feed is None or feed.max_staleness is None or feed.windows is None:
             return True
-        return self._begun_total < self._session.depth * feed.actors
+        return self._begun_total < self._session.depth * feed.windows

@@ -80,12 +80,12 @@ class NodeDaemon:
         """Create a daemon that is not connected yet.
 
         Args:
-            bootstrap: The head's addresses, keys, `lease_s`, `connect_s` and `grace_s`.
+            bootstrap: The head's addresses, keys, `lease_s`, `connect_s`, `grace_s`, and how to start workers.
             place: The name of this node in the engine.
             shared_name: Memory that passes the daemon's name to its replacement (see `keep_alive`).
         """
         self._bootstrap, self._place, self._shared_name = bootstrap, place, shared_name
-        self._starter = ProcessStarter(1)
+        self._starter = ProcessStarter(1, bootstrap["start_method"], bootstrap["modules"])
         self._leave_at: float | None = None
         self._reclaimed_by = ""
         """The signal with which the engine reclaimed the node; empty if the engine has not reclaimed it."""

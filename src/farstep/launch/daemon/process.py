@@ -3,68 +3,158 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import logging
 import os
 import signal
 import subprocess
 import sys
+import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from farstep.config.launch import StartMethod
 from farstep.core import Ended
+from farstep.launch.daemon.zygote import Child, ForkedProcess, Zygote, ZygoteEnded, memory_file
+from farstep.worker.zygote import FAILED
 
+log = logging.getLogger("farstep")
+_COMMAND = (sys.executable, "-P", "-m", "farstep.worker")
+"""Runs a worker. -P: do not import from the current folder unless the import path contains it."""
 _TAIL_BYTES = 16 * 1024
+_IMPORT_S = 60.0
 
 
 class ProcessStarter:
-    """Starts worker processes, each in a new session. A pipe ends the workers when this process ends."""
+    """Starts worker processes, each in a new session. A pipe ends the workers when this process ends.
 
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
+    Args:
+        threads: Threads that torch and BLAS may use in one worker.
+        method: How to start: fork a zygote that has imported `modules`, or `cold`, a new interpreter for each worker.
+        modules: Modules that workers need.
+        warn: Called with a text if workers start cold instead.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        method: StartMethod = "zygote",
+        modules: Sequence[str] = (),
+        warn: Callable[[str], object] = log.warning,
+    ) -> None:
+        self._threads, self._method, self._modules, self._warn = threads, method, modules, warn
+        self._zygote: Zygote | None = None
         # The kernel closes this pipe when this process ends, for any reason, and then kills every worker
         # (worker/__main__.py).
         self._death_read, self._death_write = os.pipe()
         _starters.add(self)
 
     def start(self, bootstrap: Mapping[str, object], fds: Sequence[int] = ()) -> WorkerProcess:
+        environ = {**os.environ, "PYTHONUNBUFFERED": "1", **_with_gpu(bootstrap.get("gpu"))}
         contents = {"threads": self._threads, **bootstrap, "path": import_path()}
         with contextlib.ExitStack() as opened, contextlib.ExitStack() as kept:
-            # One open file per worker, because the kernel signals only one process group per open file.
-            death = os.open(f"/proc/self/fd/{self._death_read}", os.O_RDONLY | os.O_NONBLOCK)
-            opened.callback(os.close, death)
-            bootstrap_fd = os.memfd_create("farstep-bootstrap", os.MFD_CLOEXEC)
-            opened.callback(os.close, bootstrap_fd)
+            death = opened.enter_context(self._death_fd())
             output_read, output_write = os.pipe()
             opened.callback(os.close, output_write)
             kept.callback(os.close, output_read)
-            os.write(bootstrap_fd, json.dumps({**contents, "death_fd": death}).encode())
-            os.lseek(bootstrap_fd, 0, os.SEEK_SET)
-            process = subprocess.Popen(
-                # -P: do not import from the current folder unless `path` contains it.
-                [sys.executable, "-P", "-m", "farstep.worker", "--bootstrap-fd", str(bootstrap_fd)],
-                pass_fds=[bootstrap_fd, death, *fds],
-                stdin=subprocess.DEVNULL,
-                stdout=output_write,
-                stderr=output_write,
-                start_new_session=True,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **_with_gpu(bootstrap.get("gpu"))},
-            )
-            kept.callback(process.wait)
-            kept.callback(process.kill)
-            started = WorkerProcess(process, output_read)
+            contents["death_fd"] = death
+            arguments = (contents, environ, output_write, [death, *fds])
+            child: Child = self._fork(*arguments) or _spawn(*arguments)
+            kept.callback(child.close)
+            kept.callback(child.kill)
+            started = WorkerProcess(child, output_read)
             kept.pop_all()  # the handle owns them now
         return started
+
+    def _fork(
+        self, bootstrap: Mapping[str, Any], environ: Mapping[str, str], output_fd: int, fds: Sequence[int]
+    ) -> ForkedProcess | None:
+        """Request a worker from the zygote. Return None if the worker must be started without it."""
+        for _ in range(2):
+            if self._method == "cold":
+                break
+            self._zygote = self._zygote or self._start_zygote(environ)
+            try:
+                return self._zygote.fork(_job(bootstrap, environ, fds), output_fd, self._start_cold)
+            except ZygoteEnded:
+                if not self._zygote.is_ready:
+                    break  # it ended during its imports, or many requests wait
+                self._zygote.close()
+                self._zygote = None
+        return None
+
+    def _start_zygote(self, environ: Mapping[str, str]) -> Zygote:
+        def start(bootstrap: Mapping[str, Any], fds: Sequence[int]) -> Child:
+            null = os.open(os.devnull, os.O_WRONLY)
+            try:
+                if _shared is not None:
+                    with contextlib.suppress(ZygoteEnded):
+                        return _shared.fork(_job(bootstrap, environ, fds), null, self._start_cold)
+                return _spawn(bootstrap, environ, null, fds)
+            finally:
+                os.close(null)
+
+        with self._death_fd() as death:
+            bootstrap = {"threads": 1, "path": import_path(), "modules": list(self._modules), "death_fd": death}
+            return Zygote(start, bootstrap)
+
+    def _start_cold(self, reason: str) -> None:
+        """Start further workers without the zygote."""
+        if self._method != "cold" and reason != FAILED:
+            self._warn(f"the zygote cannot fork workers: {reason}. Each worker imports for itself instead.")
+        self._method = "cold"
+
+    @contextlib.contextmanager
+    def _death_fd(self) -> Iterator[int]:
+        """Open the pipe once more, because the kernel signals only one process group per open file."""
+        fd = os.open(f"/proc/self/fd/{self._death_read}", os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def close_in_fork(self) -> None:
         """Close the write end in a fork of this process; otherwise the fork would keep the workers alive."""
         _starters.discard(self)
         os.close(self._death_write)
+        if self._zygote is not None:
+            self._zygote.close_in_fork()
 
     def close(self) -> None:
         _starters.discard(self)
+        if self._zygote is not None:
+            self._zygote.close()
         os.close(self._death_read)
         os.close(self._death_write)
+
+
+_shared: Zygote | None = None
+
+
+@contextlib.contextmanager
+def shared_zygote(modules: Sequence[str]) -> Iterator[None]:
+    """Context manager: keep a zygote for all runs of this process, so that each run starts in milliseconds.
+
+    Each run still has its own zygote, but it is a fork of the shared one. Environment variables that libraries read
+    when they are imported take effect only if they were set before.
+
+    Args:
+        modules: Modules to import.
+    """
+    global _shared
+    before, starter = _shared, ProcessStarter(1, modules=modules)
+    zygote = starter._start_zygote(os.environ)
+    try:
+        deadline = time.monotonic() + _IMPORT_S
+        while not zygote.is_ready and time.monotonic() < deadline:
+            time.sleep(0.02)
+        _shared = zygote
+        yield
+    finally:
+        _shared = before
+        zygote.close()
+        starter.close()
 
 
 _starters: weakref.WeakSet[ProcessStarter] = weakref.WeakSet()
@@ -78,59 +168,105 @@ def _close_all() -> None:
 os.register_at_fork(after_in_child=_close_all)
 
 
-class WorkerProcess:
-    """One worker process, and the tail of its output (see `core.WorkerHandle`)."""
+class SpawnedProcess:
+    """A worker in an interpreter of its own (see `Child`)."""
 
-    leaving = False
+    note = ""
+    was_refused = False
 
-    def __init__(self, process: subprocess.Popen[bytes], output_fd: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
-        self._tail = b""
-        self._oom_kills = _oom_kills()
-        os.set_blocking(output_fd, False)
-        self.output_fd = output_fd
         self.exit_fd = os.pidfd_open(process.pid)
-        self._ended: Ended | None = None
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
+    def poll(self) -> int | None:
+        status = self._process.poll()
+        if status is not None:
+            self.kill()  # includes processes that its environments started
+        return status
+
+    def kill(self) -> None:
+        self.signal_group(signal.SIGKILL)
+
+    def signal_group(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    def close(self) -> None:
+        os.close(self.exit_fd)
+
+
+def _spawn(
+    bootstrap: Mapping[str, Any], environ: Mapping[str, str], output_fd: int, fds: Sequence[int]
+) -> SpawnedProcess:
+    with memory_file("farstep-bootstrap", bootstrap) as bootstrap_fd:
+        process = subprocess.Popen(
+            [*_COMMAND, "--bootstrap-fd", str(bootstrap_fd)],
+            pass_fds=[bootstrap_fd, *fds],
+            stdin=subprocess.DEVNULL,
+            stdout=output_fd,
+            stderr=output_fd,
+            start_new_session=True,
+            env=dict(environ),
+        )
+    try:
+        return SpawnedProcess(process)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+
+
+class WorkerProcess:
+    """One worker process, and the tail of its output (see `core.WorkerHandle`)."""
+
+    leaving = False
+
+    def __init__(self, child: Child, output_fd: int) -> None:
+        self._child = child
+        self._tail = b""
+        self._oom_kills = _oom_kills()
+        os.set_blocking(output_fd, False)
+        self.output_fd, self.exit_fd = output_fd, child.exit_fd
+        self._ended: Ended | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
     def poll(self) -> Ended | None:
         if self._ended is not None:
             return self._ended  # its process id may have been reused
-        status = self._process.poll()
+        status = self._child.poll()
         if status is None:
             return None
-        self._kill_group()  # includes processes that its environments started
-        note = ""
+        note = self._child.note
         if status == -signal.SIGKILL and _oom_kills() > self._oom_kills:
             note = "the machine ran out of memory and the kernel killed this process; use fewer environments per node"
-        self._ended = Ended(status, note)
+        self._ended = Ended(status, note, self._child.was_refused)
         return self._ended
 
     def kill(self) -> None:
         if self._ended is None:
-            self._kill_group()
+            self._child.kill()
 
     def suspend(self) -> None:
         if self._ended is None:
-            self._signal_group(signal.SIGSTOP)
+            self._child.signal_group(signal.SIGSTOP)
 
     def resume(self) -> None:
         if self._ended is None:
-            self._signal_group(signal.SIGCONT)
-
-    def _kill_group(self) -> None:
-        self._signal_group(signal.SIGKILL)
-
-    def _signal_group(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, number)
+            self._child.signal_group(signal.SIGCONT)
 
     def dump_stacks(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGUSR2)
+        self._child.send_signal(signal.SIGUSR2)
 
     def read_output(self) -> bytes | None:
         new = b""
@@ -152,7 +288,12 @@ class WorkerProcess:
     def close(self) -> None:
         """Free the descriptors of the ended process."""
         os.close(self.output_fd)
-        os.close(self.exit_fd)
+        self._child.close()
+
+
+def _job(bootstrap: Mapping[str, Any], environ: Mapping[str, str], fds: Sequence[int]) -> dict[str, Any]:
+    """What a zygote needs to fork a process that looks like one that this process has started."""
+    return {"bootstrap": bootstrap, "environ": dict(environ), "folder": str(Path.cwd()), "inherited": list(fds)}
 
 
 def _with_gpu(rank: object) -> dict[str, str]:

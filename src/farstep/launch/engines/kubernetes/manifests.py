@@ -104,7 +104,7 @@ def deployment(name: str, labels: Mapping[str, str], template: Manifest, nodes: 
 
 
 def pod_template(config: KubernetesConfig, secret_name: str, labels: Mapping[str, str], grace_s: float) -> Manifest:
-    """A pod with one node daemon. The daemon reads its bootstrap from a file that only its user can read."""
+    """A pod with one node daemon. Only the pod's user and group can read the file from which it reads its bootstrap."""
     spec: Manifest = {
         "containers": [_container(config)],
         "volumes": [

@@ -1,0 +1,233 @@
+"""Starts a zygote (`worker/zygote.py`), and requests workers from it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from farstep.worker.zygote import ENDED, FAILED, FORKED, READY, REFUSED
+
+_REAP_S = 0.5
+"""How long to wait for a report that the zygote makes at once."""
+
+
+class ZygoteEnded(Exception):
+    """The zygote takes no requests: it has ended, or too many requests wait."""
+
+
+class Zygote:
+    """A zygote process. It imports in the background; requests wait until it is ready.
+
+    Args:
+        start: Starts the process with a bootstrap and descriptors to inherit.
+        bootstrap: Import path, threads, modules to import, and the descriptor that ends the zygote with this process.
+    """
+
+    def __init__(
+        self, start: Callable[[Mapping[str, Any], Sequence[int]], Child], bootstrap: Mapping[str, Any]
+    ) -> None:
+        self._is_ready = False
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests.setblocking(False)
+        with contextlib.ExitStack() as failed, theirs:
+            failed.callback(self._requests.close)
+            fds = [theirs.fileno(), bootstrap["death_fd"]]
+            self._process = start({**bootstrap, "requests_fd": theirs.fileno()}, fds)
+            failed.pop_all()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its imports are complete."""
+        if not self._is_ready:
+            with contextlib.suppress(OSError):
+                self._is_ready = self._requests.recv(1) == READY
+        return self._is_ready
+
+    def fork(self, job: Mapping[str, Any], output_fd: int, refused: Callable[[str], None]) -> ForkedProcess:
+        """Request a worker.
+
+        Args:
+            job: Bootstrap, environment variables, folder, and the descriptors that the worker inherits.
+            output_fd: Descriptor for what the worker prints.
+            refused: Called with the reason if the zygote cannot fork workers.
+
+        Returns:
+            The worker; it may not have started yet.
+
+        Raises:
+            ZygoteEnded: The zygote takes no requests.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with contextlib.ExitStack() as failed, theirs, memory_file("farstep-job", job) as fd:
+            failed.callback(ours.close)
+            try:
+                socket.send_fds(self._requests, [b"F"], [fd, output_fd, theirs.fileno(), *job["inherited"]])
+            except (BlockingIOError, ConnectionError) as error:
+                raise ZygoteEnded from error
+            process = ForkedProcess(self, ours, refused)
+            failed.pop_all()
+        return process
+
+    def kill(self) -> None:
+        """End the zygote at once. Workers that it has forked continue."""
+        self._process.kill()
+
+    def close_in_fork(self) -> None:
+        self._requests.close()
+
+    def close(self) -> None:
+        self._requests.close()
+        self._process.kill()
+        while self._process.poll() is None:
+            _is_readable(self._process.exit_fd, _REAP_S)
+        self._process.close()
+
+
+class Child(Protocol):
+    """A process that this process has started, or that its zygote has forked."""
+
+    exit_fd: int
+    """Readable when `poll` has something to read."""
+    note: str
+    """An explanation of the status; empty if there is none."""
+    was_refused: bool
+    """Whether the process was never started, through no fault of its own."""
+
+    @property
+    def pid(self) -> int:
+        """The process id; 0 before the process has started."""
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None while the process may still run. Its group has ended with it."""
+
+    def kill(self) -> None:
+        """Kill the process group."""
+
+    def signal_group(self, number: int) -> None:
+        """Send a signal to the process group, if the process has started."""
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process, if it still runs."""
+
+    def close(self) -> None:
+        """Free the descriptors."""
+
+
+class ForkedProcess:
+    """A process that a zygote forks (see `Child`).
+
+    Args:
+        zygote: The zygote.
+        reports: Socket on which the zygote reports the worker's process id and exit status.
+        refused: Called with the reason if the zygote cannot fork workers.
+    """
+
+    def __init__(self, zygote: Zygote, reports: socket.socket, refused: Callable[[str], None]) -> None:
+        self._zygote, self._reports, self._refused = zygote, reports, refused
+        self._reports.setblocking(False)
+        self._ready = select.epoll()
+        self._ready.register(reports, select.EPOLLIN)
+        self.exit_fd = self._ready.fileno()
+        self.pid = 0
+        self.note = ""
+        self.was_refused = False
+        self._pidfd = -1
+        self._status: int | None = None
+        self._is_killed = self._zygote_ended = False
+
+    def poll(self) -> int | None:
+        self._read_reports()
+        if self._status is None and self._pidfd >= 0 and _is_readable(self._pidfd, 0):
+            _is_readable(self._reports.fileno(), _REAP_S)
+            self._read_reports()
+            if self._status is None:
+                self._status, self.note = 1, "its exit status is unknown, because the process that forked it has ended"
+        return self._status
+
+    def _read_reports(self) -> None:
+        while self._status is None and not self._zygote_ended:
+            try:
+                report, fds, _, _ = socket.recv_fds(self._reports, 1024, 1)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                report, fds = b"", []
+            kind, rest = report[:1], report[1:].decode(errors="replace")
+            if kind == FORKED:
+                self.pid, self._pidfd = int(rest), fds[0]
+                self._ready.register(self._pidfd, select.EPOLLIN)
+                if self._is_killed:
+                    self.kill()
+            elif kind == ENDED:
+                self._status = int(rest)
+            elif kind == REFUSED:
+                self._refuse(rest)
+            else:
+                self._end_of_reports()
+
+    def _end_of_reports(self) -> None:
+        """Continue without the zygote, which has ended."""
+        self._zygote_ended = True
+        self._ready.unregister(self._reports)
+        if not self.pid:
+            if self._is_killed:
+                self._status = -signal.SIGKILL
+            else:
+                self._refuse(None if self._zygote.is_ready else FAILED)
+
+    def _refuse(self, reason: str | None) -> None:
+        self._status, self.was_refused = 1, True
+        self.note = "the zygote did not fork it"
+        if reason is not None:
+            self._refused(reason)
+
+    def kill(self) -> None:
+        """Kill the process group. If the worker has not been forked yet, it will not be."""
+        self._is_killed = True
+        if self.pid:
+            self.signal_group(signal.SIGKILL)
+            return
+        with contextlib.suppress(OSError):
+            self._reports.shutdown(socket.SHUT_WR)
+        if not self._zygote.is_ready or not _is_readable(self._reports.fileno(), _REAP_S):
+            self._zygote.kill()  # it still imports, or is stuck
+
+    def signal_group(self, number: int) -> None:
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+
+    def send_signal(self, number: int) -> None:
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def close(self) -> None:
+        self._ready.close()
+        self._reports.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+
+
+@contextlib.contextmanager
+def memory_file(name: str, contents: Mapping[str, Any]) -> Iterator[int]:
+    """Context manager: the descriptor of a file in memory with `contents` as JSON."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        os.write(fd, json.dumps(contents).encode())
+        os.lseek(fd, 0, os.SEEK_SET)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _is_readable(fd: int, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))

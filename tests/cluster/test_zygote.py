@@ -1,0 +1,183 @@
+"""Workers are forks of a zygote: they are like workers that start cold, and no fault of the zygote stops a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import farstep
+from farstep.errors import RemoteEnvError, WorkerDied, WorkerStuck
+from farstep.launch.daemon.process import shared_zygote
+from farstep.testing import CountingEnv, TableAgent
+from tests.cluster.checks import assert_sound, cluster, eventually, worker_pids
+
+MODULE = """
+import json, os, sys, threading, time
+from farstep.testing import CountingEnv
+{on_import}
+
+def make(path=None):
+    if path is not None:
+        with open(path, "w") as file:
+            json.dump(describe(), file)
+    return CountingEnv()
+
+def describe():
+    own = {{os.getpid(): "own"}}
+    return {{
+        "folder": os.getcwd(),
+        "variables": {{name: value for name, value in os.environ.items() if name != "FARSTEP_WORKER"}},
+        "marked": os.environ["FARSTEP_WORKER"] == str(os.getpid()),
+        "path": sys.path,
+        "session": own.get(os.getsid(0)),
+        "group": own.get(os.getpgrp()),
+        "stdin": os.readlink("/proc/self/fd/0"),
+        "output": [os.readlink(f"/proc/self/fd/{{fd}}").partition(":")[0] for fd in (1, 2)],
+        "arguments": sys.argv[0],
+        "umask": os.umask(0o22),
+        "nice": os.nice(0),
+        "interrupt": str(__import__("signal").getsignal(2)),
+        "threads": threading.active_count(),
+    }}
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Writes a module with a factory, and returns the path of the factory."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(on_import: str = "") -> str:
+        (tmp_path / "zygote_module.py").write_text(MODULE.format(on_import=on_import))
+        return "zygote_module:make"
+
+    return write
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def restart(env: farstep.ClusterEnv, agent: TableAgent) -> int:
+    """Kill a worker, let the run go on; returns the new worker."""
+    before = worker_pids()
+    os.kill(before[0], signal.SIGKILL)
+    for _ in range(2):
+        assert_sound(env.collect(agent, steps=8))
+    (new,) = set(worker_pids()) - set(before)
+    return new
+
+
+def test_a_forked_worker_is_like_one_that_started_cold(module, tmp_path: Path, monkeypatch) -> None:
+    found = {}
+    for method in ("zygote", "cold"):
+        path = tmp_path / f"{method}.json"
+        env = cluster(module(), env_kwargs={"path": str(path)}, envs=1, start_method=method, cpus_per_worker=2)
+        monkeypatch.setenv("SET_AFTER_THE_ZYGOTE", "yes")
+        monkeypatch.chdir(tmp_path)
+        with env:
+            env.launch()
+        found[method] = json.loads(path.read_text())
+    assert found["zygote"] == found["cold"]
+    assert found["cold"]["variables"]["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_killed_worker_is_replaced_by_a_fork(transport: str) -> None:
+    agent = TableAgent()
+    with cluster(envs=4, workers=2, transport=transport) as env:
+        env.collect(agent, steps=8)
+        (zygote,) = {parent(pid) for pid in worker_pids()}
+        assert zygote != os.getpid()
+        assert parent(restart(env, agent)) == zygote
+        assert env.stats()["workers"]["restarts"] == 1
+
+
+def test_workers_continue_without_their_zygote(recwarn) -> None:
+    agent = TableAgent()
+    with cluster(envs=4, workers=2) as env:
+        env.collect(agent, steps=8)
+        workers = worker_pids()
+        (zygote,) = {parent(pid) for pid in workers}
+        os.kill(zygote, signal.SIGKILL)
+        eventually(lambda: parent(workers[0]) != zygote)
+        for _ in range(3):
+            assert_sound(env.collect(agent, steps=8))
+        assert env.stats()["workers"]["restarts"] == 0
+        assert all(Path(f"/proc/{pid}").exists() for pid in workers)
+        os.kill(workers[0], signal.SIGKILL)
+        for _ in range(2):
+            assert_sound(env.collect(agent, steps=8))
+        assert env.stats()["workers"] | {"steps_per_second": 0} == {
+            "alive": 2, "starting": 0, "queued": 0, "parked": 0, "lost": 0, "restarts": 1, "steps_per_second": 0,
+        }  # fmt: skip
+
+
+def test_a_stopped_zygote_is_replaced() -> None:
+    agent = TableAgent()
+    with cluster(envs=2, workers=2, timeouts=farstep.Timeouts(connect_s=2.0), restart_budget=4) as env:
+        env.collect(agent, steps=8)
+        (zygote,) = {parent(pid) for pid in worker_pids()}
+        os.kill(zygote, signal.SIGSTOP)
+        assert parent(restart(env, agent)) != zygote
+
+
+def test_workers_start_cold_if_an_import_starts_a_thread(module) -> None:
+    path = module("threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()")
+    with cluster(path, envs=2, workers=2, restart_budget=0) as env:
+        assert_sound(env.collect(TableAgent(), steps=8))
+        assert {parent(pid) for pid in worker_pids()} == {os.getpid()}
+        (warned,) = (event for event in env.events() if event.kind == "warned")
+        assert "importing zygote_module starts threads" in warned.text
+
+
+def test_a_module_that_ends_the_process_is_reported_by_the_worker(module) -> None:
+    env = cluster(module("os._exit(7)"), restart_budget=0)
+    with pytest.raises(WorkerDied, match="status 7"):
+        env.launch()
+    env.close()
+
+
+def test_a_module_that_cannot_be_imported_is_reported_by_the_worker(module) -> None:
+    env = cluster(module("import no_such_module_at_all"), restart_budget=0)
+    with pytest.raises(RemoteEnvError, match="No module named 'no_such_module_at_all'"):
+        env.launch()
+    assert not [event for event in env.events() if "the zygote" in event.text]
+    env.close()
+
+
+def test_a_module_that_does_not_finish_its_import_is_reported(module) -> None:
+    limits = farstep.Timeouts(connect_s=1.0, construct_s=1.0)
+    env = cluster(module("time.sleep(1000)"), timeouts=limits, restart_budget=0)
+    with pytest.raises(WorkerStuck):
+        env.launch()
+    env.close()
+
+
+def test_runs_fork_a_shared_zygote(module, monkeypatch, tmp_path: Path) -> None:
+    path = tmp_path / "seen.json"
+    with shared_zygote([]):
+        monkeypatch.setenv("OF_THIS_RUN", "yes")
+        with cluster(module(), env_kwargs={"path": str(path)}, envs=1) as env:
+            assert_sound(env.collect(TableAgent(), steps=8))
+            (worker,) = worker_pids()
+            assert parent(parent(worker)) != os.getpid()
+    assert json.loads(path.read_text())["variables"]["OF_THIS_RUN"] == "yes"
+
+
+def test_the_modules_of_environments_are_found() -> None:
+    from farstep.rollout.sources import Source
+
+    def modules(**options):
+        return Source.of(farstep.EnvConfig(**options)).modules()
+
+    assert modules(env_name="CartPole-v1") == ["gymnasium.envs.classic_control.cartpole"]
+    assert modules(env_name="zygote_module:Some-v0") == ["zygote_module"]
+    assert modules(type="factory", env_name=CountingEnv) == ["farstep.testing.envs"]
+    wrapped = modules(env_name="CartPole-v1", wrappers=[("gymnasium.wrappers:TimeLimit", {"max_episode_steps": 3})])
+    assert wrapped == ["gymnasium.envs.classic_control.cartpole", "gymnasium.wrappers"]
+    assert modules(type="factory", env_name=lambda: CountingEnv()) == []  # of a module that is pickled by value
