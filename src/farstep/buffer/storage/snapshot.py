@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from farstep.buffer.storage.contents import Contents
+from farstep.buffer.storage.contents_state import contents_state
 from farstep.checkpoint.files import ArrayParts
 from farstep.core import Array
 from farstep.errors import CheckpointError
@@ -102,7 +103,7 @@ class Snapshot:
 
     def _copy_rest(self, contents: Contents) -> dict[str, Array | ArrayParts]:
         """Copy everything except rows; tails are copied when they are written. The lock must be held."""
-        state, plain = contents.state()
+        state, plain = contents_state(contents)
         arrays: dict[str, Array | ArrayParts] = {name: array.copy() for name, array in state.items()}
         self.description = self._describe() | plain
         if (tails := contents.store.tails) is not None:
