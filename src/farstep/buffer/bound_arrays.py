@@ -152,7 +152,7 @@ class BoundArrays:
     def nbytes(self) -> int:
         """Bytes of the arrays that hold the rows; 0 before they are allocated."""
         contents = self._contents
-        return 0 if contents is None else sum(array.nbytes for array in contents.store.blocks.arrays.values())
+        return 0 if contents is None else contents.store.nbytes
 
     @property
     def schema(self) -> Schema:

@@ -12,6 +12,7 @@ from farstep.buffer.limiter import MinSize, RateLimiter, check_limiter
 from farstep.buffer.samplers import FIFO, Sampler, check_remover, check_sampler
 from farstep.buffer.storage.capacity import fitting_capacity
 from farstep.buffer.storage.contents import Contents
+from farstep.buffer.storage.frames import FrameStack
 from farstep.config.env import check_count
 from farstep.errors import ConfigError
 from farstep.schema import Schema, Structure
@@ -28,6 +29,7 @@ class BufferOptions:
     max_bytes: int | None
     max_times_sampled: int
     pooled: bool
+    frame_stack: FrameStack | None = None
 
     def __post_init__(self) -> None:
         check_remover(self.remover, self.sampler)
@@ -35,6 +37,15 @@ class BufferOptions:
             raise ConfigError(f"pooled is {self.pooled!r}; expected True or False.")
         self._check_limiter(self.capacity)
         self.sampler.check_room(self.capacity)
+        if self.frame_stack is not None and not isinstance(self.frame_stack, FrameStack):
+            raise ConfigError(
+                f"frame_stack is {self.frame_stack!r}; expected farstep.buffer.FrameStack(num_frames), or None."
+            )
+        if self.frame_stack is not None and not self.is_cyclic:
+            raise ConfigError(
+                f"{self.unordered_reason}, but frame_stack takes older frames from the rows before. Leave out "
+                "frame_stack."
+            )
 
     @property
     def is_cyclic(self) -> bool:
@@ -76,7 +87,8 @@ class BufferOptions:
         if columns > 1 and not self.is_cyclic:
             raise ConfigError(f"{self.unordered_reason}, so rows of all environments share one column.")
         shares = 1 if self.is_pooled else columns
-        capacity = fitting_capacity(schema, self.capacity, shares, self.is_cyclic, self.max_bytes)
+        stored = schema if self.frame_stack is None else self.frame_stack.stored(schema)
+        capacity = fitting_capacity(stored, self.capacity, shares, self.is_cyclic, self.max_bytes)
         self._check_limiter(capacity)
         self.sampler.check_room(capacity // shares)
         return replace(self, capacity=capacity)
@@ -86,7 +98,9 @@ class BufferOptions:
     ) -> Contents:
         """Allocate contents for rows of `schema`; `structures` says how their arrays are nested."""
         remover = None if self.is_cyclic else self.remover
-        return Contents(schema, self.capacity, columns, structures, self.sampler, remover, rng, self.is_pooled)
+        return Contents(
+            schema, self.capacity, columns, structures, self.sampler, remover, rng, self.is_pooled, self.frame_stack
+        )
 
     def check_in_place(self, contents: Contents) -> None:
         """Check that rows are in the order of their cells, for readers that access the cells directly.
@@ -113,6 +127,7 @@ def make_options(
     max_bytes: int | None,
     max_times_sampled: int | None,
     pooled: bool,
+    frame_stack: FrameStack | None,
 ) -> BufferOptions:
     """Check the arguments of `Buffer` and fill in their defaults; see its docstring."""
     uses = int(check_sampler("sampler", sampler).once) if max_times_sampled is None else max_times_sampled
@@ -124,4 +139,5 @@ def make_options(
         None if max_bytes is None else check_count("max_bytes", max_bytes),
         check_count("max_times_sampled", uses, minimum=0),
         pooled,
+        frame_stack,
     )

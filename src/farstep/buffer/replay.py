@@ -30,6 +30,7 @@ from farstep.buffer.saving import (
     save_buffer,
 )
 from farstep.buffer.storage.contents_state import restore_contents
+from farstep.buffer.storage.frames import FrameStack
 from farstep.buffer.storage.rows import as_keys, as_priorities, as_schema, nested
 from farstep.buffer.storage.snapshot import Snapshot
 from farstep.config.env import check_count
@@ -56,6 +57,8 @@ class Buffer(BoundArrays):
         pooled: Whether all environment slots share the capacity: the oldest rows are evicted first, whichever slot they
             are from, and slots may be added at any time. Otherwise each slot has an equal share, in which it evicts its
             own rows. Triggers that take rows, and other processes, cannot read pooled rows. Default: False.
+        frame_stack: Stores stacked observations once per frame, in a fraction of the memory; samples stay the same.
+            Other processes read single frames. Default: None, observations are stored as they are.
         seed: Seed of random draws; default: a random seed.
 
     Raises:
@@ -79,6 +82,7 @@ class Buffer(BoundArrays):
         max_bytes: int | None = None,
         max_times_sampled: int | None = None,
         pooled: bool = False,
+        frame_stack: FrameStack | None = None,
         seed: int | None = None,
     ) -> None:
         options = make_options(
@@ -89,6 +93,7 @@ class Buffer(BoundArrays):
             max_bytes=max_bytes,
             max_times_sampled=max_times_sampled,
             pooled=pooled,
+            frame_stack=frame_stack,
         )
         super().__init__(options, np.random.default_rng(seed))
         self._inserter = Inserter(self)
@@ -374,6 +379,7 @@ def _restored(saved: SavedBuffer) -> Buffer:
             limiter=options.limiter,
             max_times_sampled=options.max_times_sampled,
             pooled=options.pooled,
+            frame_stack=options.frame_stack,
         )
         check_sizes(saved)
         buffer.bind(saved.schema, saved.columns, saved.structures)

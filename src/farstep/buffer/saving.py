@@ -17,6 +17,7 @@ from farstep.buffer.limiter import RateLimiter
 from farstep.buffer.options import BufferOptions, make_options
 from farstep.buffer.samplers import Sampler, check_sampler
 from farstep.buffer.storage.capacity import cells_of
+from farstep.buffer.storage.frames import FrameStack
 from farstep.buffer.storage.snapshot import Snapshot
 from farstep.buffer.storage.store import Store
 from farstep.buffer.storage.table import Table
@@ -82,6 +83,7 @@ class _Meta(msgspec.Struct, forbid_unknown_fields=True):
     free: list[int]
     marker: dict[str, Any] = {}
     pooled: bool = False
+    frame_stack: FrameStack | None = None
 
 
 def save_buffer(snapshot: Snapshot, path: str | os.PathLike[str], keep: int) -> Path:
@@ -111,6 +113,7 @@ def describe_buffer(
         "removed": dict(removed),
         **({"marker": dict(marker)} if marker else {}),
         **({"pooled": True} if options.is_pooled else {}),
+        **({"frame_stack": dataclasses.asdict(options.frame_stack)} if options.frame_stack is not None else {}),
     }
 
 
@@ -148,6 +151,7 @@ def _saved_buffer(loaded: Loaded, sampler: Sampler | None) -> SavedBuffer:
                 max_bytes=None,
                 max_times_sampled=meta.max_times_sampled,
                 pooled=meta.pooled,
+                frame_stack=meta.frame_stack,
             ),
             schema=meta.schema,
             columns=meta.columns,
@@ -188,7 +192,8 @@ def check_sizes(saved: SavedBuffer) -> None:
             f"{options.sampler!r} with max_times_sampled={options.max_times_sampled} in a ring; if one of them saved "
             "this checkpoint, fill a new buffer instead"
         )
-    for name, spec in saved.schema.items():
+    stored = saved.schema if options.frame_stack is None else options.frame_stack.stored(saved.schema)
+    for name, spec in stored.items():
         rows = arrays.get(f"rows/{name}")
         require(rows is not None, f"the checkpoint lacks rows/{name}")
         assert rows is not None

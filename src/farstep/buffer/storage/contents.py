@@ -18,6 +18,7 @@ from farstep.buffer.selectors import Selector
 from farstep.buffer.storage.capacity import spare_rows
 from farstep.buffer.storage.cyclic import spans
 from farstep.buffer.storage.episodes import Episodes
+from farstep.buffer.storage.frames import FrameStack
 from farstep.buffer.storage.free_cells import FreeCells
 from farstep.buffer.storage.rows import arrays_of, as_priorities, check_names, check_rows
 from farstep.buffer.storage.store import Store
@@ -46,13 +47,14 @@ class Contents:
         remover: Sampler | None,
         rng: np.random.Generator,
         pooled: bool = False,
+        frame_stack: FrameStack | None = None,
     ) -> None:
         self.capacity, self.structures, self.rng = capacity, structures, rng
         self.is_cyclic, self.is_pooled = remover is None, pooled
         rows = (capacity if pooled else capacity // columns) + spare_rows(self.is_cyclic)
         follow = self.is_cyclic and "obs" in structures
         tails = [name for name in schema if name.split(".")[0] == "obs"] if follow else []
-        self.store = Store(schema, rows, 1 if pooled else columns, tails, columns)
+        self.store = Store(schema, rows, 1 if pooled else columns, tails, columns, frame_stack)
         self.is_pinned = False
         """Whether rows must stay in ring order, because readers access the cells directly. The cell of a removed row is
         then reused only when it is the oldest cell."""
@@ -71,9 +73,9 @@ class Contents:
         self._has_priorities = PRIORITY in schema and schema[PRIORITY].shape == ()
         """Whether rows are inserted with their initial priorities."""
         further = tails or "valid" in schema or self._has_priorities or isinstance(self.selector, EpisodeSelector)
-        self.is_plain = columns == 1 and not further
-        """Whether contents are plain: items are single rows of one column, without filler rows, episodes or initial
-        priorities."""
+        self.is_plain = columns == 1 and not further and frame_stack is None
+        """Whether contents are plain: items are single rows of one column, without filler rows, episodes, stacked
+        frames or initial priorities."""
         if pooled:
             self.link()
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from farstep.buffer.storage.contents import Contents
 from farstep.buffer.storage.free_cells import FreeCells
+from farstep.buffer.storage.store_state import check_free, restore_store
 from farstep.checkpoint.checks import check_array, check_keys, check_like, check_numpy_generator, prefixed, require
 from farstep.checkpoint.files import Refused
 from farstep.core import Array
@@ -49,7 +50,7 @@ def restore_contents(contents: Contents, arrays: Mapping[str, Array], plain: Map
         table.restore(parts["table"])
     _restore_rows(contents, parts, copies)
     with prefixed("store"):
-        store.restore(parts["store"])
+        restore_store(store, parts["store"])
         filled = np.minimum(store.blocks.written[0], store.rows)
         is_ring = contents.is_cyclic and not contents.is_linked
         require((filled == (table.used if is_ring else 0)).all(), "written and table/used do not agree")
@@ -79,17 +80,17 @@ def _restore_free(contents: Contents, free: list[int]) -> None:
     contents.free.push(np.array(free[::-1], np.int64))
     if store.links is not None:
         with prefixed("store"):
-            store.check_free(contents.free.is_free)
+            check_free(store, contents.free.is_free)
 
 
 def _restore_rows(contents: Contents, parts: Mapping[str, Mapping[str, Array]], copies: int) -> None:
     """Restore the rows as they were first copied, then those that changed meanwhile (see `snapshot.py`)."""
     store, table = contents.store, contents.store.table
     with prefixed("rows"):
-        check_keys("the checkpoint", parts["rows"], store.schema)
-        count = len(parts["rows"][next(iter(store.schema))])
+        check_keys("the checkpoint", parts["rows"], store.blocks.schema)
+        count = len(parts["rows"][next(iter(store.blocks.schema))])
         require(count <= table.used.max(), f"there are {count} rows, at most {table.used.max()} expected")
-        for name, spec in store.schema.items():
+        for name, spec in store.blocks.schema.items():
             check_array(name, parts["rows"][name], (count, store.columns, *spec.shape), spec.dtype)
             store.blocks.arrays[name][:count] = parts["rows"][name]
     is_restored = np.arange(table.cells) < count * store.columns
@@ -100,8 +101,8 @@ def _restore_rows(contents: Contents, parts: Mapping[str, Mapping[str, Array]], 
         is_cell = ((cells >= 0) & (cells < table.cells)).all() and (np.diff(cells) > 0).all()
         require(is_cell, f"cells/{number} names a cell that does not exist, or a cell twice")
         with prefixed(f"rows{number}"):
-            check_keys("the checkpoint", rows, store.schema)
-            for name, spec in store.schema.items():
+            check_keys("the checkpoint", rows, store.blocks.schema)
+            for name, spec in store.blocks.schema.items():
                 check_array(name, rows[name], (len(cells), *spec.shape), spec.dtype)
                 store.flat[name][cells] = rows[name]
         is_restored[cells] = True
