@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from farstep import Buffer
 from farstep.buffer import DPER, FIFO, LIFO, FrameStack, MinHeap, NStep, Prioritized, Sequence, Uniform
+from farstep.buffer.storage import snapshot
 from farstep.checkpoint.folder import load_with, save_parts
 from farstep.errors import CheckpointError, ConfigError
 from tests.buffer.stacked_envs import StackedEnvs, assert_equal_contents, assert_equal_samples
+from tests.buffer.test_saving_meanwhile import Moment, on_write
 
 SAMPLERS = (
     Uniform(),
@@ -126,10 +128,36 @@ def test_newest_chunk_may_replace_all_rows_of_a_ring() -> None:
             assert_equal_contents(buffer, whole)
 
 
+@pytest.mark.parametrize("pooled", [False, True])
+def test_checkpoint_has_the_frames_of_one_moment(pooled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are inserted and evicted while the files are written, before and after the moment of the checkpoint."""
+    monkeypatch.setattr(snapshot, "BLOCK_BYTES", 64)
+    envs, options = StackedEnvs(np.random.default_rng(1)), {"pooled": pooled, "seed": 1}
+    with (
+        Buffer(40, NStep(2), frame_stack=FrameStack(4), **options) as buffer,  # type: ignore[arg-type]
+        Buffer(40, NStep(2), **options) as whole,  # type: ignore[arg-type]
+    ):
+        for each in [envs.chunk([0, 1], 5) for _ in range(8)]:
+            buffer.insert(each), whole.insert(each)
+        moment = Moment(buffer)
+
+        def use(files: int) -> None:
+            batch = envs.chunk([0, 1], 3)
+            buffer.insert(batch)
+            if not moment.has_come:
+                whole.insert(batch)
+
+        on_write(monkeypatch, lambda files: use(files) if files <= 4 or moment.has_come else None)
+        buffer.checkpoint(tmp_path, marker=moment)
+        assert len(list(tmp_path.glob("*/rows1*"))) > 3, "some rows were copied again"
+        with Buffer.restore(tmp_path) as restored:
+            assert_equal_contents(restored, whole)
+
+
 @pytest.mark.parametrize("axis", [0, -1])
 def test_bytes_of_equal_numbers_are_kept(axis: int) -> None:
     """-0.0 == 0.0, and NaN != NaN: neither may change a stack or be taken for another frame."""
-    numbers = [[0.0, 1.0], [-0.0, 2.0], [2.0, np.nan], [np.nan, -np.nan], [0.0, -0.0]]
+    numbers = [[1.0, 0.0], [-0.0, 2.0], [2.0, np.nan], [np.nan, -0.0], [0.0, -np.nan]]
     stacks = np.array([np.ones((2, 3, 2)) for _ in numbers], np.float32)
     for stack, (older, newer) in zip(stacks, numbers, strict=True):
         first, last = (stack[0], stack[1]) if axis == 0 else (stack[..., 0], stack[..., 1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 import torch
 from gymnasium import spaces
 
+import farstep
+from farstep.buffer import FrameStack
 from farstep.errors import ConfigError
 from tests.learning.tasks import Rows, make_env, make_training
 from tests.learning.test_replay_learning import CONFIGS
@@ -93,6 +96,45 @@ def test_concurrent_run_resumes_with_the_frames_that_it_saved(tmp_path: Path) ->
         training.run()
         events = [event.text for event in env.events()]
     assert any("restored 96 rows" in text for text in events) and any(_ONCE in text for text in events)
+
+
+class Alternating:
+    """Takes the actions 0 and 1 in turn."""
+
+    def act(self, obs: Any) -> dict[str, Any]:
+        return {"action": np.arange(len(obs)) % 2}
+
+    def get_parameters(self) -> dict[str, Any]:
+        return {"unused": np.zeros(1)}
+
+    def set_parameters(self, parameters: Any) -> None:
+        pass
+
+
+def test_batches_of_a_workflow_have_whole_stacks() -> None:
+    """Windows that start within a chunk, and a ring that wraps."""
+    found: dict[bool, list[Any]] = {}
+    for is_stacked in (False, True):
+        batches = found[is_stacked] = []
+        stack = FrameStack(3) if is_stacked else None
+        with (
+            make_env(partial(stacked, "zero"), 4, launcher="in-process") as env,
+            farstep.Buffer(4 * 20, farstep.FullBatch(), max_times_sampled=0, frame_stack=stack) as buffer,
+        ):
+            flow = farstep.Workflow(env, Alternating(), buffer, steps=4)
+
+            def take(message: Any, flow: Any = flow, batches: Any = batches) -> None:
+                batch = flow.batch(message).copy()
+                batches.append((batch["obs"], batch.last_obs, batch.final_obs.obs, batch["reward"]))
+
+            flow.on(farstep.DataKeyTrigger(n="all", size=6), take)
+            flow.run(total_steps=4 * 60)
+    assert len(found[True]) == len(found[False]) == 10
+    for each, expected in zip(found[True], found[False], strict=True):
+        for array, other in zip(each, expected, strict=True):
+            np.testing.assert_array_equal(array, other)
+    for (_, last, *_), (after, *_) in pairwise(found[True]):
+        np.testing.assert_array_equal(last, after[0])
 
 
 def test_number_of_frames_that_fits_no_image_is_refused(tmp_path: Path) -> None:
