@@ -87,6 +87,8 @@ class Server:
         per_node = workers // config.most_nodes
         self.tickets = Tickets(workers, config.fewest_nodes * per_node)
         self.spaces: tuple[Any, Any] | None = None
+        self.frame_stack = 0
+        """Frames per stacked observation, as workers found it in their environments; 0: unknown."""
         self._announcements: list[tuple[m.FromHead, Sequence[Any], Sequence[int]]] = []
         """What a worker gets before its first ticket (agent, parameters, layout): messages, frames and descriptors."""
         self.start_s = {"connect": 0.0, "construct": 0.0}
@@ -443,6 +445,7 @@ class Server:
             )
             return
         if self.spaces is None or (record.worker == 0 and not record.incarnation):
+            self.frame_stack = message.frame_stack
             self.spaces = spaces  # prefer the spaces of slot 0, which have its random generators
         record.ready = True
         self.tickets.join(record.worker)
