@@ -59,6 +59,8 @@ class ClusterEnv:
         seed: The root seed, configured or drawn at random.
         observation_space: Space of one environment's observations; set by `launch`.
         action_space: Space of one environment's actions; set by `launch`.
+        frame_stack: Frames per stacked observation, if a wrapper of the environments (Gymnasium's
+            `FrameStackObservation`) or EnvPool stacks them; otherwise 0. Set by `launch`.
 
     Example:
         with farstep.ClusterEnv({"env_name": "CartPole-v1", "envs_per_node": 64}) as env:
@@ -120,6 +122,7 @@ class ClusterEnv:
                 try:
                     self._check_open()  # another thread may have called close() before self._collector was set
                     self.observation_space, self.action_space = collector.start()
+                    self.frame_stack = collector.server.frame_stack
                     self._at_launch = (time.monotonic(), machine_use(collector.server.local_pids()))
                 except Exception:
                     self.close()

@@ -89,6 +89,8 @@ class Server:
         per_node = workers // config.most_nodes
         self.tickets = Tickets(workers, config.fewest_nodes * per_node)
         self.spaces: tuple[Any, Any] | None = None
+        self.frame_stack = 0
+        """Frames per stacked observation, as workers found it in their environments; 0: unknown."""
         self._announcements: list[tuple[int, m.FromHead, Sequence[Any], Sequence[int]]] = []
         """What a worker gets before its first ticket (agent, parameters, layout): numbers in the order of announcement,
         messages, frames and descriptors."""
@@ -549,6 +551,7 @@ class Server:
             )
             return
         if self.spaces is None or (record.worker == 0 and not record.incarnation):
+            self.frame_stack = message.frame_stack
             self.spaces = spaces  # prefer the spaces of slot 0, which have its random generators
         record.ready, record.announced = True, 0
         retiring = self.supervisor.membership.members[record.worker].retiring

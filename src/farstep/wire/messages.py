@@ -77,6 +77,8 @@ class Ready(msgspec.Struct, tag="ready"):
 
     observation_space: bytes
     action_space: bytes
+    frame_stack: Count = 0
+    """Frames per stacked observation, if a wrapper of the environments says so; otherwise 0."""
 
 
 class AgentReady(msgspec.Struct, tag="agent-ready"):

@@ -241,7 +241,7 @@ class Worker:
         self._roller = Roller(self._host, self._words, self._inbox.poll, sender, self._timer)
         self._sync.rule = self._program.sync
         spaces = (pack(self._host.observation_space), pack(self._host.action_space))
-        self._send(m.Ready(*spaces))
+        self._send(m.Ready(*spaces, self._host.frame_stack if isinstance(self._host, Host) else 0))
         self._words[PHASE] = Phase.CONNECT  # the time limit of this phase allows for slow imports
         for module in message.preload:  # import now, while the head does not wait for this worker
             __import__(module)

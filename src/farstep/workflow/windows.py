@@ -15,6 +15,7 @@ import numpy as np
 
 from farstep.batch import EPISODE_KEYS, Batch, FinalObs, joined
 from farstep.buffer.replay import Buffer
+from farstep.buffer.storage.store import Store
 from farstep.core import Array, Nested
 from farstep.errors import FarstepError
 from farstep.schema import leaf_names, leaves, map_leaves, nest
@@ -144,9 +145,9 @@ class Windows:
         column = episodes["slot"] + np.repeat(firsts, [len(rows) for rows, _ in ended])
         names, ends = leaf_names(structures["obs"]), (per_slot[column] + rows) % store.rows * store.columns
         final = nest(structures["obs"], {n: store.observed_after(n, ends + episodes["slot"]) for n in names})
-        last = {n: np.concatenate([_last(store.blocks.arrays[n], n, w, size) for w in windows]) for n in names}
+        last = {n: np.concatenate([_last(store, n, w, size) for w in windows]) for n in names}
         return Batch(
-            {name: _rows(block, windows, size) for name, block in store.blocks.arrays.items()},
+            {name: _rows(store, name, windows, size) for name in store.schema},
             structures,
             nest(structures["obs"], last),
             FinalObs(rows, column, final),
@@ -177,9 +178,11 @@ class Windows:
         return _Window(start, place, columns, chunks)
 
 
-def _rows(block: Array, windows: Sequence[_Window], size: int) -> Array:
+def _rows(store: Store, name: str, windows: Sequence[_Window], size: int) -> Array:
     """Return the rows of all windows, as a view of the block if possible."""
-    first, last = windows[0], windows[-1]
+    if store.frames is not None and name in store.frames:
+        return np.concatenate([_taken(store, name, window, window.place, size) for window in windows], axis=1)
+    block, first, last = store.blocks.arrays[name], windows[0], windows[-1]
     width = sum(w.columns.stop - w.columns.start for w in windows)
     place = first.place % len(block)
     aligned = all((window.place - first.place) % len(block) == 0 for window in windows)
@@ -196,13 +199,21 @@ def _rows_of(block: Array, window: _Window, size: int) -> Array:
     return block[np.arange(place, place + size) % len(block), window.columns]
 
 
-def _last(block: Array, name: str, window: _Window, size: int) -> Array:
+def _taken(store: Store, name: str, window: _Window, place: int, size: int) -> Array:
+    """Copy the rows `[size, columns]` of a window's columns from `place` on."""
+    rows, columns = np.arange(place, place + size) % store.rows, window.columns
+    cells = rows[:, None] * store.columns + np.arange(columns.start, columns.stop)
+    taken: Array = store.take(name, cells.reshape(-1)).reshape(*cells.shape, *store.schema[name].shape)
+    return taken
+
+
+def _last(store: Store, name: str, window: _Window, size: int) -> Array:
     """Return the observation after the window's last row; if a reset followed, the first observation of the new
     episode."""
     newest = window.chunks[-1]
     if newest.stop == window.start + size:
         return newest.last[name]
-    after: Array = block[(window.place + size) % len(block), window.columns]
+    after: Array = _taken(store, name, window, window.place + size, 1)[0]
     return after
 
 

@@ -369,8 +369,8 @@ class Workflow:
                 known = self._last_chunks is not None
                 self._requests.update(feed)
                 self._continues: Array = last_chunks == self._last_chunks if known else np.zeros(len(last_chunks), bool)
-            self._loop = self.buffer.inserting_thread = threading.get_ident()
-            self.buffer.on_room, self.buffer.refused_rows = state.wake, None
+            self._loop = self.buffer.gate.inserting_thread = threading.get_ident()
+            self.buffer.gate.on_room, self.buffer.gate.refused_rows = state.wake, None
             collector.workflow_counters = self._counters
             self._watch_updates(collector.gate)
             self._dispatcher.resume(self.ledger, time.monotonic())
@@ -389,7 +389,7 @@ class Workflow:
     def _watch_updates(self, gate: UpdateGate) -> None:
         """Make publishers wait while a consumer is updating the agent."""
         gate.limit_s = self._end_s
-        self.buffer.between_updates = gate.between_updates
+        self.buffer.gate.between_updates = gate.between_updates
         for guard in self._updaters:
             guard.watch_updates(gate)
         for publisher in self._publishers:
@@ -492,10 +492,10 @@ class Workflow:
     def _has_room(self, worker: int, steps: int, feed: Feed) -> bool:
         """Return whether a worker's next chunk may be inserted: the limiter allows it, and no needed row is
         overwritten."""
-        rows, refused = steps * feed.record(worker).num_envs, self.buffer.refused_rows
+        rows, refused = steps * feed.record(worker).num_envs, self.buffer.gate.refused_rows
         if not self.buffer.limiter.can_insert(rows):
             self._refused_at = self._refused_at or time.monotonic()
-            self.buffer.refused_rows = rows if refused is None else min(rows, refused)
+            self.buffer.gate.refused_rows = rows if refused is None else min(rows, refused)
             return False
         if not self._state.retention.has_room(worker, steps):
             self._full_at = self._full_at or time.monotonic()
@@ -506,7 +506,7 @@ class Workflow:
         """Count the time for which the limiter refused chunks, or they had no room; `Buffer.insert` did not wait."""
         if self._refused_at is not None:
             self.buffer.waited_s["insert"] += time.monotonic() - self._refused_at
-            self._refused_at = self.buffer.refused_rows = None
+            self._refused_at = self.buffer.gate.refused_rows = None
         if self._full_at is not None:
             self._full_s += time.monotonic() - self._full_at
             self._full_at = None
@@ -581,8 +581,8 @@ class Workflow:
                 if self._state.collector is not None:
                     final = self._counters()  # without references to this workflow and its buffer
                     self._state.collector.workflow_counters = lambda: copy.deepcopy(final)
-                self._state.feed = self._loop = self.buffer.inserting_thread = self.buffer.on_room = None
-                self.buffer.between_updates, self.buffer.refused_rows = contextlib.nullcontext, 0
+                self._state.feed = self._loop = self.buffer.gate.inserting_thread = self.buffer.gate.on_room = None
+                self.buffer.gate.between_updates, self.buffer.gate.refused_rows = contextlib.nullcontext, 0
                 feed.close()
                 if self._state.collector is not None:
                     self._state.collector.gate.end_run()
