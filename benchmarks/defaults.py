@@ -6,7 +6,7 @@
 
 A task is learned when the mean return of the last 100 training episodes reaches its threshold; the run ends there.
 Evaluations (20 episodes with the most likely actions, in separate environments) are stored, too. A run that is in the
-results file is not repeated; a run that was stopped is continued.
+results file is not repeated. A run that was stopped is stored as far as it came, and continued next time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from children import run_script
@@ -25,10 +25,12 @@ from curve_plots import band, panels, save
 from document import continued, machines, write_document
 from roster import BENCHMARKS
 from tables import table
-from trainings import Metrics, Sitting, Training, curve, evaluations
+from trainings import Metrics, Sitting, Training, curve, evaluations, metrics_of
 
 IMAGES = BENCHMARKS.parent / "docs" / "images"
-LEARNERS = ("ppo", "async-ppo", "impala")
+ON_POLICY = ("ppo", "async-ppo", "impala")
+REPLAY = ("dqn", "apex", "sac")
+LEARNERS = ON_POLICY + REPLAY
 POINTS = 40
 """Points of the stored curve of training returns."""
 
@@ -38,6 +40,9 @@ class Task:
     """An environment, and the return at which it counts as learned."""
 
     threshold: float
+    sac_threshold: float | None = None
+    """Threshold for SAC; None: the same."""
+    learners: tuple[str, ...] = ON_POLICY
     total_steps: int = 1_000_000
     eval_every: int = 25_000
     eval_episodes: int = 20
@@ -46,14 +51,19 @@ class Task:
     needs: str | None = None
     """An optional module that the task needs."""
 
+    def threshold_of(self, learner: str) -> float:
+        """The return at which the task counts as learned by this learner."""
+        return self.sac_threshold if learner == "sac" and self.sac_threshold is not None else self.threshold
+
 
 MAIN = {
-    "CartPole-v1": Task(threshold=475.0, eval_every=10_000),
-    "LunarLander-v3": Task(threshold=200.0),
+    "CartPole-v1": Task(threshold=475.0, eval_every=10_000, learners=LEARNERS),
+    "LunarLander-v3": Task(threshold=200.0, learners=LEARNERS),
 }
 OTHER = {
     "Acrobot-v1": Task(threshold=-100.0),
-    "Pendulum-v1": Task(threshold=-250.0),
+    "Pendulum-v1": Task(threshold=-250.0, sac_threshold=-200.0, learners=(*ON_POLICY, "sac")),
+    "HalfCheetah-v5": Task(threshold=4000.0, learners=("sac",), eval_episodes=5, needs="mujoco"),
     "MountainCarContinuous-v0": Task(threshold=90.0),
     "ALE/Pong-v5": Task(
         threshold=18.0,
@@ -87,12 +97,12 @@ def main() -> int:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=[*GROUPS, *TASKS], default=["main"], help="tasks, or groups")
-    parser.add_argument("--learners", nargs="+", choices=LEARNERS, default=list(LEARNERS))
+    parser.add_argument("--learners", nargs="+", choices=LEARNERS, default=list(ON_POLICY))
     parser.add_argument(
         "--num-envs",
         nargs="+",
         type=int,
-        help="numbers of environments (default: 16, 64 and 128 for the main tasks, 16 for others)",
+        help="numbers of environments (default: 16; also 64 and 128 for on-policy learners on the main tasks)",
     )
     parser.add_argument("--seeds", type=int, default=3, help="runs of each case, with seeds 1, 2, ...")
     parser.add_argument("--workers", type=int, default=2, help="worker processes of each run")
@@ -106,19 +116,26 @@ def parse_options() -> argparse.Namespace:
 
 def measure(document: dict[str, Any], options: argparse.Namespace) -> bool:
     """Run the missing runs; returns whether all are complete."""
-    done = {key_of(run) for run in document["runs"]}
+    done = {key_of(run) for run in document["runs"] if not run.get("stopped")}
     cases = [case for case in cases_of(options) if key_of(case) not in done]
     print(f"{len(cases)} runs, {options.jobs} at a time; {len(done)} are in {options.out.name} already", flush=True)
 
-    def finished(index: int, metrics: list[Metrics]) -> str:
-        run = outcome(cases[index], metrics) | {"command": trainings[index].command, "jobs": options.jobs}
-        document["runs"].append(run)
-        document["runs"].sort(key=lambda run: (list(TASKS).index(run["env"]), *key_of(run)))
+    def store(index: int, metrics: list[Metrics], **more: Any) -> str:
+        run = outcome(cases[index], metrics) | {"command": trainings[index].command, "jobs": options.jobs} | more
+        others = [other for other in document["runs"] if key_of(other) != key_of(run)]
+        document["runs"] = sorted([*others, run], key=lambda run: (list(TASKS).index(run["env"]), *key_of(run)))
         write_document(options.out, document)
         return in_words(run)
 
     trainings = [training_of(case, options) for case in cases]
-    return Sitting.of(options).train(trainings, finished)
+    sitting = Sitting.of(options)
+    complete = sitting.train(trainings, store)
+    ended = {key_of(run) for run in document["runs"] if not run.get("stopped")}
+    for index, case in enumerate(cases):
+        metrics = metrics_of(sitting.folder / trainings[index].name)
+        if key_of(case) not in ended and any("env/return_mean" in line for line in metrics):
+            print(store(index, metrics, stopped=True))
+    return complete
 
 
 def cases_of(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -130,9 +147,10 @@ def cases_of(options: argparse.Namespace) -> list[dict[str, Any]]:
         if needed is not None and importlib.util.find_spec(needed) is None:
             print(f"{env} is skipped: {needed} is not installed")
             continue
-        numbers = options.num_envs or ([16, 64, 128] if env in MAIN else [16])
-        for learner, number in itertools.product(options.learners, numbers):
-            cases.append({"env": env, "learner": learner, "num_envs": number, "seed": seed})
+        for learner in options.learners:
+            if learner in TASKS[env].learners:
+                numbers = options.num_envs or ([16, 64, 128] if env in MAIN and learner in ON_POLICY else [16])
+                cases += [{"env": env, "learner": learner, "num_envs": number, "seed": seed} for number in numbers]
     return cases
 
 
@@ -143,7 +161,7 @@ def key_of(run: dict[str, Any]) -> tuple[Any, ...]:
 def training_of(case: dict[str, Any], options: argparse.Namespace) -> Training:
     task = TASKS[case["env"]]
     chosen = [*(task.options or ("--env", case["env"])), "--num-envs", str(case["num_envs"])]
-    chosen += ["--seed", str(case["seed"]), "--target-return", f"{task.threshold:g}"]
+    chosen += ["--seed", str(case["seed"]), "--target-return", f"{task.threshold_of(case['learner']):g}"]
     chosen += ["--eval-every", str(task.eval_every), "--eval-episodes", str(task.eval_episodes)]
     chosen += ["--workers", str(options.workers), "--threads", "1"]
     if options.device != "cpu":
@@ -158,7 +176,7 @@ def outcome(case: dict[str, Any], metrics: list[Metrics]) -> dict[str, Any]:
     steps, final, seconds = points[-1]
     return {
         **case,
-        "reached": final >= TASKS[case["env"]].threshold,
+        "reached": final >= TASKS[case["env"]].threshold_of(case["learner"]),
         "steps": steps,
         "seconds": seconds,
         "curve": points,
@@ -167,7 +185,8 @@ def outcome(case: dict[str, Any], metrics: list[Metrics]) -> dict[str, Any]:
 
 
 def in_words(run: dict[str, Any]) -> str:
-    came = "reached its threshold" if run["reached"] else f"ended at {run['curve'][-1][1]}"
+    ended = "was stopped" if run.get("stopped") else "ended"
+    came = "reached its threshold" if run["reached"] else f"{ended} at {run['curve'][-1][1]}"
     where = f"{run['learner']} on {run['env']}, {run['num_envs']} environments, seed {run['seed']}"
     last = f"evaluation {run['evaluations'][-1][1]:.0f}" if run["evaluations"] else "no evaluation"
     return f"{where}: {came} after {run['steps']:,} steps, {run['seconds']:.0f} s; {last}"
@@ -178,6 +197,7 @@ def summary(document: dict[str, Any], env: str) -> str:
     runs = [run for run in document["runs"] if run["env"] == env]
     if not runs:
         return ""
+    goals = {TASKS[env].threshold_of(run["learner"]) for run in runs}
     numbers = sorted({run["num_envs"] for run in runs})
     rows = []
     for learner in LEARNERS:
@@ -185,9 +205,9 @@ def summary(document: dict[str, Any], env: str) -> str:
         if mine:
             cells = [_steps([run for run in mine if run["num_envs"] == number]) for number in numbers]
             rows.append([f"`{learner}`", *cells, f"{mean(run['steps'] for run in mine) / 1000:.0f}k"])
-    goal = TASKS[env].threshold
+    goal = " (on-policy learners) or ".join(f"{goal:g}" for goal in sorted(goals)) + " (SAC)" * (len(goals) > 1)
     title = (
-        f"{env}, thousand steps to a mean training return of {goal:g}, one number per seed (in brackets: not reached):"
+        f"{env}, thousand steps to a mean training return of {goal}, one number per seed (in brackets: not reached):"
     )
     return f"{title}\n\n{table(['', *(f'{number} environments' for number in numbers), 'mean'], rows)}"
 
@@ -219,15 +239,18 @@ def learner_summary(document: dict[str, Any], learner: str) -> str:
         runs = [run for run in of_case if run["learner"] == learner]
         if not runs:
             continue
-        last = [run["evaluations"][-1][1] for run in runs if run["evaluations"]]
+        last = [run["evaluations"][-1][1] for run in runs if run["evaluations"] and not run.get("stopped")]
         reached = sum(run["reached"] for run in runs)
-        row = [f"{env} ({TASKS[env].threshold:g})", str(number), f"{reached} of {len(runs)}"]
+        row = [f"{env} ({TASKS[env].threshold_of(learner):g})", str(number), f"{reached} of {len(runs)}"]
         row += [_steps(runs), f"{mean(last):.0f} ({min(last):.0f} to {max(last):.0f})" if last else "-"]
-        if learner != "ppo":
+        if learner in REPLAY:
+            row.append(f"{median(run['seconds'] for run in runs) / 60:.1f}")
+        elif learner != "ppo":
             row.append(_of_sync(runs, [run for run in of_case if run["learner"] == "ppo"]))
         rows.append(row)
     header = ["task (threshold)", "environments", "reached", "thousand steps, by seed", "evaluation at the end"]
-    return table([*header, "of PPO's steps"] if learner != "ppo" else header, rows)
+    last_column = ["minutes (median)"] if learner in REPLAY else [] if learner == "ppo" else ["of PPO's steps"]
+    return table([*header, *last_column], rows)
 
 
 def _of_sync(runs: list[dict[str, Any]], sync: list[dict[str, Any]]) -> str:
@@ -242,8 +265,15 @@ def _of_sync(runs: list[dict[str, Any]], sync: list[dict[str, Any]]) -> str:
 
 def _steps(runs: list[dict[str, Any]]) -> str:
     found = sorted(runs, key=lambda run: run["seed"])
-    steps = [f"{run['steps'] / 1000:.0f}" for run in found]
-    return ", ".join(text if run["reached"] else f"({text})" for text, run in zip(steps, found, strict=True)) or "-"
+    return ", ".join(map(_in_brackets, found)) or "-"
+
+
+def _in_brackets(run: dict[str, Any]) -> str:
+    """The steps of a run, in brackets if it did not reach its threshold."""
+    steps = f"{run['steps'] / 1000:.0f}"
+    if run.get("stopped"):
+        return f"({steps}, stopped at {run['curve'][-1][1]:g})"
+    return steps if run["reached"] else f"({steps})"
 
 
 def draw(document: dict[str, Any], folder: Path) -> list[Path]:

@@ -78,7 +78,8 @@ class Section:
 def learners_section(learner: str, page: str) -> Section:
     """The section with the curves of a learner on its page."""
     summary = partial(defaults.learner_page, learner=learner)
-    return Section(DOCS / page, "defaults", "defaults.json", summary, f"defaults.py --learners {learner}")
+    mark = "defaults-apex" if learner == "apex" else "defaults"  # it shares the page of DQN
+    return Section(DOCS / page, mark, "defaults.json", summary, f"defaults.py --learners {learner}")
 
 
 SECTIONS = (
@@ -102,6 +103,9 @@ SECTIONS = (
     learners_section("ppo", "ppo.md"),
     learners_section("async-ppo", "async_ppo.md"),
     learners_section("impala", "impala.md"),
+    learners_section("dqn", "dqn.md"),
+    learners_section("apex", "dqn.md"),
+    learners_section("sac", "sac.md"),
     Section(
         DOCS / "async_ppo.md",
         "async-lunarlander",
@@ -134,7 +138,7 @@ def stagger_plots(document: dict[str, Any], _: Path) -> None:
 
 PLOTS = (
     Plots("throughput.json", speed_plot.draw, ("speed.png",)),
-    Plots("defaults.json", defaults.draw, tuple(f"defaults-{learner}.png" for learner in defaults.LEARNERS)),
+    Plots("defaults.json", defaults.draw, tuple(f"defaults-{learner}.png" for learner in defaults.ON_POLICY)),
     Plots("learning.json", learning_tables.draw, ("learning-cartpole-v1.png", "learning-lunarlander-v3.png")),
     Plots(
         "offpolicy.json",

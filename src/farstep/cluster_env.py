@@ -20,7 +20,7 @@ from farstep.checkpoint.files import Refused
 from farstep.config.env import EnvConfig, check_count
 from farstep.config.launch import LaunchConfig, LocalConfig
 from farstep.core import Agent, Array, Nested
-from farstep.errors import CheckpointError, ClosedError, ConfigError
+from farstep.errors import CheckpointError, ClosedError, ConfigError, counted
 from farstep.event import Event, EventKind, check_kind
 from farstep.head.collector import Collector
 from farstep.head.events import EventLog
@@ -59,6 +59,8 @@ class ClusterEnv:
         seed: The root seed, configured or drawn at random.
         observation_space: Space of one environment's observations; set by `launch`.
         action_space: Space of one environment's actions; set by `launch`.
+        frame_stack: Frames per stacked observation, if a wrapper of the environments (Gymnasium's
+            `FrameStackObservation`) or EnvPool stacks them; otherwise 0. Set by `launch`.
 
     Example:
         with farstep.ClusterEnv({"env_name": "CartPole-v1", "envs_per_node": 64}) as env:
@@ -120,6 +122,7 @@ class ClusterEnv:
                 try:
                     self._check_open()  # another thread may have called close() before self._collector was set
                     self.observation_space, self.action_space = collector.start()
+                    self.frame_stack = collector.server.frame_stack
                     self._at_launch = (time.monotonic(), machine_use(collector.server.local_pids()))
                 except Exception:
                     self.close()
@@ -184,7 +187,7 @@ class ClusterEnv:
         root = self.env_config.check_reset(seed, mask is not None)
         roots = None if root is None else [root] * self.num_envs
         request = ResetRequest(roots, mask, cloudpickle.dumps(rest) if rest else None)
-        batch = self._launched().one_batch(0, infos=True, reset=request).copy()
+        batch = self._launched().reset(request).copy()
         return batch.last_obs, _merged(batch)
 
     def step(self, agent: Agent) -> tuple[Nested, Array, Array, Array, dict[str, Any]]:
@@ -312,18 +315,37 @@ class ClusterEnv:
         collector.adopt(agent)
         yield from collector.stream(steps, max_staleness, num_chunks, rollouts)
 
-    def scale(self, nodes: int) -> None:
-        """Change the number of nodes during a run.
+    def scale(self, nodes: int | None = None, *, workers: int | None = None) -> None:
+        """Change the number of workers or nodes during a run. The last call decides; any thread may call this.
 
-        Workers on released nodes first finish and send their current chunks. New nodes contribute to batches as soon as
-        they have started.
+        Workers that are not needed are parked: they finish and send their current chunks, then their processes are
+        suspended. They keep their memory, environments and episodes, use no core, and continue within milliseconds.
+        Their environments are missing from batches meanwhile (`batch.slots`). The call does not wait for this.
+
+        Workers on released nodes first finish and send their current chunks, and then end. New nodes contribute to
+        batches as soon as they have started.
 
         Args:
-            nodes: New number of nodes, from `min_nodes` to `max_nodes` of the launch configuration.
+            nodes: New number of nodes, from `min_nodes` to `max_nodes` of the launch configuration. All workers of
+                these nodes run.
+            workers: New number of workers that run, from 1 to `num_workers`; the others, those with the highest
+                numbers, are parked. If the nodes have too few workers, more nodes are requested; none is released.
 
         Raises:
-            ConfigError: `nodes` is outside this range.
+            ConfigError: Not exactly one argument was given, or it is outside its range.
+            LaunchError: More nodes are needed, and the engine refuses them.
         """
+        if (nodes is None) == (workers is None):
+            raise ConfigError(f"scale got nodes={nodes} and workers={workers}; expected one of them.")
+        if workers is not None:
+            if not 1 <= check_count("workers", workers) <= self.num_workers:
+                raise ConfigError(
+                    f"scale got {counted(workers, 'worker')}; expected 1 to {self.num_workers} (workers_per_node for "
+                    "each of max_nodes nodes, at most one per environment)."
+                )
+            self._launched().server.scale_workers(workers)
+            return
+        assert nodes is not None
         low, high = self.config.fewest_nodes, self.config.most_nodes
         if not low <= check_count("nodes", nodes) <= high:
             raise ConfigError(
@@ -338,12 +360,15 @@ class ClusterEnv:
 
         Returns:
             Plain data and arrays: the version, and for each worker its episode counters, random states and recurrent
-            states.
+            states; also for parked workers. `active_workers`: how many were not parked, if some were.
 
         Raises:
             FarstepError: A worker failed and could not be replaced.
         """
-        return {"version": self.version, "workers": [] if self.cannot_replay else self._launched().save()}
+        collector = self._launched()
+        saved = {"version": self.version, "workers": [] if self.cannot_replay else collector.save()}
+        active = collector.server.tickets.presence.wanted
+        return saved if active == self.num_workers else {**saved, "active_workers": active}
 
     @property
     def cannot_replay(self) -> str:
@@ -364,7 +389,7 @@ class ClusterEnv:
 
         Episodes in progress are replayed: each environment is reset with its seed and takes its recorded actions again.
         Some episodes restart with unused seeds instead: if `cannot_replay` has a reason, if their worker was being
-        replaced, or if the number of workers changed.
+        replaced, or if the number of workers changed. As many workers are parked as were when `save` was called.
 
         Args:
             agent: The agent, with the parameters that it had when `save` was called.
@@ -386,6 +411,8 @@ class ClusterEnv:
             self._events.emit("warned", f"restarting all episodes instead of resuming them: {reason}")
             workers = []
         self._launched().resume(agent, version, resumed_root(self.seed, version), workers, actions)
+        if (active := saved.get("active_workers")) is not None and active < self.num_workers:
+            self.scale(workers=active)
 
     # ---- versions and statistics ----
 

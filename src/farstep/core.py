@@ -146,6 +146,10 @@ class Launcher(Protocol):
         """Change the number of nodes. The default does nothing, for launchers with a fixed number."""
         return
 
+    def make_room(self, workers: int) -> None:
+        """Request more nodes if the present ones cannot host workers 0 to `workers - 1`. The default does nothing."""
+        return
+
     def close(self) -> None: ...
 
 
@@ -164,7 +168,13 @@ class WorkerHandle(Protocol):
         """Return how the process ended, or None while it may still run."""
 
     def kill(self) -> None:
-        """Kill the process and its children at once."""
+        """Kill the process and its children at once, even if they are suspended."""
+
+    def suspend(self) -> None:
+        """Suspend the process and its children: they keep their memory, but use no CPU time."""
+
+    def resume(self) -> None:
+        """Let a suspended process and its children continue; otherwise do nothing."""
 
     def dump_stacks(self) -> None:
         """Make the process write its Python stacks to its output, if it can still react."""

@@ -243,6 +243,17 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         """
         return self._events.events(kinds, since)
 
+    def scale(self, *args: object, **kwargs: object) -> None:
+        """Refuse: every step needs all environments, so no worker can be parked.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "make_vec steps all environments together, so its number of workers is fixed: scale works only for a "
+            "farstep.ClusterEnv. Close this environment and make another one with more or fewer environments."
+        )
+
     def diagnose(self) -> Diagnosis:
         """Say what the program is waiting for, from its counters of the last half minute, or since the last call.
 

@@ -167,11 +167,11 @@ def test_who_waits_in_vain_is_told_what_is_missing() -> None:
         buffer.insert({"obs": np.arange(20.0), "terminated": np.arange(20) % 4 == 3})
         with pytest.raises(BufferTimeout, match=r"0 of the 20 items .* can be sampled: .* end of an episode"):
             buffer.sample(1, timeout_s=0)
-        buffer.inserting_thread = threading.get_ident()
+        buffer.gate.inserting_thread = threading.get_ident()
         with pytest.raises(BufferTimeout, match=r"0 of the 20 items .* would deadlock"):
             buffer.sample(1)
     with Buffer(20, FIFO(), limiter=SampleToInsertRatio(1.0, 4, 8.0)) as buffer:
-        buffer.inserting_thread = threading.get_ident()
+        buffer.gate.inserting_thread = threading.get_ident()
         with pytest.raises(BufferTimeout, match=r"samples=3\)"):
             buffer.sample(3)
 

@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -357,7 +357,7 @@ def test_checkpoint_of_a_ring_with_holes_is_refused_by_name(tmp_path: Path) -> N
     """As versions of farstep before wrote it, for LIFO: as many cells as rows."""
     with Buffer(8, LIFO(), max_times_sampled=0) as buffer:
         buffer.insert(rows(0, 5))
-        buffer.max_times_sampled = 1
+        buffer.options = replace(buffer.options, max_times_sampled=1)
         buffer.checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"LIFO\(\) .* fill a new\s+buffer"):
         Buffer.restore(tmp_path)

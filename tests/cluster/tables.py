@@ -88,15 +88,30 @@ def assert_followed(batches: list[farstep.Batch]) -> None:
         last = batch.last_obs
 
 
+def gaps_of(batches: list[farstep.Batch]) -> list[int]:
+    """The slots of columns that do not continue the rows before; all others must follow them, also in one batch."""
+    gaps: list[int] = []
+    last: dict[int, Any] = {}
+    for batch in batches:
+        assert_sound(batch)
+        for column, slot in enumerate(batch.slots.tolist()):
+            if batch.continues[column]:
+                np.testing.assert_array_equal(batch["obs"][0, column], last[slot])
+            else:
+                gaps.append(slot)
+            last[slot] = batch.last_obs[column]
+    return gaps
+
+
 def deliberate(message: Any) -> None:
     raise ZeroDivisionError("deliberate")
 
 
 @contextlib.contextmanager
-def helper(call: Callable[[], object]) -> Iterator[None]:
+def helper(call: Callable[[], object]) -> Iterator[threading.Thread]:
     thread = threading.Thread(target=call)
     thread.start()
     try:
-        yield
+        yield thread
     finally:
         thread.join(30)

@@ -81,7 +81,7 @@ def phases(found: dict[str, np.ndarray]) -> np.ndarray:
 def test_a_batch_has_rows_of_every_part_of_an_episode(config: Any, init: str) -> None:
     env = staggered(config=config, init=init)
     found = rolled(env, 12)
-    elapsed, offsets = phases(found), np.arange(N) * 4 // N * (H // 4)
+    elapsed, offsets = phases(found), np.arange(N) % 4 * (H // 4)
     s = np.arange(len(elapsed))[:, None]
     np.testing.assert_array_equal(elapsed, (s + offsets) % H)  # (b): windows [o_g + s, o_g + s + K)
     for row in elapsed[::K]:  # (a): at every update
@@ -192,7 +192,7 @@ def test_random_actions_are_drawn_by_seed_and_slot() -> None:
 def test_the_agents_own_actions_bring_environments_to_their_places() -> None:
     agent = TableAgent()
     found = rolled(staggered(init="policy"), 2, agent=agent)
-    for slot in range(2, N):
+    for slot in np.flatnonzero(np.arange(N) % 4):
         episode, elapsed, action = found["obs"][0, slot]
         assert action == agent.act(np.array([[episode, elapsed - 1, 0]], np.float32))["action"][0]
 
@@ -202,7 +202,7 @@ def test_a_recurrent_agent_begins_where_its_first_row_does() -> None:
         agent = CyclingAgent()
         batch = env.collect(agent, steps=K - 1)
         np.testing.assert_array_equal(batch["seen"][0], [0] * N)
-        np.testing.assert_array_equal(batch["obs"][0, 2:, 2], [1, 1, 0, 0, 2, 2])  # steps 4, 9 and 14 before
+        np.testing.assert_array_equal(batch["obs"][0, :, 2], [-1, 1, 0, 2] * 2)  # steps 4, 9 and 14 before
         # Some are reset: acting for these on the way to their places is nothing to the others.
         mask = np.arange(N) == 3
         before, seen = batch.last_obs.copy(), batch["seen"][-1].copy()
@@ -217,7 +217,7 @@ def test_a_recurrent_agent_begins_where_its_first_row_does() -> None:
 @BOTH
 def test_the_clock_cuts_first_episodes_short(config: Any) -> None:
     found = rolled(staggered(init="clock", config=config), 10)
-    offsets = np.arange(N) * 4 // N * (H // 4)
+    offsets = np.arange(N) % 4 * (H // 4)
     assert not phases(found)[0].any()
     s = np.arange(10 * K)[:, None]
     np.testing.assert_array_equal(found["truncated"], (s + 1 + offsets) % H == 0)
@@ -276,7 +276,7 @@ def test_at_the_gate_a_group_begins_together(config: Any, init: str) -> None:
     with env:
         found = collected(env, 16)
         seen = env.stats()
-    offsets = np.arange(N) * 4 // N * (H // 4)
+    offsets = np.arange(N) % 4 * (H // 4)
     s = np.arange(16 * K)[:, None]
     place = (s + offsets) % H
     settled = np.broadcast_to(s, place.shape) + offsets >= H
@@ -313,7 +313,7 @@ def test_a_reset_and_another_chunk_length_at_the_gate() -> None:
         seeds = [[CountingEnv().reset(seed=episode_seed(5, i, k))[0][0] for k in range(6)] for i in range(4)]
         for i in range(4):
             assert seeds[i].index(obs[i, 0]) == seeds[i].index(ids[i]) + 1
-        assert env.collect(agent, steps=1)["valid"][:, :2].all()
+        assert env.collect(agent, steps=1)["valid"][:, ::2].all()
         assert not env.collect(agent, steps=10)["valid"].all()
 
 
@@ -338,8 +338,8 @@ def test_nested_spaces_wait_too(init: str) -> None:
         env.collect(agent := NestedAgent(), steps=4)  # until the first gate
         batch = env.collect(agent, steps=8)
     counts = batch["obs.pair.0"]
-    np.testing.assert_array_equal(counts[:, :2], np.broadcast_to([[3]] * 4 + [[0], [1], [2], [3]], (8, 2)))
-    np.testing.assert_array_equal(counts[:, 2:], np.broadcast_to([[0], [1], [2], [3], [3], [3], [3], [3]], (8, 2)))
+    np.testing.assert_array_equal(counts[:, ::2], np.broadcast_to([[3]] * 4 + [[0], [1], [2], [3]], (8, 2)))
+    np.testing.assert_array_equal(counts[:, 1::2], np.broadcast_to([[0], [1], [2], [3], [3], [3], [3], [3]], (8, 2)))
     np.testing.assert_array_equal(batch["valid"], counts < 3)
     np.testing.assert_array_equal(batch["obs.camera"][..., 0, 0], 10 * counts)
 
@@ -349,7 +349,7 @@ def test_nested_spaces_wait_too(init: str) -> None:
 
 @BOTH
 def test_streams_and_steps_are_staggered_too(config: Any) -> None:
-    offsets = np.arange(N) * 4 // N * (H // 4)
+    offsets = np.arange(N) % 4 * (H // 4)
     with staggered(config=config) as env:
         agent, s = TableAgent(), 0
         for batch in env.stream(agent, steps=K, max_staleness=0):
@@ -380,7 +380,7 @@ def test_a_replaced_worker_goes_back_to_its_place(tmp_path: Path, init: str) -> 
         found = collected(env, 24)
         assert env.stats()["workers"]["restarts"] == 1
         assert_balanced(env.stats())
-    offsets = np.arange(N) * 4 // N * (H // 4)
+    offsets = np.arange(N) % 4 * (H // 4)
     s = np.arange(24 * K)[:, None]
     expected = (s + offsets) % H
     if init == "clock":
@@ -401,7 +401,7 @@ def test_an_environment_that_raises_goes_back_to_its_place() -> None:
         with cluster(PoisonEnv, envs=N, config=config, env_kwargs=kwargs, stagger=stagger) as env:
             found = collected(env, 8)
             assert env.stats()["dropped"]["environment_failed"] == 2
-        np.testing.assert_array_equal(phases(found), (np.arange(8 * K)[:, None] + np.arange(N) * 4 // N * 5) % H)
+        np.testing.assert_array_equal(phases(found), (np.arange(8 * K)[:, None] + np.arange(N) % 4 * 5) % H)
         for slot in (3, 6):
             assert found["obs"][0, slot, 0] == CountingEnv().reset(seed=episode_seed(5, slot, 1))[0][0]
 

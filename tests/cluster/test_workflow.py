@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import farstep
+from farstep.batch import side_by_side
 from farstep.buffer import MaxHeap, Queue, SampleToInsertRatio, Uniform
 from farstep.buffer.storage.cyclic import CyclicBlocks
 from farstep.head.collector import Collector
@@ -30,6 +31,7 @@ from tests.cluster.tables import (
     assert_followed,
     assert_in_order,
     fifo,
+    gaps_of,
     launch,
     ppo,
 )
@@ -78,6 +80,37 @@ def test_windows_need_not_be_chunks(kind: str, steps: int, size: int, rows: int)
             assert batch.initial_state is None
             wanted = {name: value for name, value in wanted.items() if not name.startswith("state")}
         assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("steps, rows", [(8, 24), (8, 40), (4, 24)])
+def test_windows_of_one_worker_are_side_by_side_in_order(kind: str, steps: int, rows: int) -> None:
+    factory, make_agent = KINDS[kind]
+    agent, rounds, n = make_agent(), 4, 3
+    with cluster(factory, envs=3, config=in_process(1)) as env:
+        windows = [env.collect(agent, steps=8).copy() for _ in range(n * rounds)]
+    with cluster(factory, envs=3, config=in_process(1)) as env, full(3 * rows) as buffer:
+        flow = farstep.Workflow(env, agent, buffer, steps=steps, max_staleness=0)
+        learner = Recorder(flow)
+        flow.on(DataKeyTrigger(n=n, size=8, of="windows"), learner)
+        flow.run(until=learner.has(rounds))
+    for k, batch in enumerate(learner.batches):
+        assert learner.messages[k]["actor_ids"] == (0, 0, 0)
+        assert_same(everything(batch), everything(side_by_side(windows[n * k : n * (k + 1)])))
+
+
+def test_windows_of_several_workers_are_sound() -> None:
+    with cluster(envs=5, config=in_process(2)) as env, full(5 * 24) as buffer:
+        flow = farstep.Workflow(env, TableAgent(), buffer, max_staleness=1)
+        learner = Recorder(flow, flow.publish)
+        flow.on(DataKeyTrigger(n=3, size=8, of="windows"), learner)
+        flow.run(until=learner.has(10))
+        assert env.stats()["dropped"].keys() <= {"cancelled"}
+        assert_balanced(env.stats())
+    for version, batch in enumerate(learner.batches):
+        assert len(batch.slots) > len(set(batch.slots.tolist())), "three windows of two workers"
+        assert version - batch["version"].min() <= 1
+    assert sorted(gaps_of(learner.batches)) == [0, 1, 2, 3, 4], "only the first rows of each slot follow none"
 
 
 @pytest.mark.parametrize("depth", [None, 0, 1])
@@ -187,6 +220,18 @@ def test_what_is_too_old_when_it_is_its_turn_is_dropped_and_counted(thread: bool
         assert row >= before + 8
         assert continues == (row == before + 8 and row > 0)
         before = row
+
+
+def test_only_the_first_of_two_windows_follows_a_gap() -> None:
+    """A chunk has the windows of two messages. The first message makes the second too old."""
+    with cluster(envs=2, config=in_process(1), env_kwargs=ENDLESS) as env, full(2 * 64) as buffer:
+        flow = farstep.Workflow(env, TableAgent(), buffer, steps=32, max_staleness=1)
+        learner = Recorder(flow, lambda: (flow.publish(), flow.publish()))
+        flow.on(DataKeyTrigger(n=2, size=8, of="windows"), learner)
+        flow.run(until=learner.has(3))
+        assert [message["start"] for message in learner.messages] == [(0, 8), (32, 40), (64, 72)]
+        assert_balanced(env.stats())
+    assert [batch.continues.tolist() for batch in learner.batches] == [[False, False, True, True]] * 3
 
 
 @TRANSPORTS

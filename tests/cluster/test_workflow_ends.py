@@ -275,6 +275,12 @@ def sampling(env: farstep.ClusterEnv) -> farstep.Workflow:
     return table(env, ObjectKeyTrigger("parameters"), lambda m: buffer.sample(16, timeout_s=600), buffer=buffer)
 
 
+def too_many_windows(env: farstep.ClusterEnv) -> farstep.Workflow:
+    flow = table(env, taking(n=3, of="windows"))
+    flow.on(ObjectKeyTrigger("parameters"), flow.next_rollout)
+    return flow
+
+
 def limited(limiter: RateLimiter) -> farstep.Buffer:
     return farstep.Buffer(64, Uniform(), limiter=limiter)
 
@@ -282,6 +288,12 @@ def limited(limiter: RateLimiter) -> farstep.Buffer:
 STANDSTILLS: dict[str, Any] = {
     "nobody publishes": (not_publishing, FarstepError, "that a consumer publishes"),
     "a window does not fit": (lambda env: table(env, taking(size=33)), ConfigError, "capacity to at least 80"),
+    "windows of one worker do not fit": (
+        lambda env: table(env, taking(n=5, of="windows")),
+        ConfigError,
+        "capacity to at least 80",
+    ),
+    "more windows than a request brings": (too_many_windows, ConfigError, "requests one window of each of 2 workers"),
     "more actors than workers": (lambda env: table(env, taking(n=3)), ConfigError, "Lower n"),
     "a chunk never fits": (lambda env: table(env, taking(), buffer=limited(Queue(4))), ConfigError, "never fits"),
     "nobody samples": (

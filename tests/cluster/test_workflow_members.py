@@ -18,7 +18,7 @@ from farstep.workflow import rollout_requests
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger
 from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, within
 from tests.cluster.flows import full
-from tests.cluster.tables import ENDLESS, Recorder
+from tests.cluster.tables import ENDLESS, Recorder, gaps_of
 
 SHELL = """#!/bin/sh
 shift
@@ -72,6 +72,27 @@ def test_on_policy_workflow_continues_while_nodes_join_and_leave(tmp_path: Path)
         assert_balanced(env.stats())
     for batch in learner.batches:
         assert_sound(batch)
+
+
+@pytest.mark.timeout(300)
+def test_windows_of_the_nodes_that_are_present(tmp_path: Path) -> None:
+    """Two windows per update: both of the only node, then also of the node that joins, then of the one that stays."""
+    with on_nodes(tmp_path, 1, 2) as env:
+        flow = farstep.Workflow(env, TableAgent(), full(2 * 16), max_staleness=1)
+        learner = Ages(flow, flow.publish)
+        flow.on(DataKeyTrigger(n=2, size=8, of="windows"), learner)
+
+        def latest() -> list[int]:
+            return [len(set(batch.slots.tolist())) for batch in learner.batches[-3:]]
+
+        within(lambda: flow.run(until=lambda: latest() == [1, 1, 1]))
+        env.scale(nodes=2)
+        within(lambda: flow.run(until=lambda: 2 in latest()), 120)
+        env.scale(nodes=1)
+        within(lambda: flow.run(until=lambda: env.stats()["workers"]["alive"] == 1 and latest() == [1, 1, 1]), 120)
+        assert max(learner.lags) <= 1
+        assert_balanced(env.stats())
+    gaps_of(learner.batches)
 
 
 @pytest.mark.timeout(300)

@@ -14,8 +14,8 @@ import pytest
 
 from tests.docs.benchmark_modules import BENCHMARKS, benchmark_modules
 
-aaps, async_return, learning_tables, offpolicy_tables, trainings = benchmark_modules(
-    "aaps", "async_return", "learning_tables", "offpolicy_tables", "trainings"
+aaps, async_return, defaults, learning_tables, offpolicy_tables, trainings = benchmark_modules(
+    "aaps", "async_return", "defaults", "learning_tables", "offpolicy_tables", "trainings"
 )
 Metrics = dict[str, Any]
 SMALL = trainings.Training(
@@ -66,6 +66,34 @@ def test_run_that_is_in_the_results_is_not_made_again(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "0 runs" in done.stdout and "all runs are complete" in done.stdout
     assert not (tmp_path / "runs").exists() and (tmp_path / "defaults-ppo.png").exists()
+
+
+def test_stopped_run_is_stored_as_not_reached_and_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, run = tmp_path / "found.json", tmp_path / "runs" / "defaults-cartpole-v1-ppo-16-1"
+    lines = [{"step": 4096, "seconds": 1.0}, {"step": 8192, "seconds": 2.0, "env/return_mean": 31.5}]
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    words = "defaults.py --tasks CartPole-v1 --learners ppo --num-envs 16 --seeds 1 --minutes 0"
+    monkeypatch.setattr(sys, "argv", [*words.split(), "--out", str(out), "--runs", str(run.parent)])
+    for _ in range(2):  # it is in the results, but not complete
+        document = json.loads(out.read_text()) if out.exists() else {"runs": []}
+        assert not defaults.measure(document, defaults.parse_options())
+        assert "1 runs, 1 at a time" in capsys.readouterr().out
+        (stored,) = json.loads(out.read_text())["runs"]
+        assert (stored["steps"], stored["reached"], stored["stopped"]) == (8192, False, True)
+    assert "0 of 1 | (8, stopped at 31.5) |" in " ".join(defaults.learner_summary(document, "ppo").split())
+    (run / "metrics.jsonl").write_text(json.dumps(lines[1] | {"step": 12288, "env/return_mean": 480.0}) + "\n")
+
+    def train(self: Any, _: Any, finished: Any) -> bool:
+        finished(0, defaults.metrics_of(run))
+        return True
+
+    monkeypatch.setattr(defaults.Sitting, "train", train)
+    assert defaults.measure(document, defaults.parse_options())
+    (stored,) = json.loads(out.read_text())["runs"]
+    assert (stored["steps"], stored["reached"]) == (12288, True) and "stopped" not in stored
 
 
 def test_counters_of_a_continued_run_are_added_up() -> None:

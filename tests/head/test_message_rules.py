@@ -22,6 +22,7 @@ VALID: list[tuple[m.FromWorker, Sequence[State], Sequence[int], Sequence[int]]] 
     (m.Failure("message", "traceback", "step"), [C, A], [0], [0]),
     (m.AgentReady(1, {}, b""), [A], [0], [0]),
     (m.Reply(1), [A], [1], [1]),
+    (m.Idle(), [A], [0], [0]),
     (m.Chunk(1, 0, b""), [A], [1, 2], [1, 2, 3, 20]),
     (m.Part(1, 1, -1, 0, []), [A], [], [1, 2, 3, 20]),
     (m.RequestSend(1, 1), [A], [], [0]),

@@ -55,8 +55,8 @@ class NaiveTickets(Tickets):
         chunks.update(order.worker for order in self._outstanding.values())
         chunks.update(arrived.ticket.worker for arrived in self._arrived.values())
         begun = sum(-(-count // feed.chunks) for count in chunks.values())
-        may_begin = feed.actors is None or begun < session.depth * feed.actors
-        most = session.depth * feed.chunks
+        may_begin = feed.windows is None or begun < session.depth * feed.windows
+        most = session.depth * feed.chunks * feed.per_worker
         return [w for w in free if chunks[w] % feed.chunks or (may_begin and chunks[w] < most)]
 
 
@@ -68,7 +68,7 @@ def test_grants_the_same_tickets_as_checking_every_worker(seed: int) -> None:
     plan = None
     if rng.random() < 0.75:
         invited = {w: rng.randint(0, 2) for w in range(workers)} if rng.random() < 0.5 else None
-        plan = FeedPlan(staleness, actors, chunks, invited)
+        plan = FeedPlan(staleness, actors, chunks, invited, rng.choice([1, actors or 1]))
     both = Tickets(workers, 1), NaiveTickets(workers, 1)
     for tickets in both:
         tickets.open(staleness if plan else staleness or 0, (actors or workers) * chunks, feed=plan)

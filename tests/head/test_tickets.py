@@ -198,14 +198,17 @@ def test_cancelling_counts_what_is_thrown_away() -> None:
     assert min(order.seq for order in granted(tickets)) > orders[-1].seq
 
 
+@pytest.mark.parametrize("of", ["actors", "windows"])
 @pytest.mark.parametrize("seed", range(40))
-def test_a_feed_never_stands_still_and_never_runs_too_far_ahead(seed: int) -> None:
-    """Random workers, deaths and windows: whenever all is rolled that may be, enough workers have a whole window."""
+def test_a_feed_never_stands_still_and_never_runs_too_far_ahead(seed: int, of: str) -> None:
+    """Random workers, deaths and windows: whenever all is rolled that may be, enough workers have a whole window, or
+    there are enough windows."""
     rng = random.Random(seed)
     workers, chunks, depth = rng.randint(1, 5), rng.randint(1, 4), rng.randint(1, 3)
-    actors = rng.randint(1, workers)
+    actors = rng.randint(1, workers if of == "actors" else 2 * workers)
+    per_worker = 1 if of == "actors" else actors
     tickets, held = Tickets(workers), Counter[int]()
-    tickets.open(depth - 1, actors * chunks, feed=FeedPlan(depth - 1, actors, chunks))
+    tickets.open(depth - 1, actors * chunks, feed=FeedPlan(depth - 1, actors, chunks, None, per_worker))
     up, fired = set(range(workers)), 0
     for _ in range(600):
         tickets.grant(sorted(up), 0)
@@ -227,9 +230,12 @@ def test_a_feed_never_stands_still_and_never_runs_too_far_ahead(seed: int) -> No
             tickets.stored(arrived)
             held[arrived.ticket.worker] += 1
         else:
-            whole = [worker for worker in range(workers) if held[worker] >= chunks]
+            most = {worker: min(per_worker, held[worker] // chunks) for worker in range(workers)}
+            whole = [worker for worker, windows in most.items() for _ in range(windows)]
             if len(whole) < actors:
-                assert len(up) < workers, "all workers are there, nothing is rolled and no trigger can fire"
+                incomplete = any(held[worker] % chunks for worker in set(range(workers)) - up)
+                enough = incomplete if of == "windows" else len(up) < workers
+                assert enough, "nothing is rolled and no trigger can fire"
                 continue
             fired += 1
             for worker in rng.sample(whole, actors):

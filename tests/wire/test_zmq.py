@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import select
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -428,3 +430,77 @@ def test_failed_reconnects_do_not_restart_the_time_without_a_connection() -> Non
                 stranger.accept()[0].close()
                 seen.append(link.silent_s())
             assert seen == sorted(seen), "every attempt fails after the one before, and none succeeds"
+
+
+class Relay:
+    """Forwards TCP connections to a port, and can break all of them."""
+
+    def __init__(self, port: int) -> None:
+        self._port, self._pairs = port, list[tuple[socket.socket, socket.socket]]()
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                pair = self._server.accept()[0], socket.create_connection(("127.0.0.1", self._port))
+                self._pairs.append(pair)
+                for source, target in (pair, pair[::-1]):
+                    threading.Thread(target=self._forward, args=(source, target), daemon=True).start()
+
+    def _forward(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+
+    def break_connections(self) -> None:
+        pairs, self._pairs = self._pairs, []
+        for each in itertools.chain(*pairs):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        self.break_connections()
+
+
+def test_worker_that_waits_notices_at_once_that_its_connection_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only when it next checks its connections: until then, the head does not resend what was lost."""
+    monkeypatch.setattr(DealerLink, "_check_s", lambda link: 3600.0)
+    hub = Hub("tcp://127.0.0.1:*", reliable=True)
+    relay = Relay(int(hub.address.rpartition(":")[2]))
+    pair = hub.admit(0, 0)
+    link = DealerLink(relay.address, hub.keys.public, pair, MAIN, bulk=hub.bulk_port)
+    received: list[Any] = []
+
+    def worker() -> None:
+        link.send([b"hello"])
+        for _ in range(2):
+            received.append(link.receive(60.0))
+
+    thread = threading.Thread(target=worker)
+
+    def until(count: int) -> None:
+        deadline = time.monotonic() + 30
+        while len(received) < count and time.monotonic() < deadline:
+            for _ in hub.drain():
+                hub.send(0, [b"first"])
+            time.sleep(0.005)
+        assert len(received) == count
+
+    try:
+        thread.start()
+        until(1)
+        relay.break_connections()
+        hub.send(0, [b"second"])  # lost with the connection, or kept until it is restored
+        until(2)
+        assert [bytes(message.frames[0]) for message in received] == [b"first", b"second"]
+    finally:
+        thread.join(60)
+        link.close()
+        relay.close()
+        hub.close()

@@ -194,15 +194,16 @@ def test_histories_of_actors_that_come_and_go(seed: int) -> None:
     assert any(taken.values())
 
 
+@pytest.mark.parametrize("of", ["actors", "windows"])
 @pytest.mark.parametrize("seed", range(60))
-def test_incremental_trigger_fires_like_the_naive_one(seed: int) -> None:
+def test_incremental_trigger_fires_like_the_naive_one(seed: int, of: Any) -> None:
     chance = random.Random(seed)
-    n = chance.choice([1, 2, 3, None])
-    size, min_new = chance.randint(1, 5), chance.choice([None, None, 1, 3])
+    n = chance.choice([1, 2, 3, None if of == "actors" else 8])
+    size, min_new = chance.randint(1, 5), chance.choice([None, None, 1, 3] if of == "actors" else [None])
     keys = chance.choice([None, KEYS[:1]])
     options: Any = {} if min_new is None else {"consume": False, "min_new": min_new}
-    quick = DataKeyTrigger("all" if n is None else n, size, keys, **options)
-    naive = NaiveDataKeyTrigger(n, size, keys, min_new)
+    quick = DataKeyTrigger("all" if n is None else n, size, keys, of=of, **options)
+    naive = NaiveDataKeyTrigger(n, size, keys, min_new, of)
     state, present = Ledger(KEYS), {0, 1, 2}
     state.members(present, 2)
     fired = 0

@@ -69,6 +69,18 @@ def wrote(actor: str, steps: int, version: Any = 0, keys: Any = None) -> Callabl
             id="FIFO",
         ),
         pytest.param(
+            DataKeyTrigger(n=2, size=4, of="windows"),
+            [wrote("a", 4), wrote("b", 3), wrote("a", 4), wrote("b", 1), wrote("a", 4)],
+            ["a@0 a@4", "b@0 a@8"],
+            id="windows in order of arrival",
+        ),
+        pytest.param(
+            DataKeyTrigger(n=3, size=2, keys=["obs"], of="windows"),
+            [wrote("a", 5, keys=["reward"]), wrote("b", 7, keys=["obs"]), wrote("a", 2, keys=["obs"])],
+            ["b@0 b@2 b@4"],
+            id="several windows in one write",
+        ),
+        pytest.param(
             DataKeyTrigger(n=1, size=4, keys=["obs"]),
             [wrote("a", 4, keys=["reward"]), wrote("b", 4, keys=["obs"])],
             ["b@0"],
@@ -427,6 +439,11 @@ def test_mistakes_with_a_dispatcher(act: Any, words: str) -> None:
         (lambda: DataKeyTrigger(n=1, size=1, consume=False), "consume=False with min_new=k"),
         (lambda: DataKeyTrigger(n=1, size=1, consume=False, min_new=0), "min_new is 0"),
         (lambda: DataKeyTrigger(n=1, size=1, keys=[["a"], ["b"]], consume=False, min_new=1), "one sequence"),
+        (lambda: DataKeyTrigger(n=1, size=1, of="rows"), "Known: actors, windows"),  # type: ignore[arg-type]
+        (lambda: DataKeyTrigger(n=0, size=1, of="windows"), "n is 0; expected a number of windows"),
+        (lambda: DataKeyTrigger(n="all", size=1, of="windows"), "expected n as a number of windows"),
+        (lambda: DataKeyTrigger(n=1, size=1, consume=False, min_new=1, of="windows"), "without stages and consume"),
+        (lambda: DataKeyTrigger(n=1, size=1, keys=[["a"], ["b"]], of="windows"), "without stages and consume"),
         (lambda: DataKeyTrigger(n=1, size=1, keys="obs"), r"write \['obs'\]"),
         (lambda: DataKeyTrigger(n=1, size=1, keys=()), "or None for all"),
         (lambda: DataKeyTrigger(n=1, size=1, keys=("a", ("b",))), "expected names of arrays"),

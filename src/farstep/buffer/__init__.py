@@ -17,12 +17,14 @@ from farstep.buffer.samplers import (
     trajectory_priority,
 )
 from farstep.buffer.sampling import SampleInfo
+from farstep.buffer.storage.frames import FrameStack
 
 __all__ = [
     "DPER",
     "FIFO",
     "LIFO",
     "Buffer",
+    "FrameStack",
     "FullBatch",
     "MaxHeap",
     "MinHeap",

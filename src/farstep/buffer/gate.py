@@ -1,4 +1,4 @@
-"""The lock of a buffer, and the condition on which threads wait for the limiter."""
+"""The lock of a buffer, the condition on which threads wait for the limiter, and what a workflow tells the buffer."""
 
 from __future__ import annotations
 
@@ -27,6 +27,18 @@ class Gate:
         self._waiting = 0
         self.is_closed = self.is_halted = False
         self.waited_s = {"insert": 0.0, "sample": 0.0}
+        """Seconds that threads have waited so far, by call."""
+        self.inserting_thread: int | None = None
+        """Id of the only thread that inserts, if known. This thread must not wait in `sample`: it would deadlock."""
+        self.on_room: Callable[[], None] | None = None
+        """Called when an insert of `refused_rows` may be possible again, because a thread other than `inserting_thread`
+        sampled, deleted or changed the limiter."""
+        self.refused_rows: int | None = 0
+        """Fewest rows that the limiter refused to the inserting thread. None: the inserting thread does not wait for
+        `on_room`."""
+        self.between_updates: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        """Context manager, entered during `sample`. A workflow may publish meanwhile, because a sampling consumer is
+        between two updates."""
         self._pid = os.getpid()
         self._is_forked = False
         _gates.add(self)
@@ -52,7 +64,6 @@ class Gate:
         ready: Callable[[], bool],
         timeout_s: float | None,
         explain: Callable[[bool], str],
-        inserting_thread: int | None,
     ) -> None:
         """Wait until `ready()` is True. The caller must hold the lock.
 
@@ -62,7 +73,6 @@ class Gate:
             timeout_s: Seconds to wait; None: `WAIT_S`.
             explain: Returns the message of a `BufferTimeout`: what is missing and what to do. It is called with True if
                 waiting would deadlock.
-            inserting_thread: Id of the only thread that inserts, if known.
 
         Raises:
             BufferTimeout: The timeout has passed, or waiting would deadlock.
@@ -77,7 +87,7 @@ class Gate:
             self.check_open()
             if self.is_halted:
                 raise ClosedError("the workflow that fills this buffer has ended; no more rows will be inserted.")
-            if what == "sample" and inserting_thread == threading.get_ident():
+            if what == "sample" and self.inserting_thread == threading.get_ident():
                 raise BufferTimeout(explain(True))
             left = deadline - time.monotonic()
             if left <= 0:
@@ -95,6 +105,12 @@ class Gate:
         """Wake waiting threads, which then check whether they may proceed. The caller must hold the lock."""
         if self._waiting:
             self.changed.notify_all()
+
+    def notify_room(self) -> None:
+        """Wake waiting threads, and call `on_room` unless the calling thread is the one that inserts."""
+        self.notify()
+        if self.on_room is not None and self.inserting_thread != threading.get_ident():
+            self.on_room()
 
     @contextlib.contextmanager
     def halted(self) -> Iterator[None]:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 import os
 import threading
-import time
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from farstep.batch import Batch
-from farstep.buffer.gate import Gate, check_timeout
-from farstep.buffer.limiter import MinSize, RateLimiter, check_limiter
-from farstep.buffer.samplers import FIFO, Sampler, check_remover, check_sampler, with_beta
-from farstep.buffer.sampling import Chooser, SampleInfo
+from farstep.buffer.bound_arrays import BoundArrays
+from farstep.buffer.gate import check_timeout
+from farstep.buffer.inserting import Inserter
+from farstep.buffer.limiter import RateLimiter
+from farstep.buffer.options import make_options
+from farstep.buffer.samplers import FIFO, Sampler, with_beta
+from farstep.buffer.sampling import SampleInfo
 from farstep.buffer.saving import (
     SavedBuffer,
     check_counts,
@@ -29,27 +29,15 @@ from farstep.buffer.saving import (
     refusing_invalid_options,
     save_buffer,
 )
-from farstep.buffer.storage.capacity import fitting_capacity
-from farstep.buffer.storage.contents import Contents
-from farstep.buffer.storage.rows import (
-    arrays_of,
-    as_arrays,
-    as_keys,
-    as_priorities,
-    as_schema,
-    count_plain,
-    nested,
-    schema_of,
-)
+from farstep.buffer.storage.contents_state import restore_contents
+from farstep.buffer.storage.frames import FrameStack
+from farstep.buffer.storage.rows import as_keys, as_priorities, as_schema, nested
 from farstep.buffer.storage.snapshot import Snapshot
-from farstep.buffer.storage.store import Store
 from farstep.config.env import check_count
 from farstep.core import Array, Nested
-from farstep.errors import ConfigError
-from farstep.schema import Schema, Structure
 
 
-class Buffer:
+class Buffer(BoundArrays):
     """A thread-safe replay buffer in shared memory.
 
     `insert` and `sample` block while the limiter does not allow them. A full buffer evicts rows to make room.
@@ -69,6 +57,8 @@ class Buffer:
         pooled: Whether all environment slots share the capacity: the oldest rows are evicted first, whichever slot they
             are from, and slots may be added at any time. Otherwise each slot has an equal share, in which it evicts its
             own rows. Triggers that take rows, and other processes, cannot read pooled rows. Default: False.
+        frame_stack: Stores stacked observations once per frame, in a fraction of the memory; samples stay the same.
+            Other processes read single frames. Default: None, observations are stored as they are.
         seed: Seed of random draws; default: a random seed.
 
     Raises:
@@ -92,178 +82,28 @@ class Buffer:
         max_bytes: int | None = None,
         max_times_sampled: int | None = None,
         pooled: bool = False,
+        frame_stack: FrameStack | None = None,
         seed: int | None = None,
     ) -> None:
-        self.capacity = check_count("capacity", capacity)
-        self.sampler, self.remover = check_sampler("sampler", sampler), check_sampler("remover", remover or FIFO())
-        self.limiter = check_limiter(limiter) if limiter is not None else MinSize(1)
-        self.max_bytes = None if max_bytes is None else check_count("max_bytes", max_bytes)
-        limit = int(sampler.once) if max_times_sampled is None else max_times_sampled
-        self.max_times_sampled = check_count("max_times_sampled", limit, minimum=0)
-        check_remover(self.remover, self.sampler)
-        keeps_order = self.sampler.needs_order or not self.max_times_sampled or isinstance(self.sampler, FIFO)
-        # Otherwise items are removed in any order, which would leave holes in a ring.
-        self._cyclic = type(self.remover) is FIFO and keeps_order
-        if not isinstance(pooled, bool):
-            raise ConfigError(f"pooled is {pooled!r}; expected True or False.")
-        self._pooled = pooled and self._cyclic  # without order, slots share the capacity anyway
-        self._check_limiter(self.capacity)
-        self.sampler.check_room(self.capacity)
-        self._rng = np.random.default_rng(seed)
-        self._structures: dict[str, Structure] = {}
-        self._contents: Contents | None = None
-        self._chooser = Chooser(self.sampler, self.max_times_sampled)
-        self._gate = Gate()
-        self._lock = self._gate.lock
-        self.waited_s = self._gate.waited_s
-        """Seconds that threads have waited so far, by call: `insert` and `sample`."""
-        self.inserting_thread: int | None = None
-        """Id of the only thread that inserts, if known. This thread must not wait in `sample`: it would deadlock."""
-        self.on_room: Callable[[], None] | None = None
-        """Called when an insert of `refused_rows` may be possible again, because a thread other than `inserting_thread`
-        sampled, deleted or changed the limiter."""
-        self.refused_rows: int | None = 0
-        """Fewest rows that the limiter refused to the inserting thread. None: the inserting thread does not wait for
-        `on_room`."""
-        self.between_updates: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        """Context manager, entered during `sample`. A workflow may publish meanwhile, because a sampling consumer is
-        between two updates."""
+        options = make_options(
+            capacity,
+            sampler,
+            remover=remover,
+            limiter=limiter,
+            max_bytes=max_bytes,
+            max_times_sampled=max_times_sampled,
+            pooled=pooled,
+            frame_stack=frame_stack,
+        )
+        super().__init__(options, np.random.default_rng(seed))
+        self._inserter = Inserter(self)
+        self._saving = threading.Lock()
         self._warned_unused_priorities = False
-        self.removed: dict[str, int] = {"evicted": 0, "sampled": 0, "deleted": 0}
-        """Rows removed so far: evicted from a full buffer, sampled `max_times_sampled` times, or deleted."""
         self.marker: Mapping[str, object] = {}
         """The `marker` with which this buffer was saved, if `restore` made it."""
-        self._saving = threading.Lock()
         if spec is not None:
             self.bind(as_schema(spec))
         self.limiter.take()
-
-    # ---- contents ----
-
-    def bind(self, schema: Schema, columns: int = 1, structures: Mapping[str, Structure] | None = None) -> None:
-        """Allocate the arrays. Without this call, the first insert allocates them.
-
-        Args:
-            schema: The arrays of a row.
-            columns: Number of environment slots whose rows stay in order, one column each.
-            structures: How arrays of observations and actions are nested, by name.
-
-        Raises:
-            ConfigError: The buffer already has arrays, the sampler cannot work with these arrays, or memory is too
-                small.
-            ClosedError: The buffer is closed.
-        """
-        self._gate.check_open()
-        check_count("columns", columns)
-        if self._contents is not None:
-            raise ConfigError("this buffer already has its arrays; create another buffer for other arrays.")
-        if not schema:
-            raise ConfigError("a buffer needs at least one array.")
-        self.sampler.check(schema)
-        if columns > 1 and not self._cyclic:
-            raise ConfigError(f"{self.unordered_reason}, so rows of all environments share one column.")
-        shares = 1 if self._pooled else columns
-        capacity = fitting_capacity(schema, self.capacity, shares, self._cyclic, self.max_bytes)
-        self._check_limiter(capacity)
-        self.sampler.check_room(capacity // shares)
-        self.capacity, self._structures = capacity, dict(structures or {})
-        remover = None if self._cyclic else self.remover
-        self._contents = Contents(
-            schema, capacity, columns, self._structures, self.sampler, remover, self._rng, self._pooled
-        )
-
-    @property
-    def is_pooled(self) -> bool:
-        """Whether all environment slots share the capacity although their rows stay in order."""
-        return self._pooled
-
-    @property
-    def is_cyclic(self) -> bool:
-        """Whether rows stay in the order of insertion and the oldest are evicted first.
-
-        Otherwise a row has no neighbors, and the remover chooses which item a full buffer removes.
-        """
-        return self._cyclic
-
-    @property
-    def unordered_reason(self) -> str:
-        """Why rows do not stay in order, as the start of an error message. Only valid if `is_cyclic` is False."""
-        if type(self.remover) is not FIFO:
-            return f"remover={self.remover!r} removes rows in any order"
-        return f"{self.sampler!r} with max_times_sampled={self.max_times_sampled} removes rows in any order"
-
-    def keep_in_place(self) -> None:
-        """Keep rows in their cells, for readers that access the cells directly.
-
-        From now on, the cell of a removed row is reused only when it is the oldest cell. Call this method after the
-        arrays were allocated (by `spec`, `bind` or the first insert).
-
-        Raises:
-            ConfigError: The rows of this buffer are not in the order of their cells.
-        """
-        if not self._cyclic or self.contents.is_linked:
-            reason = "rows were removed by delete() or max_times_sampled" if self._cyclic else self.unordered_reason
-            reason = "the buffer is pooled" if self._pooled else reason
-            raise ConfigError(
-                f"{reason}, but a DataKeyTrigger takes rows in order of insertion. Give the trigger consume=False and "
-                "min_new=k, or use a new buffer with FIFO() as remover and a sampler without max_times_sampled."
-            )
-        self.contents.is_pinned = True
-
-    @property
-    def _uses_per_row(self) -> float:
-        """Maximum number of times that a row can be sampled before it is removed."""
-        return self.max_times_sampled * self.sampler.item_rows[1] or math.inf
-
-    def _check_limiter(self, capacity: int) -> None:
-        self.limiter.check_reachable(capacity, self._uses_per_row, self.sampler.item_rows[0])
-
-    @property
-    def is_halted(self) -> bool:
-        """Whether calls raise `ClosedError` instead of waiting (see `halted`)."""
-        return self._gate.is_halted
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether the arrays are allocated."""
-        return self._contents is not None
-
-    @property
-    def contents(self) -> Contents:
-        """The stored items; hold `locked` while you access them."""
-        self._gate.check_open()
-        if self._contents is None:
-            raise ConfigError("this buffer has no arrays yet: insert rows first, or give it a spec.")
-        return self._contents
-
-    @property
-    def store(self) -> Store:
-        """The stored rows; hold `locked` while you access them."""
-        return self.contents.store
-
-    @property
-    def structures(self) -> Mapping[str, Structure]:
-        """How arrays of observations and actions are nested, by name."""
-        return self._structures
-
-    def __len__(self) -> int:
-        """Number of items in the buffer."""
-        return 0 if self._contents is None else self._contents.size
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays that hold the rows; 0 before they are allocated."""
-        contents = self._contents
-        return 0 if contents is None else sum(array.nbytes for array in contents.store.blocks.arrays.values())
-
-    @property
-    def schema(self) -> Schema:
-        """Shape and dtype of each array of a row.
-
-        Raises:
-            ConfigError: The buffer has no arrays yet.
-        """
-        return self.store.schema
 
     # ---- inserting ----
 
@@ -286,82 +126,7 @@ class Buffer:
             ConfigError: The rows do not match the buffer's arrays, or the limiter can never admit the whole batch.
             ClosedError: The buffer is closed.
         """
-        if (contents := self._contents) is not None and contents.is_plain:
-            store = contents.store
-            count = count_plain(rows, store.kinds)
-            with self._lock:
-                if 0 < count <= store.rows and self.limiter.has_room(count) and not self._gate.is_closed:
-                    keys, evicted = contents.put_rows(rows, count)  # type: ignore[arg-type]  # checked by count_plain
-                    self._inserted(count, evicted)
-                    return keys
-        check_timeout(timeout_s)
-        if isinstance(rows, Batch):
-            return self._insert_batch(rows, timeout_s)
-        values = self._checked(rows)
-        total = len(next(iter(values.values())))
-        found: list[Array] = []
-        done = 0
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-
-        while done < total:
-            with self._lock:
-                if not (count := self.limiter.room(total - done)):
-                    left = None if deadline is None else deadline - time.monotonic()
-                    self._wait("insert", self.limiter.can_insert, left, f"{done} of {total} rows were inserted")
-                    continue
-                contents = self.contents
-                count = min(count, contents.store.rows)
-                found.append(self._put(contents, {name: value[done : done + count] for name, value in values.items()}))
-                done += count
-        return np.concatenate(found) if found else np.zeros(0, np.int64)
-
-    def _checked(self, rows: Mapping[str, ArrayLike]) -> dict[str, Array]:
-        """Return rows as arrays that match the schema. The first rows define the schema."""
-        values = as_arrays(rows)
-        with self._lock:
-            if self._contents is None and not self._gate.is_closed:
-                self.bind(schema_of(values))
-        self.contents.check(values)
-        return values
-
-    def _put(self, contents: Contents, values: Mapping[str, Array]) -> Array:
-        """Store rows `[n, ...]` that the limiter has admitted, and return their keys."""
-        if contents.is_cyclic:
-            found, inserted, evicted = contents.put({name: value[:, None] for name, value in values.items()})
-            self._inserted(inserted, evicted)
-            return found.reshape(-1)
-        found, inserted, evicted = contents.put_anywhere(values, len(next(iter(values.values()))))
-        self._inserted(inserted, evicted)
-        return found
-
-    def _insert_batch(self, batch: Batch, timeout_s: float | None) -> Array:
-        with self._lock:
-            if self._contents is None and not self._gate.is_closed:
-                # Unordered rows have no next row, so each row stores its next observation.
-                schema = schema_of(arrays_of(batch, with_next=not self._cyclic), leading=2)
-                self.bind(schema, int(batch.slots.max()) + 1 if self._cyclic else 1, batch.structures)
-        contents = self.contents
-        store, values = contents.store, contents.rows_of(batch)
-        if not self._cyclic:
-            return self.insert({n: values[n].reshape(-1, *spec.shape) for n, spec in store.schema.items()}, timeout_s)
-        steps, width = batch.shape
-        if self.limiter.never_inserts(steps * width):
-            raise ConfigError(
-                f"this limiter ({self.limiter}) can never admit a batch of {steps * width} rows at once. Raise its "
-                "max_diff or insert smaller batches."
-            )
-        contents.warn_if_shared(batch)
-        with self._lock:
-            self._wait("insert", lambda: self.limiter.can_insert(steps * width), timeout_s, "no row was inserted")
-            keys, inserted, evicted = contents.put_batch(batch, values)
-            self._inserted(inserted, evicted)
-            return keys.reshape(-1)
-
-    def _inserted(self, inserted: int, evicted: int) -> None:
-        self.limiter.insert(inserted)
-        if evicted:
-            self._removed("evicted", evicted)
-        self._gate.notify()
+        return self._inserter.insert(rows, timeout_s)
 
     # ---- sampling ----
 
@@ -388,15 +153,21 @@ class Buffer:
 
         def ready() -> bool:
             nonlocal chosen
-            chosen = self._choose(count)
+            chosen = self._chooser.choose(self._contents, count)
             if chosen is None and not self.limiter.has_starved_reader:
                 self.limiter.has_starved_reader = True  # allows one insert, to avoid a deadlock
-                self._notify()
+                self.gate.notify_room()
             return chosen is not None
 
-        with self.between_updates(), self._lock:
-            self._gate.wait(
-                "sample", ready, timeout_s, lambda is_deadlock: self._missing(count, is_deadlock), self.inserting_thread
+        def explain(is_deadlock: bool) -> str:
+            return self._chooser.missing(self._contents, count, is_deadlock)
+
+        with self.gate.between_updates(), self._lock:
+            self.gate.wait(
+                "sample",
+                ready,
+                timeout_s,
+                lambda is_deadlock: self._chooser.missing(self._contents, count, is_deadlock),
             )
             contents = self.contents
             assert chosen is not None
@@ -407,53 +178,12 @@ class Buffer:
             if self.max_times_sampled:
                 used_up = cells[info.times_sampled >= self.max_times_sampled]
                 used_up = np.sort(used_up) if contents.selector.distinct else np.unique(used_up)
-                self._removed("sampled", contents.remove(used_up, are_oldest=isinstance(self.sampler, FIFO)))
-            if self.refused_rows is not None and self.limiter.can_insert(self.refused_rows):
-                self._notify()
+                self.count_removed("sampled", contents.remove(used_up, are_oldest=isinstance(self.sampler, FIFO)))
+            if self.gate.refused_rows is not None and self.limiter.can_insert(self.gate.refused_rows):
+                self.gate.notify_room()
             else:
-                self._gate.notify()
+                self.gate.notify()
         return nested(batch, self._structures), info
-
-    def _choose(self, count: int) -> tuple[Array, Array] | None:
-        """Draw items. Return their cells and probabilities, or None if the batch cannot be sampled yet."""
-        contents = self._contents
-        rows = self._chooser.least_rows(count)
-        if rows > self.limiter.most_samples() or count > self._chooser.most(self.capacity, contents):
-            raise ConfigError(
-                f"{count} items with {rows} rows can never be sampled at once from this buffer (capacity "
-                f"{self.capacity}, max_times_sampled {self.max_times_sampled}; {self.limiter}). Lower batch_size, or "
-                "raise capacity, max_times_sampled or the limiter's max_diff."
-            )
-        return None if contents is None else self._chooser.choose(contents, count, self.limiter.can_sample)
-
-    def _missing(self, count: int, is_deadlock: bool) -> str:
-        """Return an error message: why the batch cannot be sampled, and what to do.
-
-        `is_deadlock`: only the calling thread inserts, so it must not wait.
-        """
-        contents, limiter, rows = self._contents, self.limiter, self._chooser.least_rows(count)
-        wanted = f"the batch needs {count} items of {self.sampler!r}"
-        wanted += f" ({rows} rows in total)" if rows > count else ""
-        deadlock = "the sampling thread is the only one that inserts, so waiting would deadlock"
-        if contents is None or not contents.size or not limiter.can_sample(rows):
-            if not is_deadlock:
-                return (
-                    f"{wanted}; the buffer holds {len(self)} items ({limiter}). Keep inserting, or widen the limiter "
-                    "with buffer.limit(...)."
-                )
-            return (
-                f"{wanted}, and the buffer cannot provide them ({len(self)} items; {limiter}); {deadlock}. Remedies: "
-                f"call the consumer only when the limiter allows this many samples (flow.on(..., samples={rows})), "
-                "sample fewer items, raise the size of the trigger, widen the limiter, or sample in a separate thread "
-                "(flow.on(..., thread=True))."
-            )
-        usable = len(self._chooser.usable_items(contents))
-        often = f", at most {self.max_times_sampled} times each" if self.max_times_sampled else ""
-        found = f"{wanted}; {usable} of the {contents.size} items in the buffer can be sampled{often}"
-        if self.sampler.needs_order and usable < contents.size:
-            found += ": the others are too close to the end of an episode or to the newest row"
-        remedy = f"but {deadlock}: sample later" if is_deadlock else "so insert more rows"
-        return f"{found}. The limiter allows the batch ({limiter}), {remedy}, or sample fewer or shorter items."
 
     # ---- items ----
 
@@ -470,7 +200,7 @@ class Buffer:
             ClosedError: The buffer is closed.
         """
         with self._lock:
-            self._gate.check_open()
+            self.gate.check_open()
             if self._contents is None:
                 return np.zeros(0, np.int64)
             cells = self._contents.by_age(self._chooser.usable_items(self._contents))
@@ -540,8 +270,7 @@ class Buffer:
             ConfigError: `beta` is invalid, or the sampler has no importance weights.
         """
         with self._lock:
-            self.sampler = with_beta(self.sampler, beta)
-            self._chooser = Chooser(self.sampler, self.max_times_sampled)
+            self._set_options(replace(self.options, sampler=with_beta(self.sampler, beta)))
 
     def delete(self, keys: ArrayLike) -> int:
         """Remove items. With `DPER`, an item is an episode with all its rows.
@@ -556,13 +285,9 @@ class Buffer:
         with self._lock:
             contents = self.contents
             cells = np.unique(contents.store.table.find(keys))
-            self._removed("deleted", contents.remove(cells))
-            self._notify()
+            self.count_removed("deleted", contents.remove(cells))
+            self.gate.notify_room()
             return len(cells)
-
-    def _removed(self, cause: str, count: int) -> None:
-        self.removed[cause] += count
-        self.limiter.delete(count)
 
     # ---- waiting ----
 
@@ -577,30 +302,8 @@ class Buffer:
             ConfigError: An option is unknown, or this buffer could never satisfy the limiter. No option was changed.
         """
         with self._lock:
-            self.limiter.change(changes, self.capacity, self._uses_per_row, self.sampler.item_rows[0])
-            self._notify()
-
-    def _wait(self, what: str, ready: Callable[[], bool], timeout_s: float | None, progress: str) -> None:
-        def explain(is_deadlock: bool) -> str:
-            return (
-                f"{progress}, and the buffer holds {len(self)} items ({self.limiter}). Keep sampling, or widen the "
-                "limiter with buffer.limit(...)."
-            )
-
-        self._gate.wait(what, ready, timeout_s, explain, self.inserting_thread)
-
-    def halted(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager: every call that would have to wait raises `ClosedError` instead."""
-        return self._gate.halted()
-
-    def locked(self) -> contextlib.AbstractContextManager[object]:
-        """Context manager: prevents other threads from inserting and sampling."""
-        return self._lock
-
-    def _notify(self) -> None:
-        self._gate.notify()
-        if self.on_room is not None and self.inserting_thread != threading.get_ident():
-            self.on_room()
+            self.limiter.change(changes, self.capacity, self.options.uses_per_row, self.sampler.item_rows[0])
+            self.gate.notify_room()
 
     # ---- checkpoints and closing ----
 
@@ -633,22 +336,9 @@ class Buffer:
         """
 
         def describe() -> dict[str, object]:
-            saved = SavedBuffer(
-                capacity=self.capacity,
-                max_times_sampled=self.max_times_sampled,
-                sampler=self.sampler,
-                remover=self.remover,
-                limiter=self.limiter,
-                schema=self.schema,
-                structures=self._structures,
-                columns=self.store.num_slots,
-                pooled=self._pooled,
-                removed=self.removed,
-                marker={} if marker is None else marker(),
-                arrays={},
-                plain={},
+            return describe_buffer(
+                self.options, self.store, self._structures, self.removed, {} if marker is None else marker()
             )
-            return describe_buffer(saved)
 
         _ = self.contents  # raises before a folder is made
         with self._saving:
@@ -670,29 +360,6 @@ class Buffer:
         """
         return load_buffer(path, sampler, _restored)
 
-    @property
-    def path(self) -> str:
-        """Path of the shared memory, for `CyclicBlocks.attach(path)` in another process of this host.
-
-        The other process can read rows until `delete` or `max_times_sampled` removes a row that is not the oldest.
-        """
-        return self.store.blocks.path
-
-    def close(self) -> None:
-        """Free the memory. Waiting threads raise `ClosedError`. Idempotent."""
-        with self._lock:
-            self._gate.is_closed = True
-            if self._contents is not None:
-                self._contents.store.close()
-                self._contents = None  # the memory is unmapped when no array views it any more
-            self._gate.notify()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return f"Buffer({len(self)} of {self.capacity}, {self.sampler!r})"
 
@@ -704,18 +371,20 @@ def _restored(saved: SavedBuffer) -> Buffer:
         Refused: The checkpoint is inconsistent; no memory stays allocated.
     """
     with refusing_invalid_options():
+        options = saved.options
         buffer = Buffer(
-            saved.capacity,
-            saved.sampler,
-            remover=saved.remover,
-            limiter=saved.limiter,
-            max_times_sampled=saved.max_times_sampled,
-            pooled=saved.pooled,
+            options.capacity,
+            options.sampler,
+            remover=options.remover,
+            limiter=options.limiter,
+            max_times_sampled=options.max_times_sampled,
+            pooled=options.pooled,
+            frame_stack=options.frame_stack,
         )
-        check_sizes(saved, buffer.is_cyclic)
+        check_sizes(saved)
         buffer.bind(saved.schema, saved.columns, saved.structures)
     try:
-        buffer.contents.restore(saved.arrays, saved.plain)
+        restore_contents(buffer.contents, saved.arrays, saved.plain)
         buffer.removed.update(saved.removed)
         buffer.marker = saved.marker
         check_counts(saved, buffer.store.table)

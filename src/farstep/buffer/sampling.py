@@ -8,16 +8,17 @@ this list.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from farstep.buffer.samplers import EpisodeSelector, FullBatch, Sampler
+from farstep.buffer.options import BufferOptions
+from farstep.buffer.samplers import EpisodeSelector, FullBatch
 from farstep.buffer.storage.contents import Contents
 from farstep.buffer.storage.table import occurrences
 from farstep.core import Array
+from farstep.errors import ConfigError
 
 _ROUNDS = 8  # rounds of redrawing rejected items (each with twice as many draws) before all items are enumerated
 _COST = 4  # checking one random cell costs as much as checking this many cells in order
@@ -59,35 +60,85 @@ class SampleInfo:
 
 
 class Chooser:
-    """Draws the items of batches for a sampler. Each item is drawn at most `max_times_sampled` times (0: no limit)."""
+    """Draws the items of batches, as the options of a buffer ask for.
 
-    def __init__(self, sampler: Sampler, max_times_sampled: int) -> None:
-        self._sampler, self._max_times_sampled = sampler, max_times_sampled
+    Each item is drawn at most `max_times_sampled` times (0: no limit).
+    """
 
-    def least_rows(self, count: int) -> int:
+    def __init__(self, options: BufferOptions) -> None:
+        self._options, self._limiter = options, options.limiter
+        self._sampler, self._max_times_sampled = options.sampler, options.max_times_sampled
+
+    def _least_rows(self, count: int) -> int:
         """Return the minimum number of rows that a batch of `count` items can have."""
         return count * self._sampler.item_rows[0]
 
-    def most(self, capacity: int, contents: Contents | None) -> float:
+    def _most(self, contents: Contents | None) -> float:
         """Return the maximum number of items that one batch can have."""
+        capacity = self._options.capacity
         if contents is not None and contents.selector.distinct:
             return capacity
         return capacity * self._max_times_sampled or math.inf
 
-    def choose(self, contents: Contents, count: int, is_allowed: Callable[[int], bool]) -> tuple[Array, Array] | None:
+    def choose(self, contents: Contents | None, count: int) -> tuple[Array, Array] | None:
         """Draw items.
 
         Args:
-            contents: The items of the buffer.
+            contents: The items of the buffer; None before the buffer has arrays.
             count: Number of items to draw.
-            is_allowed: Whether the limiter allows a number of rows.
 
         Returns:
             Cells and probabilities of the items. None if there are too few items, or the limiter does not allow them.
+
+        Raises:
+            ConfigError: A batch of that size can never be sampled.
         """
+        rows = self._least_rows(count)
+        if rows > self._limiter.most_samples() or count > self._most(contents):
+            raise ConfigError(
+                f"{count} items with {rows} rows can never be sampled at once from this buffer (capacity "
+                f"{self._options.capacity}, max_times_sampled {self._max_times_sampled}; {self._limiter}). Lower "
+                "batch_size, or raise capacity, max_times_sampled or the limiter's max_diff."
+            )
+        return None if contents is None else self._draw(contents, count)
+
+    def missing(self, contents: Contents | None, count: int, is_deadlock: bool) -> str:
+        """Return an error message: why the batch cannot be sampled, and what to do.
+
+        Args:
+            contents: The items of the buffer; None before the buffer has arrays.
+            count: Number of items to draw.
+            is_deadlock: Whether only the calling thread inserts, so that it must not wait.
+        """
+        limiter, rows = self._limiter, self._least_rows(count)
+        size = 0 if contents is None else contents.size
+        wanted = f"the batch needs {count} items of {self._sampler!r}"
+        wanted += f" ({rows} rows in total)" if rows > count else ""
+        deadlock = "the sampling thread is the only one that inserts, so waiting would deadlock"
+        if contents is None or not size or not limiter.can_sample(rows):
+            if not is_deadlock:
+                return (
+                    f"{wanted}; the buffer holds {size} items ({limiter}). Keep inserting, or widen the limiter with "
+                    "buffer.limit(...)."
+                )
+            return (
+                f"{wanted}, and the buffer cannot provide them ({size} items; {limiter}); {deadlock}. Remedies: "
+                f"call the consumer only when the limiter allows this many samples (flow.on(..., samples={rows})), "
+                "sample fewer items, raise the size of the trigger, widen the limiter, or sample in a separate thread "
+                "(flow.on(..., thread=True))."
+            )
+        usable = len(self.usable_items(contents))
+        often = f", at most {self._max_times_sampled} times each" if self._max_times_sampled else ""
+        found = f"{wanted}; {usable} of the {size} items in the buffer can be sampled{often}"
+        if self._sampler.needs_order and usable < size:
+            found += ": the others are too close to the end of an episode or to the newest row"
+        remedy = f"but {deadlock}: sample later" if is_deadlock else "so insert more rows"
+        return f"{found}. The limiter allows the batch ({limiter}), {remedy}, or sample fewer or shorter items."
+
+    def _draw(self, contents: Contents, count: int) -> tuple[Array, Array] | None:
         if isinstance(self._sampler, FullBatch):
             count = max(count, contents.size)
-        if not contents.size or not is_allowed(self.least_rows(count)):
+        if not contents.size or not self._limiter.can_sample(self._least_rows(count)):
             return None
         selector = contents.selector
         if selector.distinct:

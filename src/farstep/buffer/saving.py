@@ -14,9 +14,12 @@ import msgspec
 
 from farstep.buffer import samplers
 from farstep.buffer.limiter import RateLimiter
+from farstep.buffer.options import BufferOptions, make_options
 from farstep.buffer.samplers import Sampler, check_sampler
 from farstep.buffer.storage.capacity import cells_of
+from farstep.buffer.storage.frames import FrameStack
 from farstep.buffer.storage.snapshot import Snapshot
+from farstep.buffer.storage.store import Store
 from farstep.buffer.storage.table import Table
 from farstep.checkpoint.checks import Count, check_array, check_keys, converted, require
 from farstep.checkpoint.files import Refused
@@ -34,22 +37,17 @@ _FORMAT = 1
 class SavedBuffer:
     """The contents of a buffer's checkpoint."""
 
-    capacity: int
-    max_times_sampled: int
-    sampler: Sampler
-    remover: Sampler
-    limiter: RateLimiter
+    options: BufferOptions
     schema: Schema
     structures: Mapping[str, Structure]
     columns: int
     """Number of environment slots."""
-    pooled: bool
     removed: Mapping[str, int]
     marker: Mapping[str, object]
     arrays: Mapping[str, Array]
-    """The arrays of `Snapshot`; empty while a buffer is saved."""
+    """The arrays of `Snapshot`."""
     plain: Mapping[str, Any]
-    """The plain data of `Contents.state`; empty while a buffer is saved."""
+    """The plain data of `contents_state`."""
 
 
 class _Limiter(msgspec.Struct, forbid_unknown_fields=True):
@@ -85,6 +83,7 @@ class _Meta(msgspec.Struct, forbid_unknown_fields=True):
     free: list[int]
     marker: dict[str, Any] = {}
     pooled: bool = False
+    frame_stack: FrameStack | None = None
 
 
 def save_buffer(snapshot: Snapshot, path: str | os.PathLike[str], keep: int) -> Path:
@@ -93,21 +92,28 @@ def save_buffer(snapshot: Snapshot, path: str | os.PathLike[str], keep: int) -> 
         return save_parts(path, arrays, lambda: snapshot.description, keep=keep)
 
 
-def describe_buffer(saved: SavedBuffer) -> dict[str, Any]:
-    """Return the plain data of a checkpoint, except that of `Contents.state`. The buffer may change it afterwards."""
+def describe_buffer(
+    options: BufferOptions,
+    store: Store,
+    structures: Mapping[str, Structure],
+    removed: Mapping[str, int],
+    marker: Mapping[str, object],
+) -> dict[str, Any]:
+    """Return the plain data of a checkpoint, except that of `contents_state`. The buffer may change it afterwards."""
     return {
         "format": _FORMAT,
-        "capacity": saved.capacity,
-        "max_times_sampled": saved.max_times_sampled,
-        "sampler": _described(saved.sampler),
-        "remover": _described(saved.remover),
-        "limiter": dataclasses.asdict(saved.limiter),
-        "schema": {name: [list(spec.shape), spec.dtype] for name, spec in saved.schema.items()},
-        "structures": {name: plain_structure(structure) for name, structure in saved.structures.items()},
-        "columns": saved.columns,
-        "removed": dict(saved.removed),
-        **({"marker": dict(saved.marker)} if saved.marker else {}),
-        **({"pooled": True} if saved.pooled else {}),
+        "capacity": options.capacity,
+        "max_times_sampled": options.max_times_sampled,
+        "sampler": _described(options.sampler),
+        "remover": _described(options.remover),
+        "limiter": dataclasses.asdict(options.limiter),
+        "schema": {name: [list(spec.shape), spec.dtype] for name, spec in store.schema.items()},
+        "structures": {name: plain_structure(structure) for name, structure in structures.items()},
+        "columns": store.num_slots,
+        "removed": dict(removed),
+        **({"marker": dict(marker)} if marker else {}),
+        **({"pooled": True} if options.is_pooled else {}),
+        **({"frame_stack": dataclasses.asdict(options.frame_stack)} if options.frame_stack is not None else {}),
     }
 
 
@@ -137,14 +143,18 @@ def _saved_buffer(loaded: Loaded, sampler: Sampler | None) -> SavedBuffer:
     with refusing_invalid_options():
         return SavedBuffer(
             structures={name: _structure(name, plain, meta.schema) for name, plain in meta.structures.items()},
-            capacity=meta.capacity,
-            max_times_sampled=meta.max_times_sampled,
-            sampler=sampler if sampler is not None else _sampler("sampler", meta.sampler),
-            remover=_sampler("remover", meta.remover),
-            limiter=RateLimiter(**msgspec.structs.asdict(meta.limiter)),
+            options=make_options(
+                meta.capacity,
+                sampler if sampler is not None else _sampler("sampler", meta.sampler),
+                remover=_sampler("remover", meta.remover),
+                limiter=RateLimiter(**msgspec.structs.asdict(meta.limiter)),
+                max_bytes=None,
+                max_times_sampled=meta.max_times_sampled,
+                pooled=meta.pooled,
+                frame_stack=meta.frame_stack,
+            ),
             schema=meta.schema,
             columns=meta.columns,
-            pooled=meta.pooled,
             removed=msgspec.structs.asdict(meta.removed),
             marker=meta.marker,
             arrays=loaded.arrays,
@@ -163,25 +173,27 @@ def refusing_invalid_options() -> Iterator[None]:
         raise Refused("meta.json is nested too deeply") from error
 
 
-def check_sizes(saved: SavedBuffer, is_cyclic: bool) -> None:
+def check_sizes(saved: SavedBuffer) -> None:
     """Refuse sizes that would allocate more memory than the arrays of the checkpoint need."""
-    columns, capacity, arrays = saved.columns, saved.capacity, saved.arrays
-    if saved.pooled:
+    columns, options, arrays = saved.columns, saved.options, saved.arrays
+    capacity = options.capacity
+    if options.pooled:
         slots = arrays.get("slots")
         require(slots is not None and slots.shape == (columns,), f"slots does not have {columns} entries")
         columns = 1
     require(columns and capacity % columns == 0, f"capacity is {capacity}, a multiple of columns={columns} expected")
-    cells = cells_of(capacity, columns, is_cyclic)
+    cells = cells_of(capacity, columns, options.is_cyclic)
     keys = arrays.get("table/keys")
     require(keys is not None and keys.ndim == 1, "table/keys is missing, or does not have one entry per cell")
     assert keys is not None
     if len(keys) != cells:
         raise Refused(
             f"table/keys has {len(keys)} cells, {cells} expected. Earlier versions of farstep kept the rows of "
-            f"{saved.sampler!r} with max_times_sampled={saved.max_times_sampled} in a ring; if one of them saved this "
-            "checkpoint, fill a new buffer instead"
+            f"{options.sampler!r} with max_times_sampled={options.max_times_sampled} in a ring; if one of them saved "
+            "this checkpoint, fill a new buffer instead"
         )
-    for name, spec in saved.schema.items():
+    stored = saved.schema if options.frame_stack is None else options.frame_stack.stored(saved.schema)
+    for name, spec in stored.items():
         rows = arrays.get(f"rows/{name}")
         require(rows is not None, f"the checkpoint lacks rows/{name}")
         assert rows is not None
@@ -190,7 +202,7 @@ def check_sizes(saved: SavedBuffer, is_cyclic: bool) -> None:
 
 def check_counts(saved: SavedBuffer, table: Table) -> None:
     """Refuse counters that disagree with the restored items."""
-    limiter, most = saved.limiter, saved.max_times_sampled
+    limiter, most = saved.options.limiter, saved.options.max_times_sampled
     require(limiter.size == table.size, f"the limiter counts {limiter.size} items, {table.size} expected")
     removed = sum(saved.removed.values())
     require(removed == limiter.deletes, f"the limiter counts {limiter.deletes} deletes, {removed} expected")

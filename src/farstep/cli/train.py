@@ -36,6 +36,7 @@ from farstep.learners.loop.checkpoint_schedule import DEFAULT_EVERY
 from farstep.learners.loop.evaluation import EVALUATION_SLOTS, Evaluator
 from farstep.learners.loop.training import Learner, Limits, Progress, Stopped, Training
 from farstep.learners.networks.agent import NetworkAgent
+from farstep.learners.networks.encoders import VectorEncoder
 from farstep.learners.networks.nets import Space, make_agent
 from farstep.learners.options.run_config import RunConfig
 from farstep.learners.ppo import PPO, PPOConfig
@@ -144,7 +145,9 @@ def main(arguments: Sequence[str]) -> int:
         folder = _folder(
             name, options
         )  # last, because a misspelled environment must not leave an empty run folder behind
-        sys.stdout.write(f"run: {folder.path}\n{_normalized(options.learner.net)}\n")
+        sys.stdout.write(f"run: {folder.path}\n{_normalized(options.learner.net, learner.agent)}\n")
+        if isinstance(learner, PPO | AsyncPPO) and learner.agent.sees_images:
+            sys.stdout.write(f"defaults for images (--help has all): {learner.defaults}\n")
         sys.stdout.flush()
         try:
             progress = train(learner, name, options, env, folder)
@@ -465,10 +468,13 @@ def _loggers(
     return Loggers(*loggers, emit=env.emit_event)
 
 
-def _normalized(net: object) -> str:
+def _normalized(net: object, agent: NetworkAgent) -> str:
     """Return a line that says what the learner normalizes, and how to disable this."""
     words = {"normalize_obs": "observations", "normalize_reward": "rewards"}
     found = {option: what for option, what in words.items() if getattr(net, option, False)}
+    encoders = (module for module in agent.modules() if isinstance(module, VectorEncoder))
+    if all(encoder.moments is None for encoder in encoders):  # e.g. only images
+        found.pop("normalize_obs", None)
     if not found:
         return "normalized: nothing"
     flags = " ".join(f"--no-{option.replace('_', '-')}" for option in found)

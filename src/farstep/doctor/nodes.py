@@ -351,5 +351,8 @@ class ProbeRun:
         if failure.request is not None:
             self._answers[failure.request] = error
 
+    def on_parked(self, record: WorkerRecord) -> None:
+        """Never called: probes do not scale."""
+
     def on_lost(self, record: WorkerRecord) -> None:
         pass

@@ -28,6 +28,10 @@ class Client(Protocol):
         runs."""
         ...
 
+    def on_parked(self, record: WorkerRecord) -> None:
+        """Handle that the process of a worker was suspended. It has no tickets."""
+        ...
+
     def on_lost(self, record: WorkerRecord) -> None:
         """Handle the loss of a worker. It will not answer the messages that were sent to it."""
         ...

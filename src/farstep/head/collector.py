@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import cloudpickle
 import gymnasium
 import numpy as np
 
@@ -137,6 +138,14 @@ class Collector:
         finally:
             self._end(request)
 
+    def reset(self, request: ResetRequest) -> Batch:
+        """Reset environments, also those of parked workers, and return a batch of the other ones without rows."""
+        batch = self.one_batch(0, infos=True, reset=request)
+        parked = self.server.tickets.presence.parked
+        if any(parts := [_reset_arguments(request, r) if r.worker in parked else None for r in self.server.records]):
+            self._broadcast.call("reset", *parts)
+        return batch
+
     def parts(self, steps: int) -> Generator[Part, None, Batch]:
         """Collect one batch: yield each worker's parts as they arrive, and return the batch."""
         arrived: deque[Part] = deque()
@@ -169,8 +178,8 @@ class Collector:
 
     def open_feed(self, steps: int, feed: FeedPlan, on_part: OnPart | None) -> Request:
         """Open a request for a workflow, which gets the chunks one by one from `take_chunk`."""
-        actors = self._num_workers if feed.actors is None else feed.actors
-        request = Request(steps, actors * feed.chunks, on_part=on_part, feed=feed)
+        windows = self._num_workers if feed.windows is None else feed.windows
+        request = Request(steps, windows * feed.chunks, on_part=on_part, feed=feed)
         return self._open(request, feed.max_staleness, None)
 
     def take_chunk(self, request: Request, wanted: Callable[[int], bool]) -> tuple[AcceptedChunk, Batch] | None:
@@ -223,7 +232,7 @@ class Collector:
                 results[record.columns] == ReplayResult.SAME, key_of(record, 0), -1
             )
         if (failed := results == ReplayResult.NONE).any():
-            self.one_batch(0, reset=ResetRequest([root] * len(failed), None if failed.all() else failed, None))
+            self.reset(ResetRequest([root] * len(failed), None if failed.all() else failed, None))
 
     def last_chunks(self) -> Array:
         """For each slot, the key of the last delivered chunk; -1 if the next chunk does not continue it."""
@@ -291,6 +300,7 @@ class Collector:
 
         def next_chunks() -> list[AcceptedChunk] | None:
             if (batch := server.tickets.take(self.version())) is None:
+                self._free_lanes(request, rollouts)
                 self._warnings.note_starving(
                     request, time.monotonic() - began, server.tickets.dropped["stale"] - dropped
                 )
@@ -299,6 +309,12 @@ class Collector:
         with server.locked():  # no ticket may be issued before the batch is copied: it could overwrite the lanes
             accepted = self._wait(request, next_chunks)
             return self._batch(request, accepted, rollouts)
+
+    def _free_lanes(self, request: Request, rollouts: Rollouts) -> None:
+        """Copy unread chunks out of the lanes of workers that need them for further chunks of the batch."""
+        for accepted in self.server.tickets.crowded():
+            rows = rollouts.chunk(accepted, request.steps, np.zeros(0, bool)).copy()
+            self.server.tickets.set_aside(accepted, replace(accepted.info, rows=rows))
 
     def _batch(self, request: Request, accepted: Sequence[AcceptedChunk], rollouts: Rollouts) -> Batch:
         with self.counters.learner.measure("prepare"):
@@ -353,6 +369,9 @@ class Collector:
             case m.WeightRequest():
                 self.publisher.send_weights(record, message)
 
+    def on_parked(self, record: WorkerRecord) -> None:
+        self.counters.forget(record.worker)
+
     def on_lost(self, record: WorkerRecord) -> None:
         self._broadcast.lost(record)
         self._intake.forget(record)
@@ -361,6 +380,14 @@ class Collector:
     def on_error(self, record: WorkerRecord, failure: m.Failure, error: WorkerError) -> None:
         self._broadcast.failed(record, failure, error)
         self.publisher.on_error(record, failure, error)
+
+
+def _reset_arguments(request: ResetRequest, record: WorkerRecord) -> tuple[Any, ...] | None:
+    """The arguments of `Host.reset` for one worker; None if none of its environments is reset."""
+    mask = None if request.mask is None else request.mask[record.columns]
+    if mask is not None and not mask.any():
+        return None
+    return mask, request.part(record).seeds, cloudpickle.loads(request.options) if request.options else None
 
 
 def _superseded() -> ClosedError:

@@ -24,6 +24,8 @@ class Members:
     present: frozenset[int]
     departed: frozenset[int]
     """Workers that have left since the last call of `Feed.members`; some may have returned."""
+    parked: frozenset[int]
+    """Workers that are parked or about to be parked. Their rows in the buffer stay."""
     quorum: int
     """Number of workers that must be present to continue."""
 
@@ -131,6 +133,11 @@ class Feed:
             return bool(tickets.in_flight or tickets.buffered) or self._server.unsettled()
 
     @property
+    def num_parked(self) -> int:
+        """Number of parked workers."""
+        return len(self._server.tickets.presence.parked)
+
+    @property
     def waiting(self) -> list[int]:
         """The workers whose chunks have not been taken yet; empty if a worker is rolling a chunk."""
         with self._server.locked():
@@ -167,7 +174,18 @@ class Feed:
             self._seen_changes = presence.changes
             departed = frozenset(presence.departed)
             presence.departed.clear()
-            return Members(frozenset(presence.present), departed, presence.quorum)
+            parked = frozenset(presence.parked | presence.retiring)
+            return Members(frozenset(presence.present), departed, parked, presence.quorum)
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Prevent workers from joining and leaving."""
+        return self._server.locked()
+
+    def finishing(self, workers: Iterable[int]) -> frozenset[int]:
+        """Those of some workers, which are about to be parked, that still have to deliver chunks."""
+        with self._server.locked():
+            tickets = self._server.tickets
+            return frozenset(w for w in workers if tickets.pending(w) or tickets.must_finish(w))
 
     def wake(self) -> None:
         """Make `take` return; may be called from any thread."""

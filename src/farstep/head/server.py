@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from farstep.config.launch import EngineConfig, LaunchConfig
@@ -26,12 +26,14 @@ from farstep.errors import (
     HandshakeError,
     LaunchError,
     WireError,
+    counted,
     typed_shortage,
 )
 from farstep.head.client import Client
 from farstep.head.event_loop import EventLoop
 from farstep.head.events import EventLog
 from farstep.head.members import membership
+from farstep.head.members.membership import State
 from farstep.head.members.message_rules import check_message, is_late
 from farstep.head.members.supervisor import Supervisor
 from farstep.head.members.worker_records import WorkerRecord, expected, split
@@ -87,8 +89,16 @@ class Server:
         per_node = workers // config.most_nodes
         self.tickets = Tickets(workers, config.fewest_nodes * per_node)
         self.spaces: tuple[Any, Any] | None = None
-        self._announcements: list[tuple[m.FromHead, Sequence[Any], Sequence[int]]] = []
-        """What a worker gets before its first ticket (agent, parameters, layout): messages, frames and descriptors."""
+        self.frame_stack = 0
+        """Frames per stacked observation, as workers found it in their environments; 0: unknown."""
+        self._announcements: list[tuple[int, m.FromHead, Sequence[Any], Sequence[int]]] = []
+        """What a worker gets before its first ticket (agent, parameters, layout): numbers in the order of announcement,
+        messages, frames and descriptors."""
+        self._num_announced = 0
+        self._num_awake_calls = 0
+        """Number of calls in `awake`."""
+        self._reported_parked: set[int] = set()
+        """Workers that an event has reported as parked since they last ran."""
         self.start_s = {"connect": 0.0, "construct": 0.0}
         """Durations of the slowest first start in seconds: from launch to `Hello`, and from `Hello` to `Ready`."""
         self.base_sent = 0
@@ -141,21 +151,77 @@ class Server:
         return len(present) >= self.tickets.presence.quorum and all(record.ready for record in present)
 
     def scale(self, nodes: int) -> None:
-        """Change the number of nodes."""
+        """Change the number of nodes. All their workers run: none is parked any more."""
         with self.locked():
             self.raise_failure()
             self.supervisor.launcher.scale(nodes)
+            self._want(len(self.records))
+
+    def scale_workers(self, workers: int) -> None:
+        """Change the number of workers that run. The last workers are parked."""
+        with self.locked():
+            self.raise_failure()
+            self.supervisor.launcher.make_room(workers)
+            before = self.tickets.presence.wanted
+            self._want(workers)
+            if workers != before:
+                self.events.emit("scaled", f"scaled from {before} to {counted(workers, 'worker')}")
+
+    def _want(self, workers: int) -> None:
+        """Park all workers from number `workers` on, and unpark the others."""
+        self.tickets.presence.wanted = workers
+        for record in self.records:
+            if record.worker >= workers:
+                self.supervisor.act_on(membership.Park(record.worker))
+                continue
+            self._reported_parked.discard(record.worker)
+            self.supervisor.act_on(membership.Unpark(record.worker))
+            if record.ready:  # otherwise it joins when it is ready
+                self.tickets.join(record.worker)
+        self.grant()
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """Suspend no process, and let the suspended ones run, for calls that also concern parked workers."""
+        with self.locked():
+            self._num_awake_calls += 1
+            for record in self.records[self.tickets.presence.wanted :]:
+                if self._is_parked(record) or self.supervisor.membership.members[record.worker].retiring:
+                    self.supervisor.act_on(membership.Unpark(record.worker))
+        try:
+            yield
+        finally:
+            with self.locked():
+                self._num_awake_calls -= 1
+                for record in self.records[self.tickets.presence.wanted :]:
+                    self.supervisor.act_on(membership.Park(record.worker))
+
+    def _is_parked(self, record: WorkerRecord) -> bool:
+        """Whether a worker's process is suspended. Parked workers whose process has ended do not count."""
+        member = self.supervisor.membership.members[record.worker]
+        return member.state is State.PARKED and member.ended is None
 
     def present(self) -> list[WorkerRecord]:
-        """All workers that have a node."""
-        return [record for record in self.records if record.worker not in self.tickets.presence.absent]
+        """All workers that have a node and are not parked."""
+        return [record for record in self.records if not self.tickets.presence.is_away(record.worker)]
 
     def unsettled(self) -> bool:
-        """Whether the set of workers to wait for will change, because workers are missing or about to leave."""
-        return not all(self._can_roll(record) for record in self.records)
+        """Whether the set of workers to wait for will change, because workers are missing or about to leave.
+
+        Parked workers do not count, because only `scale` changes them.
+        """
+        members = self.supervisor.membership.members
+        return any(
+            not self._can_roll(record) for record in self.records if members[record.worker].state is not State.PARKED
+        )
 
     def _can_roll(self, record: WorkerRecord) -> bool:
-        return record.ready and record.handle is not None and not record.handle.leaving
+        if not record.ready or record.returning or record.handle is None or record.handle.leaving:
+            return False
+        presence = self.tickets.presence
+        if record.worker in presence.retiring:
+            return self.tickets.must_finish(record.worker)
+        return record.worker not in presence.parked
 
     def __contains__(self, worker: object) -> bool:
         """Whether a worker can get a ticket."""
@@ -185,6 +251,7 @@ class Server:
 
     def _stop_all(self) -> None:
         self.supervisor.stop()
+        self.supervisor.resume_all()
         for record in self.records:
             if record.link is not None:
                 record.words[CANCEL] = 2**62
@@ -336,6 +403,25 @@ class Server:
     def draining(self, record: WorkerRecord) -> None:
         self.tickets.drain(record.worker)
 
+    def retire(self, record: WorkerRecord) -> None:
+        self.tickets.presence.retire(record.worker)
+        if record.ready and not record.returning and not self.tickets.must_finish(record.worker):
+            record.returning = True
+            self.send(record, m.ReturnTickets())
+
+    def parked(self, record: WorkerRecord) -> None:
+        self.tickets.park(record.worker)
+        self._client.on_parked(record)
+        if record.worker not in self._reported_parked:  # otherwise it was awake for a call
+            self._reported_parked.add(record.worker)
+            text = f"worker {record.worker} on {record.host} is parked"
+            self.events.emit("parked", text, worker=record.worker, node=record.host)
+
+    def resumed(self, record: WorkerRecord) -> None:
+        clocks = [self.records[worker].clock for worker in sorted(self.tickets.presence.present)]
+        self.send(record, m.Resumed(clocks[0] if clocks else record.clock))
+        self._send_announcements(record)
+
     def receive(self, worker: int, received: Received) -> None:
         if self._failure is not None and not self._closed:
             return  # the run has failed: ignore later messages
@@ -361,10 +447,24 @@ class Server:
             case m.Failure():
                 self._failed(record, message)
             case _ if record.ready:  # otherwise it was declared lost, and its error must stay
-                record.owes_reply = record.owes_reply and not isinstance(message, (m.AgentReady, m.Reply))
+                record.owes_reply = record.owes_reply and not isinstance(message, (m.AgentReady, m.Reply, m.Idle))
                 record.error = None
                 record.num_messages += 1
+                if isinstance(message, m.Idle):
+                    self._idle(record)
+                    return
                 self._client.on_message(record, message, received)
+                if self.supervisor.membership.members[record.worker].retiring:
+                    self.retire(record)  # it may have completed its window
+
+    def _idle(self, record: WorkerRecord) -> None:
+        if not record.returning:
+            raise WireError("a report that it has returned its tickets, which the head did not request.")
+        record.returning = False
+        self.tickets.returned(record.worker)
+        if not self.tickets.must_finish(record.worker) and not self._num_awake_calls:
+            self.supervisor.act_on(membership.Idle(record.worker))
+        self.grant()
 
     # ---- messages ----
 
@@ -380,7 +480,7 @@ class Server:
         """Send a message to one worker and return its size in bytes; 0 if it could not be sent."""
         if record.link is None:
             return 0
-        record.owes_reply = record.owes_reply or isinstance(message, (m.SendAgent, m.Call))
+        record.owes_reply = record.owes_reply or isinstance(message, (m.SendAgent, m.Call, m.ReturnTickets))
         encoded = [m.encode(message), *frames]
         try:
             with typed_shortage(f"worker {record.worker} could not be sent a message"):
@@ -394,19 +494,27 @@ class Server:
         return nbytes
 
     def announce(self, message: m.FromHead, frames: Sequence[Any] = (), fds: Sequence[int] = ()) -> None:
-        """Send a message to all ready workers now, and to other workers when they become ready.
+        """Send a message to all ready workers now, and to other workers when they become ready or are unparked.
 
         The message replaces an earlier announcement of the same type.
         """
         self.retract(type(message))
-        self._announcements.append((message, frames, fds))
+        self._num_announced += 1
+        self._announcements.append((self._num_announced, message, frames, fds))
         for record in self.records:
             if record.ready:
+                self._send_announcements(record)
+
+    def _send_announcements(self, record: WorkerRecord) -> None:
+        """Send the announcements that a worker did not get yet."""
+        for number, message, frames, fds in self._announcements:
+            if number > record.announced:
+                record.announced = number
                 self.send(record, message, frames, fds)
 
     def retract(self, *kinds: type) -> None:
         """Stop sending announcements of these types to workers that become ready."""
-        self._announcements = [entry for entry in self._announcements if not isinstance(entry[0], kinds)]
+        self._announcements = [entry for entry in self._announcements if not isinstance(entry[1], kinds)]
 
     def _welcome(self, record: WorkerRecord, hello: m.Hello) -> None:
         different = mismatches(hello.versions)
@@ -443,16 +551,20 @@ class Server:
             )
             return
         if self.spaces is None or (record.worker == 0 and not record.incarnation):
+            self.frame_stack = message.frame_stack
             self.spaces = spaces  # prefer the spaces of slot 0, which have its random generators
-        record.ready = True
-        self.tickets.join(record.worker)
+        record.ready, record.announced = True, 0
+        retiring = self.supervisor.membership.members[record.worker].retiring
+        if retiring and not self.tickets.must_finish(record.worker):
+            self.tickets.park(record.worker)  # it is to be parked before its first ticket
+        else:
+            self.tickets.join(record.worker)
         if not record.incarnation:
             self.start_s["construct"] = time.monotonic() - self._started_at - self.start_s["connect"]
         self.supervisor.act_on(membership.Ready(record.worker))
         self._set_phase(record, Phase.IDLE)
         self._emit_ready(record)
-        for announced, frames, fds in self._announcements:
-            self.send(record, announced, frames, fds)
+        self._send_announcements(record)
         self.grant()
 
     def _emit_ready(self, record: WorkerRecord) -> None:
@@ -503,7 +615,8 @@ class Server:
         for record in self.records:
             if open_tickets and record.link is not None:
                 record.words[CANCEL] = upto
-                self.send(record, m.Cancel(upto))
+                if not self._is_parked(record):
+                    self.send(record, m.Cancel(upto))
 
 
 def _preloaded() -> list[str]:

@@ -154,6 +154,9 @@ class Stepper:
             incoming.complete([self._rollouts.layout.names()])
         self.server.tickets.accept(record.worker, chunk.ticket, 0, infos)
 
+    def on_parked(self, record: WorkerRecord) -> None:
+        """Never called: `make_vec` refuses to scale."""
+
     def on_lost(self, record: WorkerRecord) -> None:
         """Fail the run, even if the node caused the loss: the caller would not notice that a replacement starts new
         episodes."""

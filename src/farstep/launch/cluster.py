@@ -173,6 +173,10 @@ class ClusterLauncher(Launcher):
         if nodes != before:
             self._emit("scaled", f"scaled from {before} to {counted(nodes, 'node')}")
 
+    def make_room(self, workers: int) -> None:
+        if (needed := -(-workers // self._per_node)) > self._wanted:
+            self.scale(needed)
+
     def waiting(self) -> str:
         """The engine's report on nodes that are not connected yet; empty if all are connected."""
         if not (missing := sum(node is None for node in self._blocks[: self._wanted])):
@@ -244,7 +248,7 @@ class ClusterLauncher(Launcher):
         node.heard_at = time.monotonic()
         match message:
             case n.NodeBeat():
-                node.reconcile(set(message.workers), node.heard_at)
+                node.reconcile(set(message.workers), set(message.suspended), node.heard_at)
             case n.Printed():
                 if (worker := node.worker(message.worker, message.incarnation)) is not None:
                     worker.printed(message.data)

@@ -50,12 +50,13 @@ class InProcessWorker:
     def __init__(self, worker: Worker, head_link: InProcessLink, link: InProcessLink) -> None:
         self._worker, self._link = worker, link
         self._ended: Ended | None = None
+        self._suspended = False
         head_link.drive = self._drive
         worker.hello()
 
     def _drive(self) -> bool:
         """Let the worker handle one message or ticket. Return False if it has nothing to do."""
-        if self._ended is not None:
+        if self._ended is not None or self._suspended:
             return False
         try:
             received = self._link.receive()
@@ -74,6 +75,12 @@ class InProcessWorker:
 
     def kill(self) -> None:
         self._ended = self._ended or Ended(-9)
+
+    def suspend(self) -> None:
+        self._suspended = True
+
+    def resume(self) -> None:
+        self._suspended = False
 
     def dump_stacks(self) -> None:
         """Do nothing: a debugger in the caller's process shows the stack."""

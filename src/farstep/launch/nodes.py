@@ -55,11 +55,12 @@ class Node:
         self.workers[worker.worker] = worker
         self.send(worker.start_message)
 
-    def reconcile(self, running: set[tuple[int, int]], now: float) -> None:
+    def reconcile(self, running: set[tuple[int, int]], suspended: set[tuple[int, int]], now: float) -> None:
         """Reconcile the workers of this node with the list in a heartbeat, because other messages may be lost.
 
         Args:
             running: Number and incarnation of every worker process on the node.
+            suspended: Those of them that are suspended.
             now: Time in seconds.
         """
         for worker in self.workers.values():
@@ -67,6 +68,8 @@ class Node:
                 worker.seen = True
                 if worker.killed:
                     worker.kill()
+                elif worker.suspended is not ((worker.worker, worker.incarnation) in suspended):
+                    worker.send_suspended()
             elif worker.poll() is None and now - worker.sent_at > _UNREPORTED_S:
                 if worker.seen or worker.killed:
                     worker.end(Ended(1, "its end was not reported"))
@@ -100,7 +103,7 @@ class RemoteWorker:
         self.worker, self.incarnation, self.words, self._on_close = worker, incarnation, words, on_close
         self.start_message = n.StartWorker(worker, incarnation, bootstrap)
         self.node: Node | None = None
-        self.sent_at, self.seen, self.leaving, self.killed = 0.0, False, False, False
+        self.sent_at, self.seen, self.leaving, self.killed, self.suspended = 0.0, False, False, False, False
         # Readable when the worker has ended or printed, like the descriptors of a local process.
         self.exit_fd, self.output_fd = (os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2))
         self._new, self._tail = b"", b""
@@ -124,6 +127,20 @@ class RemoteWorker:
             self.end(Ended(0))
         elif self._ended is None:
             self.node.send(n.KillWorker(self.worker, self.incarnation))
+
+    def suspend(self) -> None:
+        self.suspended = True
+        self.send_suspended()
+
+    def resume(self) -> None:
+        if self.suspended:
+            self.suspended = False
+            self.send_suspended()
+
+    def send_suspended(self) -> None:
+        """Send the node daemon whether the worker is to be suspended."""
+        if self.node is not None and self._ended is None:
+            self.node.send(n.SuspendWorker(self.worker, self.incarnation, self.suspended))
 
     def dump_stacks(self) -> None:
         if self.node is not None:

@@ -84,14 +84,14 @@ class AsyncPPOConfig:
     gae_lambda: float = 0.95
     """Lambda of generalized advantage estimation (GAE)."""
     num_steps: int | None = None
-    """Steps of each environment per rollout. None: 4,096 divided by the number of environments, at least 16; for a
-    recurrent agent, at most 128."""
+    """Steps of each environment per rollout. None: 4,096 (2,048 if observations are images) divided by the number of
+    environments, at least 16; for a recurrent agent, at most 128."""
     rollout_epochs: int = 1
     """Rollouts per update, collected one after the other with the same weights. Advantages are computed per rollout.
     Raise it to enlarge the updates of a recurrent agent, because its sequences have num_steps steps. For other agents,
     raise num_steps instead."""
-    update_epochs: int = 8
-    """Passes over the rows of an update."""
+    update_epochs: int | None = None
+    """Passes over the rows of an update. None: 8; 4 if observations are images."""
     global_batch_size: int | None = None
     """Rows per optimizer step; for a recurrent agent, at least num_steps. None: 128; for a recurrent agent, an eighth
     of an update's rows. Raise it for noisy rewards and large networks; lower it if updates change the policy too
@@ -99,8 +99,8 @@ class AsyncPPOConfig:
     micro_batch_size: int | None = None
     """Rows per forward and backward pass; a smaller number saves memory. For a recurrent agent, at least num_steps.
     None: all rows of an optimizer step."""
-    learning_rate: float = 5e-4
-    """Learning rate of Adam."""
+    learning_rate: float | None = None
+    """Learning rate of Adam. None: 5e-4; 2.5e-4 if observations are images."""
     anneal_lr: bool = False
     """Decrease learning_rate and value_lr linearly to 0 over total_steps."""
     value_lr: float | None = None
@@ -234,7 +234,7 @@ class AsyncPPO(OnPolicy):
                 advantages = losses.normalize(advantages, rollout.valid)
         columns = rollout.columns() | {"advantages": advantages, "returns": returns, "version": rollout.version}
         schedule = Schedule(
-            epochs=config.update_epochs,
+            epochs=config.update_epochs or self.defaults.update_epochs,
             batch_size=minibatch_rows(config.global_batch_size, advantages.numel(), config.net.is_recurrent),
             micro_batch_size=config.micro_batch_size,
             normalize=config.normalize_advantages == "minibatch",
@@ -253,7 +253,7 @@ class AsyncPPO(OnPolicy):
             An endless iterator of batches. No row is older than `staleness_threshold` versions.
         """
         config = self.config
-        steps = rollout_steps(config.num_steps, env.num_envs, config.net.is_recurrent)
+        steps = rollout_steps(config.num_steps, env.num_envs, config.net.is_recurrent, self.defaults)
         if self.synchronous:
             return rollouts(env, self.agent, steps, config.rollout_epochs)
         return env.stream(

@@ -9,16 +9,20 @@ with V-trace's advantages A and value targets (`returns.vtrace`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from farstep.batch import Batch
+from farstep.buffer.replay import Buffer
+from farstep.buffer.samplers import FullBatch
 from farstep.cluster_env import ClusterEnv
 from farstep.config.field_docs import show_fields
 from farstep.learners import losses
+from farstep.learners.loop.iteration import Loop
 from farstep.learners.loop.timing import Timer
 from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import OnPolicy
@@ -27,6 +31,9 @@ from farstep.learners.options.checks import LARGE, check_above, check_counts, ch
 from farstep.learners.options.sizes import chunk_steps
 from farstep.learners.returns import fold_ends, ratio_statistics, vtrace
 from farstep.learners.rollout import Minibatch, Rollout
+from farstep.workflow.triggers import DataKeyTrigger
+from farstep.workflow.triggers.messages import Message
+from farstep.workflow.workflow import Workflow
 
 
 @show_fields
@@ -163,16 +170,31 @@ class Impala(OnPolicy):
         with timer("actor_training"):
             return self.learn(batch, rollout, columns, self._loss, schedule) | metrics
 
-    def batches(self, env: ClusterEnv) -> Iterator[Batch]:
-        """Collect chunks in order of arrival, without waiting for the slowest worker.
+    def run(self, env: ClusterEnv, loop: Loop) -> None:
+        """Update the agent on chunks in order of arrival, without waiting for the slowest worker.
+
+        An update takes `num_chunks` chunks, or as many as there are workers if these are fewer.
 
         Args:
-            env: The environments to collect from.
+            env: The environments to train in.
+            loop: The training loop.
 
-        Returns:
-            An endless iterator of batches of `num_chunks` chunks, or of one chunk per worker if there are fewer
-            workers.
+        Raises:
+            RewardError: A reward is not finite.
+            FarstepError: A worker, an environment or the agent failed and could not be replaced.
         """
         config = self.config
-        chunks = min(config.num_chunks, env.num_workers)
-        return env.stream(self.agent, chunk_steps(config.num_steps, env.num_envs), config.max_staleness, chunks)
+        steps, chunks = chunk_steps(config.num_steps, env.num_envs), min(config.num_chunks, env.num_workers)
+        # All chunks of an update may be from one worker. The loop inserts no chunk during an update.
+        with Buffer(chunks * steps * env.num_envs, FullBatch()) as buffer, ExitStack() as waiting:
+            flow = Workflow(env, self.agent, buffer, max_staleness=config.max_staleness)
+
+            def update(message: Message) -> None:
+                waiting.close()
+                if not self.iterate(flow.batch(message), env, loop):
+                    flow.stop()
+                waiting.enter_context(loop.timer("collect"))
+
+            flow.on(DataKeyTrigger(n=chunks, size=steps, of="windows"), update, name="update")
+            waiting.enter_context(loop.timer("collect"))
+            flow.run(until=lambda: loop.stopping)

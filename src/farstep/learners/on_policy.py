@@ -18,6 +18,7 @@ from farstep.learners.loop.statistics import Statistics, check_rewards
 from farstep.learners.loop.timing import Timer
 from farstep.learners.networks.nets import ActorCritic
 from farstep.learners.optimizing import Loss, Optimizer, Schedule, onednn_for_images
+from farstep.learners.options.sizes import defaults_for
 from farstep.learners.rollout import Rollout, prepare
 
 
@@ -25,7 +26,7 @@ class OptimizerOptions(Protocol):
     """Options that all on-policy learners have."""
 
     @property
-    def learning_rate(self) -> float: ...
+    def learning_rate(self) -> float | None: ...
 
     @property
     def value_lr(self) -> float | None: ...
@@ -50,7 +51,7 @@ class _Saved(msgspec.Struct, forbid_unknown_fields=True):
 class OnPolicy:
     """Optimizes an agent with a given loss, and saves and restores the optimizer. Contains no algorithm.
 
-    A subclass defines `batches` and `update`. The loop, without logging and checkpoints:
+    A subclass defines `update`, and `batches` or its own `run`. The loop, without logging and checkpoints:
 
         for batch in learner.batches(env):
             metrics = learner.update(batch, env.version, progress, timer)
@@ -66,7 +67,10 @@ class OnPolicy:
     def __init__(self, agent: ActorCritic, config: OptimizerOptions, seed: int, device: str) -> None:
         self.device = torch.device(device)
         self.agent = agent.to(self.device)
-        self._optimizer = Optimizer(agent, config.learning_rate, config.max_grad_norm, seed, config.value_lr)
+        self.defaults = defaults_for(agent.sees_images)
+        """Defaults of options that are None."""
+        rate = self.defaults.learning_rate if config.learning_rate is None else config.learning_rate
+        self._optimizer = Optimizer(agent, rate, config.max_grad_norm, seed, config.value_lr)
         self._statistics = Statistics(agent)
         self._anneal_lr = config.anneal_lr
         self._critic_warmup_updates = config.critic_warmup_updates
@@ -108,22 +112,35 @@ class OnPolicy:
         while going:
             with loop.collecting():
                 batch = next(batches)
-            version = env.version
-            lags = version - batch["version"][batch["valid"]].astype(np.int64)
-            metrics = self.update(batch, version, loop.fraction_done, loop.timer)
-            with loop.timer("publish"):
-                env.publish(self.agent)
-            going = loop.report(
-                Iteration(
-                    metrics=metrics,
-                    updates=1,
-                    steps=int(batch["valid"].sum()),
-                    returns=batch.episodes["return"].tolist(),
-                    lengths=batch.episodes["length"].tolist(),
-                    lags=lags,
-                    batch=batch,
-                )
+            going = self.iterate(batch, env, loop)
+
+    def iterate(self, batch: Batch, env: ClusterEnv, loop: Loop) -> bool:
+        """Update the agent on a batch, publish it and report.
+
+        Args:
+            batch: The rows to learn from.
+            env: The environments that the rows are from.
+            loop: The training loop.
+
+        Returns:
+            Whether to continue.
+        """
+        version = env.version
+        lags = version - batch["version"][batch["valid"]].astype(np.int64)
+        metrics = self.update(batch, version, loop.fraction_done, loop.timer)
+        with loop.timer("publish"):
+            env.publish(self.agent)
+        return loop.report(
+            Iteration(
+                metrics=metrics,
+                updates=1,
+                steps=int(batch["valid"].sum()),
+                returns=batch.episodes["return"].tolist(),
+                lengths=batch.episodes["length"].tolist(),
+                lags=lags,
+                batch=batch,
             )
+        )
 
     def prepare(self, batch: Batch, version: int, progress: float) -> Rollout:
         """Start an update: set the learning rates and convert the batch to tensors.

@@ -34,14 +34,14 @@ from farstep.learners.rollout import Minibatch
 class PPOConfig:
     """Options of synchronous PPO, with the names that CleanRL uses.
 
-    The defaults were tuned with 16 to 128 environments.
+    The defaults were tuned with 16 to 128 environments. Those for images were compared only on Pong, with one seed.
 
     Raises:
         ConfigError: An option is out of range, or `critic_warmup_updates` would have no effect.
     """
 
-    learning_rate: float = 5e-4
-    """Learning rate of Adam."""
+    learning_rate: float | None = None
+    """Learning rate of Adam. None: 5e-4; 2.5e-4 if observations are images."""
     anneal_lr: bool = False
     """Decrease learning_rate and value_lr linearly to 0 over total_steps."""
     value_lr: float | None = None
@@ -52,8 +52,8 @@ class PPOConfig:
     """The first updates of a run, this many, train only the critic's own layers and do not change the policy. Use this
     if a trained policy starts with a new critic, because the advantages of a new critic are noise."""
     num_steps: int | None = None
-    """Steps of each environment per rollout. None: 4,096 divided by the number of environments, at least 16; for a
-    recurrent agent, at most 128."""
+    """Steps of each environment per rollout. None: 4,096 (2,048 if observations are images) divided by the number of
+    environments, at least 16; for a recurrent agent, at most 128."""
     rollout_epochs: int = 1
     """Rollouts per update, collected one after the other with the same weights. Advantages are computed per rollout.
     Raise it to enlarge the updates of a recurrent agent, because its sequences have num_steps steps. For other agents,
@@ -65,8 +65,8 @@ class PPOConfig:
     minibatch_size: int | None = None
     """Rows per optimizer step. None: 128; for a recurrent agent, whose sequences are not split, an eighth of an
     update's rows. Raise it for noisy rewards and large networks; lower it if updates change the policy too little."""
-    update_epochs: int = 8
-    """Passes over the rows of an update."""
+    update_epochs: int | None = None
+    """Passes over the rows of an update. None: 8; 4 if observations are images."""
     normalize_advantages: Literal["minibatch", "batch", "no"] = "minibatch"
     """Normalize advantages to mean 0 and standard deviation 1, over each minibatch or over the whole batch; no: do not
     normalize."""
@@ -171,7 +171,7 @@ class PPO(OnPolicy):
                 advantages = losses.normalize(advantages, rollout.valid)
         columns = rollout.columns() | {"advantages": advantages, "returns": returns}
         schedule = Schedule(
-            epochs=config.update_epochs,
+            epochs=config.update_epochs or self.defaults.update_epochs,
             batch_size=minibatch_rows(config.minibatch_size, advantages.numel(), config.net.is_recurrent),
             normalize=config.normalize_advantages == "minibatch",
             target_kl=config.target_kl,
@@ -189,5 +189,5 @@ class PPO(OnPolicy):
             An endless iterator of batches, each collected with the newest weights.
         """
         config = self.config
-        steps = rollout_steps(config.num_steps, env.num_envs, config.net.is_recurrent)
+        steps = rollout_steps(config.num_steps, env.num_envs, config.net.is_recurrent, self.defaults)
         return rollouts(env, self.agent, steps, config.rollout_epochs)

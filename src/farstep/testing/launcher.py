@@ -101,6 +101,7 @@ def check_launcher(
         _check_missing_engine(make_config, missing)
     _check_start(make_config, processes)
     _check_exception(make_config)
+    _check_parking(make_config)
     if processes:
         _check_crash(make_config)
         _check_output(make_config)
@@ -250,6 +251,20 @@ def _check_killed_head(make_config: MakeConfig) -> None:
         head.kill()
         head.wait()
         _assert_gone(info, _LEASE_S)
+
+
+def _check_parking(make_config: MakeConfig) -> None:
+    """Check that workers can be parked and unparked during collection, and that no step is lost."""
+    with _cluster(make_config(workers_per_node=3)) as env:
+        agent = TableAgent()
+        env.collect(agent, steps=4)
+        for workers in (1, 3, 2, 3):
+            env.scale(workers=workers)
+            batch = env.collect(agent, steps=4)
+            assert batch.slots.tolist() == list(range(workers)), "only workers that are not parked contribute"
+            assert batch.continues.all(), "a parked worker must continue where it was"
+            assert env.stats()["workers"]["parked"] == 3 - workers
+        assert not env.stats()["dropped"], "tickets that a parked worker has not started must return to the head"
 
 
 def _check_lost_node(make_config: MakeConfig, kill_node: Callable[[dict[str, Any]], None]) -> None:

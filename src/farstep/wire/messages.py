@@ -14,6 +14,9 @@ in the usual order:
     Chunk, Chunk, ... ───────────►                            or Failure
                     ◄────────────── Probe                     after a publish, if the sync rule measures divergence
                     ◄────────────── Call                      answered by Reply or Failure
+                    ◄────────────── ReturnTickets             before the worker is parked
+    Idle ────────────────────────►                            its process is suspended
+                    ◄────────────── Resumed                   its process continues
                     ◄────────────── Stop
 
 A worker that shares no memory with the head sends and receives more:
@@ -42,7 +45,7 @@ from farstep.errors import WireError
 from farstep.schema import Schema
 from farstep.wire.codec import Limits
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of the protocol; head and worker must use the same. Increment it with every incompatible change."""
 Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Line = Annotated[str, msgspec.Meta(max_length=1024, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
@@ -74,6 +77,8 @@ class Ready(msgspec.Struct, tag="ready"):
 
     observation_space: bytes
     action_space: bytes
+    frame_stack: Count = 0
+    """Frames per stacked observation, if a wrapper of the environments says so; otherwise 0."""
 
 
 class AgentReady(msgspec.Struct, tag="agent-ready"):
@@ -182,6 +187,14 @@ class Reply(msgspec.Struct, tag="reply"):
     """Worker to head: the result of a `Call`. The next frame has it, encoded by `codec.pack`."""
 
     request: int
+
+
+class Idle(msgspec.Struct, tag="idle"):
+    """Worker to head, the answer to `ReturnTickets`: the worker has no ticket any more.
+
+    Messages arrive in order, so the worker has not started the tickets that are open at the head now. The head takes
+    them back, and may have the worker's process suspended.
+    """
 
 
 class Failure(msgspec.Struct, tag="failure"):
@@ -360,6 +373,24 @@ class Cancel(msgspec.Struct, tag="cancel"):
     """The id of the last cancelled ticket."""
 
 
+class ReturnTickets(msgspec.Struct, tag="return-tickets"):
+    """Head to worker, before the worker is parked: forget all tickets that are not started, and answer `Idle`.
+
+    The worker finishes the chunk that it is rolling first.
+    """
+
+
+class Resumed(msgspec.Struct, tag="resumed"):
+    """Head to worker, the first message after its process was suspended.
+
+    The worker discards its running divergence, because it has missed probes, and does not count the time for which it
+    was suspended. Staggered environments re-enter at the step of their episodes that is due now.
+    """
+
+    clock: Count = 0
+    """The last `Chunk.clock` of a worker that was not suspended."""
+
+
 class Newest(msgspec.Struct, tag="newest"):
     """Head to workers without shared memory, after a publish: the newest version, for the sync rule."""
 
@@ -421,7 +452,7 @@ class Stop(msgspec.Struct, tag="stop"):
     """Head to worker, at the end of a run or before its node leaves: close the environments and exit."""
 
 
-FromWorker = Hello | Ready | AgentReady | Part | Chunk | Reply | Failure | RequestSend | WeightRequest | Progress
+FromWorker = Hello | Ready | AgentReady | Part | Chunk | Reply | Idle | Failure | RequestSend | WeightRequest | Progress
 FromHead = (
     Welcome
     | Refuse
@@ -431,6 +462,8 @@ FromHead = (
     | SetLayout
     | Ticket
     | Cancel
+    | ReturnTickets
+    | Resumed
     | Taken
     | GrantSend
     | Newest

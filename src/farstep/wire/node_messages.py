@@ -2,7 +2,7 @@
 
     node daemon                     head
     NodeHello ───────────────────►
-                    ◄────────────── StartWorker, ...          at any time: KillWorker, DumpStacks
+                    ◄────────────── StartWorker, ...          at any time: KillWorker, DumpStacks, SuspendWorker
     Printed, WorkerEnded, ... ───►
     NodeBeat ────────────────────►                            heartbeat, once a second
                     ◄────────────── NodeBeat                  heartbeat, once a second
@@ -62,11 +62,13 @@ class NodeBeat(msgspec.Struct, tag="node-beat"):
     """Heartbeat in both directions. A daemon's heartbeat lists its running workers (id, incarnation).
 
     Other messages may get lost, so the head compares the list with its own. It kills unknown workers, resends a lost
-    `StartWorker`, and treats workers that are missing from the list as ended.
+    `StartWorker` or `SuspendWorker`, and treats workers that are missing from the list as ended.
     """
 
     node: Name
     workers: Annotated[list[tuple[int, int]], msgspec.Meta(max_length=MOST_WORKERS)] = []
+    suspended: Annotated[list[tuple[int, int]], msgspec.Meta(max_length=MOST_WORKERS)] = []
+    """Which of these workers are suspended. The daemon thereby sends heartbeats for them."""
 
 
 class Leaving(msgspec.Struct, tag="leaving"):
@@ -113,6 +115,14 @@ class KillWorker(msgspec.Struct, tag="kill-worker"):
     incarnation: int
 
 
+class SuspendWorker(msgspec.Struct, tag="suspend-worker"):
+    """Head to node daemon: suspend a worker, which is parked, and all processes that it started; or resume them."""
+
+    worker: int
+    incarnation: int
+    suspended: bool
+
+
 class DumpStacks(msgspec.Struct, tag="dump-stacks"):
     """Head to node daemon: make a worker write its Python stacks to its output."""
 
@@ -129,7 +139,7 @@ class Leave(msgspec.Struct, tag="leave"):
 
 
 FromNode = NodeHello | NodeBeat | Leaving | Printed | WorkerEnded
-ToNode = StartWorker | KillWorker | DumpStacks | NodeBeat | Leave
+ToNode = StartWorker | KillWorker | SuspendWorker | DumpStacks | NodeBeat | Leave
 
 _from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
 _to_node: msgspec.msgpack.Decoder[ToNode] = msgspec.msgpack.Decoder(ToNode)

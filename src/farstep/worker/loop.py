@@ -39,7 +39,7 @@ from farstep.worker.acting import Actor
 from farstep.worker.chunk_sender import ChunkSender
 from farstep.worker.hosting.base import Host, HostedEnvs
 from farstep.worker.hosting.stagger import StaggerSchedule
-from farstep.worker.hosting.staggered import StaggeredEnvs, StaggeredVector
+from farstep.worker.hosting.staggered import Staggered, StaggeredEnvs, StaggeredVector
 from farstep.worker.hosting.strict import StrictEnvs
 from farstep.worker.hosting.vector import HostedVector
 from farstep.worker.inbox import Inbox, TicketCancelled
@@ -176,6 +176,11 @@ class Worker:
                 self._tickets.append((message, list(received.frames[1:])))
             case m.Cancel():
                 self._tickets = deque(entry for entry in self._tickets if entry[0].seq > message.upto)
+            case m.ReturnTickets():
+                self._tickets.clear()
+                self._send(m.Idle())
+            case m.Resumed():
+                self._resumed(message)
             case m.Newest():
                 if isinstance(self._sync.weights, RemoteWeights):
                     self._sync.weights.announced = message.version
@@ -236,7 +241,7 @@ class Worker:
         self._roller = Roller(self._host, self._words, self._inbox.poll, sender, self._timer)
         self._sync.rule = self._program.sync
         spaces = (pack(self._host.observation_space), pack(self._host.action_space))
-        self._send(m.Ready(*spaces))
+        self._send(m.Ready(*spaces, self._host.frame_stack if isinstance(self._host, Host) else 0))
         self._words[PHASE] = Phase.CONNECT  # the time limit of this phase allows for slow imports
         for module in message.preload:  # import now, while the head does not wait for this worker
             __import__(module)
@@ -298,6 +303,12 @@ class Worker:
     def _request_weights(self, held: int) -> tuple[int, int, Sequence[BytesLike]]:
         self._send(m.WeightRequest(self._agent_id, held))
         return self._inbox.wait_for_weights(self._agent_id)
+
+    def _resumed(self, message: m.Resumed) -> None:
+        self._timer.skip()
+        self._sync.resumed()
+        if isinstance(self._host, Staggered) and self._host.reenter(message.clock):
+            self._index += 1  # a gap in the index: the next chunk does not continue the last one
 
     # ---- a ticket ----
 

@@ -11,13 +11,27 @@ from farstep.schema import Schema, Structure
 from farstep.workflow.triggers import DataKeyTrigger
 
 
-def check_triggers(triggers: Sequence[DataKeyTrigger], schema: Schema, num_workers: int) -> None:
-    """Raise `ConfigError` if a trigger waits for too many workers, or for an array that does not exist."""
+def check_triggers(
+    triggers: Sequence[DataKeyTrigger], schema: Schema, num_workers: int, on_demand: bool = False
+) -> None:
+    """Raise `ConfigError` if a trigger waits for too many workers, or for an array that does not exist.
+
+    Args:
+        triggers: The triggers.
+        schema: The arrays of a row.
+        num_workers: Largest number of workers.
+        on_demand: Whether workers roll only when `Workflow.next_rollout` is called.
+    """
     for trigger in triggers:
-        if trigger.n is not None and trigger.n > num_workers:
+        if (needed := trigger.min_actors) is not None and needed > num_workers:
             raise ConfigError(
-                f"{trigger!r} waits for {trigger.n} actors; there are {num_workers} workers. Lower n, or "
+                f"{trigger!r} waits for {needed} actors; there are {num_workers} workers. Lower n, or "
                 'wait for all present workers with n="all".'
+            )
+        if on_demand and trigger.n is not None and trigger.n > num_workers:
+            raise ConfigError(
+                f"{trigger!r} waits for {trigger.n} windows, but next_rollout requests one window of each of "
+                f"{num_workers} workers. Lower n, or do not use next_rollout."
             )
         for name in (name for stage in trigger.stages for name in stage or ()):
             if name not in schema:
@@ -57,7 +71,8 @@ def bind_buffer(
             f"the buffer has {buffer.store.num_slots} columns for {', '.join(buffer.schema)}; the environment "
             f"has {num_envs} slots and {', '.join(schema)}. Leave out spec, or make a new buffer."
         )
-    needed = max([steps, *(leaf.size + steps - math.gcd(leaf.size, steps) for leaf in consuming)])
+    largest = [(leaf.size * leaf.windows_per_actor, math.gcd(leaf.size, steps)) for leaf in consuming]
+    needed = max([steps, *(rows + steps - common for rows, common in largest)])
     rows = buffer.store.rows // (num_envs if buffer.is_pooled else 1)
     if rows < needed:
         raise ConfigError(

@@ -196,10 +196,10 @@ class Guard:
             for each in windows_of(message)
         )
 
-    def gaps_before(self, window: Mapping[str, Any]) -> list[int]:
-        """Return the actors whose rows directly before this window were dropped."""
+    def gaps_before(self, window: Mapping[str, Any]) -> list[tuple[int, int]]:
+        """Return actor and first row of the windows directly before which rows were dropped."""
         pairs = zip(window["actor_ids"], window["start"], strict=True)
-        return [actor for actor, start in pairs if self._gaps.get(actor) == start]
+        return [(actor, start) for actor, start in pairs if self._gaps.get(actor) == start]
 
     def unread_from(self, actor: int) -> int:
         """Return the first row of an actor that is in use, or that a later message may name."""

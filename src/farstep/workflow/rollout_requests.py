@@ -48,8 +48,13 @@ class RolloutRequests:
         self._owed: Counter[int] = Counter()
         """For each worker, the number of requested chunks that have not arrived; kept between runs."""
         self._present: frozenset[int] = frozenset()
+        self._parked: frozenset[int] = frozenset()
+        self._finishing: frozenset[int] = frozenset()
+        """Workers that are about to be parked and still have to deliver chunks, for which triggers wait."""
         self._requested: frozenset[int] | None = None
         """With `_waits_for_all`, the workers of the last request; None before the first request."""
+        self._requested_quorum = 1
+        """The quorum at the time of the last request; `ClusterEnv.scale` may have raised it since."""
         self._waits_for_all = False
         """Whether a trigger consumes the rows of all present workers, not of a fixed number of workers."""
         self._quorum = self._chunk_steps = 1
@@ -64,17 +69,20 @@ class RolloutRequests:
             None if self._waits_for_all else max(counts, default=1),
             max((_most_chunks(leaf.size, chunk_steps) for leaf in self._consuming), default=1),
             self._owed if self.on_demand else None,
+            max((leaf.windows_per_actor for leaf in self._consuming), default=1),
         )
 
     # ---- requests ----
 
     def request(self, feed: Feed) -> None:
         """Let every present worker roll one window."""
-        self.update(feed)
-        if self._waits_for_all:
-            self._requested = self._present
-        self._request_window(self._present if self._waits_for_all else range(self._num_workers), feed)
-        self._update_ledger()
+        with feed.locked():  # otherwise a worker could be parked before it is invited
+            self._requested = None  # this request replaces the last one
+            self.update(feed)
+            if self._waits_for_all:
+                self._requested, self._requested_quorum = self._present, self._quorum
+            self._request_window(self._present if self._waits_for_all else range(self._num_workers), feed)
+            self._update_ledger()
 
     def _request_window(self, workers: Iterable[int], feed: Feed, unread: int = 0) -> None:
         """Let these workers roll a window. `unread` chunks of the window already exist."""
@@ -103,8 +111,12 @@ class RolloutRequests:
     def update(self, feed: Feed) -> None:
         """Process the workers that have joined or left since the last call."""
         if (members := feed.members()) is None:
+            if self._finishing and (finishing := feed.finishing(self._finishing)) != self._finishing:
+                self._finishing = finishing
+                self._update_ledger()
             return
-        self._present, self._quorum = members.present, members.quorum
+        self._present, self._parked, self._quorum = members.present, members.parked, members.quorum
+        self._finishing = feed.finishing(members.parked)
         self.warn_at = time.monotonic() + _ABSENT_S
         self._state.void_lost()
         for worker in members.departed:
@@ -116,7 +128,7 @@ class RolloutRequests:
 
     def drop_if_absent(self, worker: int, feed: Feed) -> None:
         """Drop the incomplete window of a worker if the worker left before its last chunk arrived."""
-        if worker not in self._present:
+        if worker not in self._present and worker not in self._parked:
             self._drop_window(worker, feed)
 
     def _drop_window(self, worker: int, feed: Feed) -> None:
@@ -130,7 +142,7 @@ class RolloutRequests:
         """Request a rollout from joined workers if too few requested workers remain for a trigger to fire."""
         if self._requested is None:
             return
-        needed = max([self._quorum, *(leaf.n for leaf in self._consuming if leaf.n is not None)])
+        needed = max([self._awaited_quorum, *(leaf.min_actors or 0 for leaf in self._consuming)])
         if len(self._requested & self._present) < needed <= len(self._present):
             joined = self._present - self._requested
             self._requested |= joined
@@ -139,8 +151,14 @@ class RolloutRequests:
 
     def _update_ledger(self) -> None:
         """Record in the ledger for which workers triggers wait: on demand, only for workers with a request."""
-        awaited = self._present if self._requested is None else self._requested & self._present
-        self._state.ledger.members(awaited, self._quorum)
+        awaited = self._present | self._finishing
+        requested = awaited if self._requested is None else self._requested & awaited
+        self._state.ledger.members(requested, self._awaited_quorum)
+
+    @property
+    def _awaited_quorum(self) -> int:
+        """Number of workers without which triggers do not fire: on demand, no more than when they were requested."""
+        return self._quorum if self._requested is None else min(self._quorum, self._requested_quorum)
 
     def warn_if_absent(self, now: float) -> None:
         """Warn, if `warn_at` has passed, about triggers that cannot fire until workers join."""
@@ -148,7 +166,7 @@ class RolloutRequests:
             return
         self.warn_at = math.inf
         for trigger in self._triggers:
-            needed = self._quorum if trigger.n is None else trigger.n
+            needed = self._quorum if trigger.min_actors is None else trigger.min_actors
             if needed > len(self._present) and not trigger.is_warm:
                 advice = (
                     "min_nodes requires them."

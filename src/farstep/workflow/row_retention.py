@@ -32,8 +32,8 @@ class Holder(Protocol):
         """Return whether an unfinished message (of `trigger_id`; None: of any trigger) names exactly this window."""
         ...
 
-    def gaps_before(self, window: Mapping[str, Any]) -> list[int]:
-        """Return the actors whose rows directly before this window were dropped."""
+    def gaps_before(self, window: Mapping[str, Any]) -> list[tuple[int, int]]:
+        """Return actor and first row of the windows directly before which rows were dropped."""
         ...
 
     def unread_from(self, actor: int) -> int:
@@ -174,7 +174,7 @@ class RowRetention:
         found = {"slots": tuple(slots for slots, _ in places), "rows": tuple(row for _, row in places)}
         return {**message, **found, "keys": message["keys"] or tuple(self._buffer.schema), "path": self._buffer.path}
 
-    def _partial_batch(self, window: Mapping[str, Any], gaps: list[int]) -> Batch:
+    def _partial_batch(self, window: Mapping[str, Any], gaps: list[tuple[int, int]]) -> Batch:
         """Return a batch of complete chunks and of the arrived parts of incomplete chunks."""
         found = []
         for actor, start, stop in rows_of(window):
@@ -182,7 +182,7 @@ class RowRetention:
                 found.append(self._windows.batch([actor], [start], stop - start, gaps))
             else:
                 batch = self.ahead.batch(actor, start)
-                found.append(replace(batch, continues=batch.continues & np.bool_(actor not in gaps)))
+                found.append(replace(batch, continues=batch.continues & np.bool_((actor, start) not in gaps)))
         return side_by_side(found)
 
     def done(self, message: Message) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from farstep.batch import EPISODE_KEYS, Batch, FinalObs, joined
 from farstep.buffer.replay import Buffer
+from farstep.buffer.storage.store import Store
 from farstep.core import Array, Nested
 from farstep.errors import FarstepError
 from farstep.schema import leaf_names, leaves, map_leaves, nest
@@ -106,14 +107,16 @@ class Windows:
             window = self._window(actor, start, size)
             return (window.columns.start, window.columns.stop), window.place
 
-    def batch(self, actors: Sequence[int], starts: Sequence[int], size: int, gaps: Container[int] = ()) -> Batch:
-        """Make a batch of one window per actor, in the order of environment slots.
+    def batch(
+        self, actors: Sequence[int], starts: Sequence[int], size: int, gaps: Container[tuple[int, int]] = ()
+    ) -> Batch:
+        """Make a batch of windows, in the order of environment slots. Windows of one actor are in order of their rows.
 
         Args:
-            actors: The actors.
+            actors: The actor of each window.
             starts: The first row of each window.
             size: Rows per window.
-            gaps: Actors whose rows directly before the window were dropped.
+            gaps: Actor and first row of the windows directly before which rows were dropped.
 
         Returns:
             The batch.
@@ -124,29 +127,33 @@ class Windows:
         with self._buffer.locked():  # prevents concurrent writes to the row after the window
             return self._batch(actors, starts, size, gaps)
 
-    def _batch(self, actors: Sequence[int], starts: Sequence[int], size: int, gaps: Container[int]) -> Batch:
+    def _batch(
+        self, actors: Sequence[int], starts: Sequence[int], size: int, gaps: Container[tuple[int, int]]
+    ) -> Batch:
         store, structures = self._buffer.store, self._buffer.structures
         found = [(self._window(actor, start, size), actor) for actor, start in zip(actors, starts, strict=True)]
-        found.sort(key=lambda each: each[0].columns.start)
+        found.sort(key=lambda each: (each[0].columns.start, each[0].start))
         windows = [window for window, _ in found]
+        widths = [w.columns.stop - w.columns.start for w in windows]
         slots = np.concatenate([np.arange(w.columns.start, w.columns.stop) for w in windows])
-        per_slot = np.concatenate([np.full(w.columns.stop - w.columns.start, w.place) for w in windows])
+        per_slot = np.repeat([w.place for w in windows], widths)
 
         ended = [window.ended(size) for window in windows]
         rows = np.concatenate([rows for rows, _ in ended])
         episodes = {key: np.concatenate([found[key] for _, found in ended]) for key in EPISODE_KEYS}
-        column = np.searchsorted(slots, episodes["slot"])
+        firsts = np.cumsum([0, *widths[:-1]]) - [w.columns.start for w in windows]
+        column = episodes["slot"] + np.repeat(firsts, [len(rows) for rows, _ in ended])
         names, ends = leaf_names(structures["obs"]), (per_slot[column] + rows) % store.rows * store.columns
         final = nest(structures["obs"], {n: store.observed_after(n, ends + episodes["slot"]) for n in names})
-        last = {n: np.concatenate([_last(store.blocks.arrays[n], n, w, size) for w in windows]) for n in names}
+        last = {n: np.concatenate([_last(store, n, w, size) for w in windows]) for n in names}
         return Batch(
-            {name: _rows(block, windows, size) for name, block in store.blocks.arrays.items()},
+            {name: _rows(store, name, windows, size) for name in store.schema},
             structures,
             nest(structures["obs"], last),
             FinalObs(rows, column, final),
             episodes,
             slots,
-            np.concatenate([window.continues & (actor not in gaps) for window, actor in found]),
+            np.concatenate([window.continues & ((actor, window.start) not in gaps) for window, actor in found]),
             _states(windows),
         )
 
@@ -171,25 +178,42 @@ class Windows:
         return _Window(start, place, columns, chunks)
 
 
-def _rows(block: Array, windows: Sequence[_Window], size: int) -> Array:
+def _rows(store: Store, name: str, windows: Sequence[_Window], size: int) -> Array:
     """Return the rows of all windows, as a view of the block if possible."""
-    first, last = windows[0], windows[-1]
+    if store.frames is not None and name in store.frames:
+        return np.concatenate([_taken(store, name, window, window.place, size) for window in windows], axis=1)
+    block, first, last = store.blocks.arrays[name], windows[0], windows[-1]
     width = sum(w.columns.stop - w.columns.start for w in windows)
     place = first.place % len(block)
     aligned = all((window.place - first.place) % len(block) == 0 for window in windows)
     if aligned and width == last.columns.stop - first.columns.start and place + size <= len(block):
         return block[place : place + size, first.columns.start : last.columns.stop]
-    parts = [block[np.arange(w.place, w.place + size) % len(block), w.columns] for w in windows]
-    return np.concatenate(parts, axis=1)
+    return np.concatenate([_rows_of(block, window, size) for window in windows], axis=1)
 
 
-def _last(block: Array, name: str, window: _Window, size: int) -> Array:
+def _rows_of(block: Array, window: _Window, size: int) -> Array:
+    """Return the rows of one window, as a view unless they continue at the start of the block."""
+    place = window.place % len(block)
+    if place + size <= len(block):
+        return block[place : place + size, window.columns]
+    return block[np.arange(place, place + size) % len(block), window.columns]
+
+
+def _taken(store: Store, name: str, window: _Window, place: int, size: int) -> Array:
+    """Copy the rows `[size, columns]` of a window's columns from `place` on."""
+    rows, columns = np.arange(place, place + size) % store.rows, window.columns
+    cells = rows[:, None] * store.columns + np.arange(columns.start, columns.stop)
+    taken: Array = store.take(name, cells.reshape(-1)).reshape(*cells.shape, *store.schema[name].shape)
+    return taken
+
+
+def _last(store: Store, name: str, window: _Window, size: int) -> Array:
     """Return the observation after the window's last row; if a reset followed, the first observation of the new
     episode."""
     newest = window.chunks[-1]
     if newest.stop == window.start + size:
         return newest.last[name]
-    after: Array = block[(window.place + size) % len(block), window.columns]
+    after: Array = _taken(store, name, window, window.place + size, 1)[0]
     return after
 
 

@@ -26,7 +26,7 @@ from farstep.buffer.replay import Buffer
 from farstep.cluster_env import ClusterEnv, collector_for
 from farstep.config.env import check_count, is_number
 from farstep.core import Agent, Array, Nested
-from farstep.errors import ClosedError, ConfigError, FarstepError, described
+from farstep.errors import ClosedError, ConfigError, FarstepError, counted, described
 from farstep.head.chunks.incoming_chunks import EarlyPart
 from farstep.head.collector import Collector
 from farstep.head.feed import Feed
@@ -369,8 +369,8 @@ class Workflow:
                 known = self._last_chunks is not None
                 self._requests.update(feed)
                 self._continues: Array = last_chunks == self._last_chunks if known else np.zeros(len(last_chunks), bool)
-            self._loop = self.buffer.inserting_thread = threading.get_ident()
-            self.buffer.on_room, self.buffer.refused_rows = state.wake, None
+            self._loop = self.buffer.gate.inserting_thread = threading.get_ident()
+            self.buffer.gate.on_room, self.buffer.gate.refused_rows = state.wake, None
             collector.workflow_counters = self._counters
             self._watch_updates(collector.gate)
             self._dispatcher.resume(self.ledger, time.monotonic())
@@ -389,7 +389,7 @@ class Workflow:
     def _watch_updates(self, gate: UpdateGate) -> None:
         """Make publishers wait while a consumer is updating the agent."""
         gate.limit_s = self._end_s
-        self.buffer.between_updates = gate.between_updates
+        self.buffer.gate.between_updates = gate.between_updates
         for guard in self._updaters:
             guard.watch_updates(gate)
         for publisher in self._publishers:
@@ -484,7 +484,7 @@ class Workflow:
         schema, structures = collector.row_schema()
         schema = {name: spec for name, spec in schema.items() if not is_final(name)}
         self.ledger.keys = tuple(schema)
-        check_triggers(self._by_data, schema, self.env.num_workers)
+        check_triggers(self._by_data, schema, self.env.num_workers, self._requests.on_demand)
         bind_buffer(self.buffer, schema, structures, self.env.num_envs, self._consuming, steps)
         chunk_rows = steps * max(record.num_envs for record in collector.server.records)
         check_limiter(self.buffer, chunk_rows, self._most_samples)
@@ -492,10 +492,10 @@ class Workflow:
     def _has_room(self, worker: int, steps: int, feed: Feed) -> bool:
         """Return whether a worker's next chunk may be inserted: the limiter allows it, and no needed row is
         overwritten."""
-        rows, refused = steps * feed.record(worker).num_envs, self.buffer.refused_rows
+        rows, refused = steps * feed.record(worker).num_envs, self.buffer.gate.refused_rows
         if not self.buffer.limiter.can_insert(rows):
             self._refused_at = self._refused_at or time.monotonic()
-            self.buffer.refused_rows = rows if refused is None else min(rows, refused)
+            self.buffer.gate.refused_rows = rows if refused is None else min(rows, refused)
             return False
         if not self._state.retention.has_room(worker, steps):
             self._full_at = self._full_at or time.monotonic()
@@ -506,7 +506,7 @@ class Workflow:
         """Count the time for which the limiter refused chunks, or they had no room; `Buffer.insert` did not wait."""
         if self._refused_at is not None:
             self.buffer.waited_s["insert"] += time.monotonic() - self._refused_at
-            self._refused_at = self.buffer.refused_rows = None
+            self._refused_at = self.buffer.gate.refused_rows = None
         if self._full_at is not None:
             self._full_s += time.monotonic() - self._full_at
             self._full_at = None
@@ -524,16 +524,19 @@ class Workflow:
 
     def _check_progress(self, feed: Feed, steps: int) -> None:
         """Raise `FarstepError` if the workflow is in a deadlock."""
+        parked = (
+            f" {counted(feed.num_parked, 'worker')} parked: env.scale wakes parked workers." if feed.num_parked else ""
+        )
         if not feed.under_way:
             raise FarstepError(
                 "the workflow is in a deadlock: no worker is rolling, no chunk is waiting and no trigger has a "
-                "deadline. Check that a trigger calls next_rollout, and that a consumer publishes."
+                f"deadline. Check that a trigger calls next_rollout, and that a consumer publishes.{parked}"
             )
         if (waiting := feed.waiting) and not any(self._has_room(worker, steps, feed) for worker in waiting):
             raise FarstepError(
                 "the workflow is in a deadlock: chunks have arrived, but the buffer has no room for them "
                 f"({self.buffer.limiter}; {len(self.buffer)} of {self.buffer.capacity} rows), and no trigger that "
-                "would free rows can fire. Widen the limiter, raise capacity, or lower a trigger's n or size."
+                f"would free rows can fire. Widen the limiter, raise capacity, or lower a trigger's n or size.{parked}"
             )
 
     def _freed(self, worker: int, chunks: int, dropped: DropCause | None) -> None:
@@ -578,8 +581,8 @@ class Workflow:
                 if self._state.collector is not None:
                     final = self._counters()  # without references to this workflow and its buffer
                     self._state.collector.workflow_counters = lambda: copy.deepcopy(final)
-                self._state.feed = self._loop = self.buffer.inserting_thread = self.buffer.on_room = None
-                self.buffer.between_updates, self.buffer.refused_rows = contextlib.nullcontext, 0
+                self._state.feed = self._loop = self.buffer.gate.inserting_thread = self.buffer.gate.on_room = None
+                self.buffer.gate.between_updates, self.buffer.gate.refused_rows = contextlib.nullcontext, 0
                 feed.close()
                 if self._state.collector is not None:
                     self._state.collector.gate.end_run()

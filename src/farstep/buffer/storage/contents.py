@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -19,11 +18,10 @@ from farstep.buffer.selectors import Selector
 from farstep.buffer.storage.capacity import spare_rows
 from farstep.buffer.storage.cyclic import spans
 from farstep.buffer.storage.episodes import Episodes
+from farstep.buffer.storage.frames import FrameStack
 from farstep.buffer.storage.free_cells import FreeCells
 from farstep.buffer.storage.rows import arrays_of, as_priorities, check_names, check_rows
 from farstep.buffer.storage.store import Store
-from farstep.checkpoint.checks import check_array, check_keys, check_like, check_numpy_generator, prefixed, require
-from farstep.checkpoint.files import Refused
 from farstep.core import Array
 from farstep.errors import ConfigError
 from farstep.schema import Schema, Structure, leaves
@@ -49,34 +47,35 @@ class Contents:
         remover: Sampler | None,
         rng: np.random.Generator,
         pooled: bool = False,
+        frame_stack: FrameStack | None = None,
     ) -> None:
         self.capacity, self.structures, self.rng = capacity, structures, rng
         self.is_cyclic, self.is_pooled = remover is None, pooled
         rows = (capacity if pooled else capacity // columns) + spare_rows(self.is_cyclic)
         follow = self.is_cyclic and "obs" in structures
         tails = [name for name in schema if name.split(".")[0] == "obs"] if follow else []
-        self.store = Store(schema, rows, 1 if pooled else columns, tails, columns)
+        self.store = Store(schema, rows, 1 if pooled else columns, tails, columns, frame_stack)
         self.is_pinned = False
         """Whether rows must stay in ring order, because readers access the cells directly. The cell of a removed row is
         then reused only when it is the oldest cell."""
-        self._span = sampler.span(self.store)
+        self.span = sampler.span(self.store)
         self.selector: Selector = sampler.selector(self.store.table)
         """Chooses the items of batches."""
         self._remover = None if remover is None else remover.selector(self.store.table)
         self._removes_oldest = isinstance(remover, FIFO)
-        self._free = FreeCells(self.store.table.cells)
+        self.free = FreeCells(self.store.table.cells)
         """Cells for new rows; always empty for a ring, because a ring overwrites its oldest rows."""
         if not self.is_cyclic:
-            self._free.push(np.arange(rows))
-        self._episodes = Episodes(self.store)
-        self._slots: Array = np.full(columns, -1, np.int64)
+            self.free.push(np.arange(rows))
+        self.episodes = Episodes(self.store)
+        self.slots: Array = np.full(columns, -1, np.int64)
         """For each column, or with `pooled` for each slot, the environment slot of its newest row."""
         self._has_priorities = PRIORITY in schema and schema[PRIORITY].shape == ()
         """Whether rows are inserted with their initial priorities."""
         further = tails or "valid" in schema or self._has_priorities or isinstance(self.selector, EpisodeSelector)
-        self.is_plain = columns == 1 and not further
-        """Whether contents are plain: items are single rows of one column, without filler rows, episodes or initial
-        priorities."""
+        self.is_plain = columns == 1 and not further and frame_stack is None
+        """Whether contents are plain: items are single rows of one column, without filler rows, episodes, stacked
+        frames or initial priorities."""
         if pooled:
             self.link()
 
@@ -102,7 +101,8 @@ class Contents:
         ordered, _ = self._remover.select(self.size, self.rng)
         return ordered[np.isin(ordered, cells)]
 
-    def _selectors(self) -> list[Selector]:
+    def selectors(self) -> list[Selector]:
+        """Return the selectors that follow every change: that of batches and, if there is one, that of evictions."""
         return [self.selector] if self._remover is None else [self.selector, self._remover]
 
     # ---- inserting ----
@@ -145,7 +145,7 @@ class Contents:
             warnings.warn(
                 f"slot {batch.slots.max()} was inserted into a buffer for {self.store.columns} slots and shares a "
                 "column with another slot, so sequences end at each chunk. Call buffer.bind for all slots first.",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def put_rows(self, values: Mapping[str, Array], count: int) -> tuple[Array, int]:
@@ -180,7 +180,7 @@ class Contents:
         if self.is_linked:
             shape = next(iter(values.values())).shape[:2]
             evicted = self._make_room(shape[0] * shape[1])
-            keys = self.store.put_linked(values, self._free.pop(shape[0] * shape[1]).reshape(shape), first, continues)
+            keys = self.store.put_linked(values, self.free.pop(shape[0] * shape[1]).reshape(shape), first, continues)
         else:
             keys, evicted = self.store.append(values, first, continues)
         new = keys.reshape(-1)
@@ -191,14 +191,14 @@ class Contents:
             filler = ~valid.astype(bool).reshape(-1)
             self._take_out(cells[filler])  # selectors may still list the old items of these cells
             cells, new = cells[~filler], new[~filler]
-        for selector in self._selectors():
+        for selector in self.selectors():
             selector.inserted(cells, new)
         if self._has_priorities:
             given = values[PRIORITY].reshape(-1)
             self._prioritize(cells, given if filler is None else given[~filler])
         if isinstance(self.selector, EpisodeSelector):
             columns = slice(first, first + keys.shape[1])
-            self.selector.completed(self._episodes.completed(keys, columns, continues))
+            self.selector.completed(self.episodes.completed(keys, columns, continues))
         return keys, len(cells), evicted
 
     def put_anywhere(self, values: Mapping[str, Array], count: int) -> tuple[Array, int, int]:
@@ -215,7 +215,7 @@ class Contents:
             return keys, count, evicted
         table, keys = self.store.table, np.empty(count, np.int64)
         filler, steps = np.flatnonzero(valid == 0), np.flatnonzero(valid)  # filler rows are resets, not steps
-        cells = np.full(len(filler), self._free.next)
+        cells = np.full(len(filler), self.free.next)
         keys[filler] = table.put_cells(cells, is_distinct=False)
         table.remove(cells[:1])
         keys[steps], evicted = self._put_steps({name: values[name][steps] for name in self.store.schema}, len(steps))
@@ -234,7 +234,7 @@ class Contents:
             evicted = missing
         fitting = min(count, self.capacity - table.size)
         if fitting:
-            self._fill(self._free.pop(fitting), values, slice(0, fitting), keys)
+            self._fill(self.free.pop(fitting), values, slice(0, fitting), keys)
         if fitting < count:
             evicted += self._displace(values, np.arange(fitting, count), keys)
         return keys, evicted
@@ -246,14 +246,14 @@ class Contents:
 
     def _write(self, cells: Array, values: Mapping[str, Array], rows: slice | Array, keys: Array) -> None:
         self.store.write(cells, {name: values[name][rows] for name in self.store.flat})
-        for selector in self._selectors():
+        for selector in self.selectors():
             selector.inserted(cells, keys)
         if self._has_priorities:
             self._prioritize(cells, values[PRIORITY][rows])
 
     def _prioritize(self, cells: Array, priorities: Array) -> None:
         """Set the initial priorities of new rows; episodes get theirs when they are complete."""
-        for selector in self._selectors():
+        for selector in self.selectors():
             if not isinstance(selector, EpisodeSelector):
                 selector.updated(cells, priorities)
 
@@ -262,14 +262,14 @@ class Contents:
         assert self._remover is not None
         table, evicted = self.store.table, 0
         while evicted < len(rows):
-            self._fill(self._free.pop(1), values, rows[evicted : evicted + 1], keys)
+            self._fill(self.free.pop(1), values, rows[evicted : evicted + 1], keys)
             path = self._remover.displaced(len(rows) - evicted, self.rng)
             gone = np.unique(path) if len(path) > 1 else path
             if len(path) > 1:
                 further, cells = rows[evicted + 1 : evicted + len(path)], path[:-1]
                 is_distinct = len(gone) == len(path)
                 keys[further] = new = table.put_cells(cells, is_distinct)
-                for selector in self._selectors():
+                for selector in self.selectors():
                     selector.removed(gone)
                 if not is_distinct:
                     stay = _last_occurrences(cells)
@@ -287,14 +287,14 @@ class Contents:
         store = self.store
         if self.is_pooled and (num_slots := int(batch.slots.max()) + 1) > store.num_slots:
             more = np.full(num_slots - store.num_slots, -1, np.int64)
-            self._slots, self._episodes.begun = np.append(self._slots, more), np.append(self._episodes.begun, more)
+            self.slots, self.episodes.begun = np.append(self.slots, more), np.append(self.episodes.begun, more)
             store.add_slots(num_slots)
         keys = np.empty(batch.shape, np.int64)
         inserted = evicted = 0
         columns = batch.slots % store.num_slots
         for a, b in _neighbors(columns):
             first = int(columns[a])
-            slots = self._slots[first : first + b - a]
+            slots = self.slots[first : first + b - a]
             part = {name: values[name][:, a:b] for name in store.schema}
             follows = batch.continues[a:b] & (slots == batch.slots[a:b])
             # The previous batch of these slots may be missing in this buffer.
@@ -311,9 +311,12 @@ class Contents:
         """Store the observations after the ends of episodes and after the last row, for slots `a` to `b`."""
         structure, final = self.structures["obs"], batch.final_obs
         ours = np.flatnonzero((final.slot >= a) & (final.slot < b))
-        ends = cells[final.row[ours], final.slot[ours] - a]
+        rows, columns = final.row[ours], final.slot[ours] - a
+        ends = cells[rows, columns]
         # A filler row that no item needs has already been removed, and its cell is free.
-        unfinished = np.flatnonzero(~np.isin(cells[-1], ends) & ~self._free.is_free[cells[-1]])
+        is_open = ~self.free.is_free[cells[-1]]
+        is_open[columns[rows == len(cells) - 1]] = False
+        unfinished = np.flatnonzero(is_open)
         last = {name: value[unfinished + a] for name, value in leaves(structure, batch.last_obs)}
         self.store.keep_tails(cells[-1, unfinished], last)
         if len(ends):
@@ -328,7 +331,7 @@ class Contents:
         exists = (keys >= 0) & (table.keys.take(cells) == keys)
         if not exists.all():
             cells, priorities = cells[exists], priorities[exists]
-        for selector in self._selectors():
+        for selector in self.selectors():
             selector.updated(cells, priorities)
         return len(cells)
 
@@ -354,12 +357,12 @@ class Contents:
     def _take_out(self, cells: Array) -> None:
         """Remove the items of distinct cells, and free the cells of all rows that no other item needs."""
         self.store.table.remove(cells)
-        for selector in self._selectors():
+        for selector in self.selectors():
             selector.removed(cells)
         if (links := self.store.links) is not None:
-            self._release(links.unneeded_after(cells, self._span))
+            self._release(links.unneeded_after(cells, self.span))
         elif not self.is_cyclic:
-            self._free.push(cells)
+            self.free.push(cells)
 
     def _with_episodes(self, cells: Array, selector: EpisodeSelector) -> Array:
         """Return the cells of all rows of the episodes that start at the given cells."""
@@ -384,17 +387,17 @@ class Contents:
         items = by_age[table.keys[by_age] >= 0]
         self._remover.inserted(items, table.keys[items])
         never_used = ~table.is_used
-        self._free.push(np.flatnonzero(never_used))
-        unneeded = links.unneeded(self._span)
+        self.free.push(np.flatnonzero(never_used))
+        unneeded = links.unneeded(self.span)
         self._release(unneeded[~never_used[unneeded]])
 
     def _release(self, cells: Array) -> None:
-        self._free.push(cells)
-        self.store.release(cells, self._free.is_free)
+        self.free.push(cells)
+        self.store.release(cells, self.free.is_free)
 
     def _make_room(self, count: int) -> int:
         """Evict the oldest items until `count` cells are free; return the number of evicted items."""
-        if (missing := count - len(self._free)) <= 0:
+        if (missing := count - len(self.free)) <= 0:
             return 0
         assert self._remover is not None and self.store.links is not None
         oldest, _ = self._remover.select(missing, self.rng)
@@ -403,107 +406,6 @@ class Contents:
         evicted = oldest[: int(np.searchsorted(freed, missing)) + 1]
         self._take_out(evicted)
         return len(evicted)
-
-    # ---- checkpoints ----
-
-    def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
-        """Return the contents for a checkpoint, without rows and tails, as arrays and plain data."""
-        parts: dict[str, Mapping[str, Array]] = {
-            "table": self.store.table.state(),
-            "store": self.store.state(),
-            **{f"selector{place}": selector.state() for place, selector in enumerate(self._selectors())},
-        }
-        arrays = {f"{part}/{name}": array for part, held in parts.items() for name, array in held.items()}
-        arrays["begun"], arrays["slots"] = self._episodes.begun, self._slots
-        return arrays, {"rng": self.rng.bit_generator.state, "free": self._free.cells.tolist()}
-
-    def restore(self, arrays: Mapping[str, Array], plain: Mapping[str, Any]) -> None:
-        """Restore a state from a `Snapshot` into empty contents.
-
-        Raises:
-            Refused: The state is inconsistent. The caller must discard these contents.
-        """
-        store, table = self.store, self.store.table
-        if self.is_cyclic and "store/after" in arrays and not self.is_linked:
-            self.link()
-        selectors = self._selectors()
-        parts: dict[str, dict[str, Array]] = {"rows": {}, "cells": {}, "table": {}, "store": {}, "": {}}
-        parts |= {f"selector{place}": {} for place in range(len(selectors))}
-        copies = sum(name.startswith("cells/") for name in arrays)
-        parts |= {f"rows{number}": {} for number in range(1, copies + 1)}
-        for name, array in arrays.items():
-            part, rest = name.split("/", 1) if "/" in name else ("", name)
-            require(part in parts, f"the checkpoint has an unknown array {name!r}")
-            parts[part][rest] = array
-
-        with prefixed("table"):
-            table.restore(parts["table"])
-        self._restore_rows(parts, copies)
-        with prefixed("store"):
-            store.restore(parts["store"])
-            filled = np.minimum(store.blocks.written[0], store.rows)
-            is_ring = self.is_cyclic and not self.is_linked
-            require((filled == (table.used if is_ring else 0)).all(), "written and table/used do not agree")
-        for place, selector in enumerate(selectors):
-            with prefixed(f"selector{place}"):
-                try:
-                    selector.restore(parts[f"selector{place}"])
-                except Refused:
-                    raise
-                except Exception as error:  # a user's own selector may raise anything
-                    raise Refused(f"{type(selector).__name__} raised {type(error).__name__}: {error}") from error
-        self._restore_columns(parts[""])
-        self._restore_free(plain["free"])
-        require(table.size <= self.capacity, f"there are {table.size} items, at most {self.capacity} expected")
-        check_numpy_generator("rng", plain["rng"])
-        self.rng.bit_generator.state = plain["rng"]
-
-    def _restore_free(self, free: list[int]) -> None:
-        store, expected = self.store, np.zeros(0, np.int64)
-        if store.links is not None:
-            expected = store.links.unneeded(self._span)
-        elif not self.is_cyclic:
-            expected = np.flatnonzero(store.table.keys < 0)
-        require(sorted(free) == expected.tolist(), "free does not name every free cell exactly once")
-        self._free = FreeCells(store.table.cells)
-        self._free.push(np.array(free[::-1], np.int64))
-        if store.links is not None:
-            with prefixed("store"):
-                store.check_free(self._free.is_free)
-
-    def _restore_rows(self, parts: Mapping[str, Mapping[str, Array]], copies: int) -> None:
-        """Restore the rows as they were first copied, then those that changed meanwhile (see `snapshot.py`)."""
-        store, table = self.store, self.store.table
-        with prefixed("rows"):
-            check_keys("the checkpoint", parts["rows"], store.schema)
-            count = len(parts["rows"][next(iter(store.schema))])
-            require(count <= table.used.max(), f"there are {count} rows, at most {table.used.max()} expected")
-            for name, spec in store.schema.items():
-                check_array(name, parts["rows"][name], (count, store.columns, *spec.shape), spec.dtype)
-                store.blocks.arrays[name][:count] = parts["rows"][name]
-        is_restored = np.arange(table.cells) < count * store.columns
-        check_keys("cells", parts["cells"], [str(number) for number in range(1, copies + 1)])
-        for number in range(1, copies + 1):
-            cells, rows = parts["cells"][str(number)], parts[f"rows{number}"]
-            check_array(f"cells/{number}", cells, cells.shape[:1], np.int64)
-            is_cell = ((cells >= 0) & (cells < table.cells)).all() and (np.diff(cells) > 0).all()
-            require(is_cell, f"cells/{number} names a cell that does not exist, or a cell twice")
-            with prefixed(f"rows{number}"):
-                check_keys("the checkpoint", rows, store.schema)
-                for name, spec in store.schema.items():
-                    check_array(name, rows[name], (len(cells), *spec.shape), spec.dtype)
-                    store.flat[name][cells] = rows[name]
-            is_restored[cells] = True
-        require(is_restored[table.is_used].all(), "rows are missing")
-
-    def _restore_columns(self, state: Mapping[str, Array]) -> None:
-        check_like(state, {"begun": self._episodes.begun, "slots": self._slots})
-        begun, slots, columns = state["begun"], state["slots"], np.arange(self.store.num_slots)
-        is_key = self.store.table.was_issued(begun) & (self.is_linked | (begun % self.store.columns == columns))
-        require((is_key | (begun == -1)).all(), "begun has a key that no row of its column ever had")
-        is_slot = (slots >= 0) & (slots <= 2**62) & (slots % self.store.num_slots == columns)
-        require((is_slot | (slots == -1)).all(), "slots has an environment slot of another column")
-        self._episodes.begun[:], self._slots[:] = begun, slots
 
 
 def _last_occurrences(values: Array) -> Array:

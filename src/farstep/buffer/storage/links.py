@@ -20,19 +20,20 @@ class Links:
         self._table, self._cut = table, cut
         self.after: Array = np.arange(table.cells)
         """For each cell, the cell of the next row; the cell itself if its row is cut."""
-        self._before: Array = np.arange(table.cells)
+        self.before: Array = np.arange(table.cells)
+        """For each cell, the cell of the previous row; the cell itself if its row follows no other."""
 
     def join(self, cells: Array, after: Array) -> None:
         """Link the rows of `after` as the next rows of the rows of `cells`."""
-        self.after[cells], self._before[after] = after, cells
+        self.after[cells], self.before[after] = after, cells
         self._cut[cells] = False
 
     def release(self, cells: Array) -> None:
         """Remove rows from the list, and cut the rows before them."""
-        before, after = self._before[cells], self.after[cells]
-        self.after[before], self._before[after] = before, after
+        before, after = self.before[cells], self.after[cells]
+        self.after[before], self.before[after] = before, after
         self._cut[before] = True
-        self.after[cells] = self._before[cells] = cells
+        self.after[cells] = self.before[cells] = cells
         self._cut[cells] = True
 
     def rows_after(self) -> Array:
@@ -72,7 +73,7 @@ class Links:
         is_removed[removed] = True
         at, is_short = removed, span < len(removed)
         if not is_short:  # start at the first row of each run of removed rows, and walk through the run
-            before = self._before[removed]
+            before = self.before[removed]
             at = removed[(before == removed) | ~is_removed[before]]
         found, since = [], self._distance_to_item(at, span)
         while len(at):
@@ -103,7 +104,7 @@ class Links:
         """Return for each cell the number of rows back to the nearest item, at most `span`."""
         since, places, at = np.full(len(cells), span), np.arange(len(cells)), cells
         for distance in range(1, span):
-            before = self._before[at]
+            before = self.before[at]
             moved = before != at
             places, at = places[moved], before[moved]
             has_item = self._table.keys[at] >= 0

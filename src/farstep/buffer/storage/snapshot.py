@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from farstep.buffer.storage.contents import Contents
+from farstep.buffer.storage.contents_state import contents_state
 from farstep.checkpoint.files import ArrayParts
 from farstep.core import Array
 from farstep.errors import CheckpointError
@@ -53,7 +54,7 @@ class Snapshot:
         with self._lock:
             store = self._contents().store
             used, seen = int(store.table.used.max()), store.table.latest
-        schema, cells = store.schema, np.arange(used * store.columns)
+        schema, cells = store.blocks.schema, np.arange(used * store.columns)
         for name, spec in schema.items():
             yield f"rows/{name}", self._copied(name, cells, (used, store.columns, *spec.shape))
 
@@ -65,7 +66,7 @@ class Snapshot:
                 contents, latest = self._contents(), store.table.latest
                 cells = np.flatnonzero(latest != seen)
                 if len(cells) * row_bytes <= BLOCK_BYTES:
-                    rows = {name: store.take(name, cells) for name in schema}
+                    rows = {name: store.take_stored(name, cells) for name in schema}
                     arrays = self._copy_rest(contents)
                     break
             seen, left = latest, left - len(cells)
@@ -84,33 +85,33 @@ class Snapshot:
                     yield f"rows{number}/{name}", copied
             yield from arrays.items()
         finally:
-            if store.tails is not None:
-                with self._lock:
-                    store.tails.stop_keeping()
+            with self._lock:
+                for sparse in store.sparse.values():
+                    sparse.stop_keeping()
 
     def _copied(self, name: str, cells: Array, shape: tuple[int, ...]) -> ArrayParts:
         """Return the rows of one array, which are copied block by block when they are written."""
-        spec = self._contents().store.schema[name]
+        spec = self._contents().store.blocks.schema[name]
 
         def blocks() -> Iterator[Array]:
             for some in _slices(len(cells), spec):
                 with self._lock:
-                    block = self._contents().store.take(name, cells[some])
+                    block = self._contents().store.take_stored(name, cells[some])
                 yield block
 
         return ArrayParts(shape, np.dtype(spec.dtype), blocks())
 
     def _copy_rest(self, contents: Contents) -> dict[str, Array | ArrayParts]:
-        """Copy everything except rows; tails are copied when they are written. The lock must be held."""
-        state, plain = contents.state()
+        """Copy everything except rows; sparse rows are copied when they are written. The lock must be held."""
+        state, plain = contents_state(contents)
         arrays: dict[str, Array | ArrayParts] = {name: array.copy() for name, array in state.items()}
         self.description = self._describe() | plain
-        if (tails := contents.store.tails) is not None:
-            cells, read = tails.cells, tails.keep()
-            arrays["store/tails"] = cells
-            for name, spec in tails.schema.items():
+        for part, sparse in contents.store.sparse.items():
+            cells, read = sparse.cells, sparse.keep()
+            arrays[f"store/{part}"] = cells
+            for name, spec in sparse.schema.items():
                 blocks = map(partial(read, name), _slices(len(cells), spec))
-                arrays[f"store/tails.{name}"] = ArrayParts((len(cells), *spec.shape), np.dtype(spec.dtype), blocks)
+                arrays[f"store/{part}.{name}"] = ArrayParts((len(cells), *spec.shape), np.dtype(spec.dtype), blocks)
         return arrays
 
 

@@ -3,7 +3,7 @@
 A row without a next row is *cut*: its episode ended, the rows after it were lost, or it is the newest row of its
 column. The next row is in the next cell of the column or, if the store is linked (see `links.py`), in any cell. The
 observation after a cut row is stored separately, as the *tail* of the row. So every row of a rollout has a next
-observation, and no observation is stored twice.
+observation, and no observation is stored twice. With a `FrameStack`, no frame is stored twice either (see `frames.py`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from itertools import pairwise
 import numpy as np
 
 from farstep.buffer.storage.cyclic import CyclicBlocks, Writer, spans
+from farstep.buffer.storage.frames import Frames, FrameStack, Older
 from farstep.buffer.storage.links import Links
+from farstep.buffer.storage.sparse_rows import SparseRows
 from farstep.buffer.storage.table import Table
-from farstep.buffer.storage.tails import Tails
-from farstep.checkpoint.checks import check_like, require
 from farstep.core import Array
 from farstep.schema import Schema
 
@@ -31,26 +31,33 @@ ENDINGS = ("terminated", "truncated", "done")
 
 
 class Store:
-    """Blocks, item table and tails of one buffer.
+    """Blocks, item table, tails and frames of one buffer.
 
     In a ring, each environment slot has a column of its own. A linked store may have one column for `num_slots` slots.
     """
 
     def __init__(
-        self, schema: Schema, rows: int, columns: int, tails: Sequence[str] = (), num_slots: int | None = None
+        self,
+        schema: Schema,
+        rows: int,
+        columns: int,
+        tails: Sequence[str] = (),
+        num_slots: int | None = None,
+        frame_stack: FrameStack | None = None,
     ) -> None:
         self.schema, self.rows, self.columns = schema, rows, columns
         self.num_slots = columns if num_slots is None else num_slots
-        self.blocks = CyclicBlocks.create(schema, rows, columns, CONSUMERS)
+        stored = schema if frame_stack is None else frame_stack.stored(schema)
+        self.blocks = CyclicBlocks.create(stored, rows, columns, CONSUMERS)
         self.table = Table(rows, columns)
         self.flat: dict[str, Array] = {
             name: block.reshape(self.table.cells, *block.shape[2:]) for name, block in self.blocks.arrays.items()
         }
         self.cut: Array = np.ones((rows, columns), bool)
         self.flat_cut: Array = self.cut.reshape(-1)
-        self._open: Array = np.zeros(self.num_slots, bool)
+        self.open: Array = np.zeros(self.num_slots, bool)
         """For each slot, whether the episode of its newest row is still running."""
-        self._newest: Array = np.full(self.num_slots, -1, np.int64)
+        self.newest: Array = np.full(self.num_slots, -1, np.int64)
         """For each slot, the cell of its newest row."""
         self.links: Links | None = None
         """The links between rows; None for a ring, in which the next row is in the next cell of the column."""
@@ -58,15 +65,27 @@ class Store:
         self.kinds = [(name, np.dtype(spec.dtype), spec.shape) for name, spec in schema.items()]
         """Name, dtype and shape of each array of a row."""
         self._endings = [name for name in ENDINGS if name in schema]
-        self.tails = Tails({name: schema[name] for name in tails}, self.table.cells) if tails else None
+        self.tails = SparseRows({name: schema[name] for name in tails}, self.table.cells) if tails else None
+        self.frames = None if frame_stack is None else Frames(frame_stack, schema, self.flat, self.preceding)
+        older = {} if self.frames is None else self.frames.older
+        self.sparse = {f"older.{name}": rows for name, rows in older.items()}
+        """The arrays that only some rows have, by their name in a checkpoint."""
+        if self.tails is not None:
+            self.sparse["tails"] = self.tails
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays that hold the rows, without tails."""
+        older = 0 if self.frames is None else sum(rows.nbytes for rows in self.frames.older.values())
+        return older + sum(array.nbytes for array in self.blocks.arrays.values())
 
     # ---- writing ----
 
     def add_slots(self, num_slots: int) -> None:
         """Extend a linked store to `num_slots` environment slots."""
         more = num_slots - self.num_slots
-        self._open = np.append(self._open, np.zeros(more, bool))
-        self._newest = np.append(self._newest, np.full(more, -1, np.int64))
+        self.open = np.append(self.open, np.zeros(more, bool))
+        self.newest = np.append(self.newest, np.full(more, -1, np.int64))
         self.num_slots = num_slots
 
     def append(self, values: Mapping[str, Array], first: int = 0, continues: Array | None = None) -> tuple[Array, int]:
@@ -85,18 +104,28 @@ class Store:
         keys = np.empty((count, width), np.int64)
         evicted = 0
         begins = values.get("episode_start")
+        older = Older()
+        if self.frames is not None:
+            follows = self._follows(values, slice(first, first + width), continues)
+            follows[0] &= count < self.rows  # otherwise the previous row is overwritten
+            values, older = self._split(values, follows, slice(first, first + width))
         for columns, start in writer.claim(count):
             part = slice(columns.start - first, columns.stop - first)
+            if self.frames is not None and start + count >= self.rows > count:
+                oldest = (start + count) % self.rows
+                self.frames.detach(self.cells(slice(oldest, oldest + 1), columns))
             for rows, times in spans(start % self.rows, count, self.rows):
-                if self.tails is not None:
-                    self.tails.drop(self.cells(rows, columns))
+                for sparse in self.sparse.values():
+                    sparse.drop(self.cells(rows, columns))
                 for name, block in self.blocks.arrays.items():
                     block[rows, columns] = values[name][times, part]
                 keys[times, part], replaced = self.table.put(rows, columns)
                 evicted += replaced
-                self.cut[rows, columns] = self._ended(rows, columns)
+                self.cut[rows, columns] = self.ended_in(rows, columns)
             starts = None if begins is None else begins[:, part]
             self._update_cuts(start, count, columns, starts, None if continues is None else continues[part])
+        if self.frames is not None:
+            self.frames.put(older, keys % self.table.cells)
         writer.commit(count)
         return keys, evicted
 
@@ -116,12 +145,12 @@ class Store:
         begins = values.get("episode_start")
         if begins is not None:
             cut[(start + np.flatnonzero(begins[1:])) % self.rows] = True
-        if count < self.rows and self._open[0] and (begins is None or not begins[0]):
+        if count < self.rows and self.open[0] and (begins is None or not begins[0]):
             cut[place - 1] = False
         newest = (start + count - 1) % self.rows
-        self._open[0] = not cut[newest]
+        self.open[0] = not cut[newest]
         cut[newest] = True
-        self._newest[0] = newest
+        self.newest[0] = newest
         writer.commit(count)
         return keys, evicted
 
@@ -167,23 +196,39 @@ class Store:
         """Append rows to a linked store, in the given free cells `[T, n]`. Return the keys."""
         assert self.links is not None
         columns, flat = slice(first, first + cells.shape[1]), cells.reshape(-1)
+        follows = self._follows(values, columns, continues)
+        values, older = self._split(values, follows, columns)
         self.write(flat, {name: values[name].reshape(-1, *held.shape[1:]) for name, held in self.flat.items()})
         keys = self.table.put_cells(flat).reshape(cells.shape)
-        found = self.ended(flat)
-        ended = np.zeros(cells.shape, bool) if found is None else found.reshape(cells.shape)
-        begins = values["episode_start"].astype(bool) if "episode_start" in values else np.zeros_like(ended)
-        follows = ~(ended[:-1] | begins[1:])
-        self.links.join(cells[:-1][follows], cells[1:][follows])
+        if self.frames is not None:
+            self.frames.put(older, cells)
+        self.links.join(cells[:-1][follows[1:]], cells[1:][follows[1:]])
 
-        newest = self._newest[columns]
-        follows = self._open[columns] & ~begins[0]
-        if continues is not None:
-            follows &= continues
+        newest, follows = self.newest[columns], follows[0]
         if self.tails is not None:
             self.tails.drop(newest[follows])
         self.links.join(newest[follows], cells[0, follows])
-        self._open[columns], self._newest[columns] = ~ended[-1], cells[-1]
+        ended = self.ended(cells[-1])
+        self.open[columns], self.newest[columns] = True if ended is None else ~ended, cells[-1]
         return keys
+
+    def _follows(self, values: Mapping[str, Array], columns: slice, continues: Array | None) -> Array:
+        """Return for each new row `[T, n]` whether it follows the row before it."""
+        follows = np.ones(next(iter(values.values())).shape[:2], bool)
+        for name in self._endings:
+            follows[1:] &= ~values[name][:-1].astype(bool)
+        if "episode_start" in values:
+            follows &= ~values["episode_start"].astype(bool)
+        follows[0] &= self.open[columns]
+        if continues is not None:
+            follows[0] &= continues
+        return follows
+
+    def _split(self, values: Mapping[str, Array], follows: Array, columns: slice) -> tuple[Mapping[str, Array], Older]:
+        """Return the arrays to store for new rows, and the older frames of those that need them."""
+        if self.frames is None:
+            return values, {}
+        return self.frames.split(values, follows, self.newest[columns])
 
     def write(self, cells: Array, values: Mapping[str, Array]) -> None:
         """Copy rows `[n, ...]` into `n` cells."""
@@ -199,13 +244,16 @@ class Store:
             is_free: For each cell of the store, whether it is free; the given cells already count as free.
         """
         assert self.links is not None
+        if self.frames is not None:
+            after = self.links.after[cells]
+            self.frames.detach(after[~is_free[after]])
         self.links.release(cells)
-        if self.tails is not None:
-            self.tails.drop(cells)
-        gone = is_free[self._newest] & (self._newest >= 0)
-        self._newest[gone], self._open[gone] = -1, False
+        for sparse in self.sparse.values():
+            sparse.drop(cells)
+        gone = is_free[self.newest] & (self.newest >= 0)
+        self.newest[gone], self.open[gone] = -1, False
 
-    def _ended(self, rows: slice, columns: slice) -> Array | bool:
+    def ended_in(self, rows: slice, columns: slice) -> Array | bool:
         ended: Array | bool = False
         for name in self._endings:
             ended = self.blocks.arrays[name][rows, columns].astype(bool, copy=False) | ended
@@ -217,7 +265,7 @@ class Store:
         """Mark the rows that are cut after an append: rows before the start of an episode, and the newest of each
         column."""
         before, newest = (start - 1) % self.rows, (start + count - 1) % self.rows
-        follows = self._open[columns]
+        follows = self.open[columns]
         if begins is not None:  # the start of an episode cuts the row before it
             follows = follows & ~begins[0].astype(bool)
             t, k = np.nonzero(begins[1:])
@@ -228,9 +276,9 @@ class Store:
             self.cut[before, columns] &= ~follows
             if self.tails is not None and follows.any():
                 self.tails.drop(before * self.columns + columns.start + np.flatnonzero(follows))
-        np.logical_not(self.cut[newest, columns], out=self._open[columns])
+        np.logical_not(self.cut[newest, columns], out=self.open[columns])
         self.cut[newest, columns] = True
-        self._newest[columns] = newest * self.columns + np.arange(columns.start, columns.stop)
+        self.newest[columns] = newest * self.columns + np.arange(columns.start, columns.stop)
 
     def ended(self, cells: Array) -> Array | None:
         """Return for each row whether it is the last of its episode; None if no array marks the ends of episodes."""
@@ -243,7 +291,7 @@ class Store:
     def continues_with(self, columns: slice, first: Mapping[str, Array]) -> Array | bool:
         """Return for each column whether `first` is the observation after its newest row; True if there are no
         tails."""
-        return True if self.tails is None else self.tails.equal(self._newest[columns], first)
+        return True if self.tails is None else self.tails.equal(self.newest[columns], first)
 
     def keep_tails(self, cells: Array, values: Mapping[str, Array]) -> None:
         """Store the observations after these rows."""
@@ -276,6 +324,13 @@ class Store:
         after = cells + self.columns
         return np.where(after < self.table.cells, after, after - self.table.cells)
 
+    def preceding(self, cells: Array) -> Array:
+        """Return the cells of the previous rows in the same environment; arbitrary for rows after a cut row."""
+        if self.links is not None:
+            return self.links.before.take(cells)
+        before = cells - self.columns
+        return np.where(before < 0, before + self.table.cells, before)
+
     def rows_after(self) -> Array:
         """Return for each cell the number of rows after it up to and including the next cut row."""
         if self.links is not None:
@@ -295,6 +350,12 @@ class Store:
 
     def take(self, name: str, cells: Array) -> Array:
         """Copy rows of one array."""
+        if self.frames is not None and name in self.frames:
+            return self.frames.take(name, cells)
+        return self.take_stored(name, cells)
+
+    def take_stored(self, name: str, cells: Array) -> Array:
+        """Copy rows of one array as they are stored: only the newest frame of a stack."""
         taken: Array = self.flat[name].take(cells, axis=0)
         return taken
 
@@ -307,84 +368,9 @@ class Store:
 
     def state(self) -> dict[str, Array]:
         """Return the state for a checkpoint, without rows, item table and tails."""
-        own = {"cut": self.cut, "open": self._open, "newest": self._newest, "written": self.blocks.written}
+        own = {"cut": self.cut, "open": self.open, "newest": self.newest, "written": self.blocks.written}
         links = {} if self.links is None else {"after": self.links.after}
         return {**own, **links}
-
-    def restore(self, state: Mapping[str, Array]) -> None:
-        """Apply a state to a store whose rows are already restored."""
-        self._check(state)
-        if self.links is not None:
-            self.flat_cut[:] = state["cut"].reshape(-1)
-            self.links.restore(state["after"])
-        self.cut[:], self._open[:], self._newest[:] = state["cut"], state["open"], state["newest"]
-        self.blocks.written[:] = state["written"]
-        self.blocks.claimed[:] = self.blocks.committed()
-        if self.tails is not None:
-            self.tails.restore(state)
-
-    def _check(self, state: Mapping[str, Array]) -> None:
-        """Refuse a state that does not fit these rows, or that no sequence of insertions can produce."""
-        check_like(state, self.state() | ({} if self.tails is None else self.tails.state()))
-        cut, written = state["cut"], state["written"][0]
-        require((state["written"] == written).all(), "written differs between arrays of the same rows")
-        require(((written >= 0) & (written <= 2**62)).all(), "written is not a number of rows")
-        if self.tails is not None:
-            cells = state["tails"]
-            is_cell = ((cells >= 0) & (cells < self.table.cells)).all() and (np.diff(cells) > 0).all()
-            require(is_cell and cut.reshape(-1)[cells].all(), "tails names a row that cannot have a tail")
-            require(
-                all(len(v) == len(cells) for n, v in state.items() if n.startswith("tails")), "tails differ in length"
-            )
-        if self.links is None:
-            self._check_ring(state, written)
-        else:
-            require(not written.any(), "written counts rows, but the rows are linked")
-
-    def _check_ring(self, state: Mapping[str, Array], written: Array) -> None:
-        columns = np.flatnonzero(written)
-        newest = np.full(self.columns, -1)
-        newest[columns] = (written[columns] - 1) % self.rows * self.columns + columns
-        require((state["newest"] == newest).all(), "newest is not the last written row")
-        cut, is_used = state["cut"], np.arange(self.rows)[:, None] < written
-        ended, starts = self._ends_and_starts()
-        must = ~is_used | (ended & is_used) | np.roll(starts & is_used, -1, axis=0)
-        must.reshape(-1)[newest[columns]] = True
-        require((cut | ~must).all(), "cut lets a row follow the last one of its episode or column")
-        self._check_open(state, ended)
-        if self.tails is not None:
-            require(is_used.reshape(-1)[state["tails"]].all(), "tails names a row that cannot have a tail")
-
-    def _ends_and_starts(self) -> tuple[Array, Array]:
-        """Return for each cell whether its row is the last row, and whether it is the first row, of an episode."""
-        ended, starts = np.zeros_like(self.cut), np.zeros_like(self.cut)
-        ended[...] = self._ended(slice(None), slice(None))
-        if "episode_start" in self.schema:
-            starts[...] = self.blocks.arrays["episode_start"].astype(bool)
-        return ended, starts
-
-    def _check_open(self, state: Mapping[str, Array], ended: Array) -> None:
-        newest = state["newest"]
-        is_open = (newest >= 0) & ~ended.reshape(-1)[newest]
-        require((state["open"] == is_open).all(), "open does not match the episodes that are still running")
-
-    def check_free(self, is_free: Array) -> None:
-        """Raise `Refused` if a restored linked store does not agree with the free cells."""
-        assert self.links is not None
-        state, (ended, starts) = self.state(), self._ends_and_starts()
-        newest = state["newest"]
-        is_cell = ((newest >= -1) & (newest < self.table.cells)).all()
-        held = newest[newest >= 0]
-        is_last = is_cell and (self.flat_cut & ~is_free)[held].all() and len(np.unique(held)) == len(held)
-        require(is_last, "newest is not the last row of an environment")
-        self._check_open(state, ended)
-        linked = np.flatnonzero(~self.flat_cut)
-        after = self.links.after[linked]
-        require(not (is_free[linked] | is_free[after]).any(), "after names a cell that is free")
-        is_end = ended.reshape(-1)[linked] | starts.reshape(-1)[after]
-        require(not is_end.any(), "after lets a row follow the last one of its episode")
-        if self.tails is not None:
-            require(not is_free[self.tails.cells].any(), "tails names a row that cannot have a tail")
 
     def close(self) -> None:
         self.blocks.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from farstep.batch import EPISODE_KEYS, RESERVED, Batch, FinalObs, Part, info_array, is_final
+from farstep.batch import EPISODE_KEYS, RESERVED, Batch, FinalObs, Part, info_array, is_final, side_by_side
 from farstep.config.transfer import ALL_AT_ONCE, TransferTrigger
 from farstep.core import Array, BytesLike, Nested, Received
 from farstep.errors import WireError
@@ -60,6 +60,8 @@ class ChunkInfo:
     """The version that acted."""
     stage: int = 0
     """The first stage in the `Chunk` message; earlier stages arrived as parts."""
+    rows: Batch | None = None
+    """A copy of its arrays, if its lane is used for another chunk."""
 
 
 class Rollouts:
@@ -255,6 +257,10 @@ class Rollouts:
 
     def copied(self, accepted: Sequence[AcceptedChunk], steps: int, continues: Array) -> Batch:
         """A batch of chunks of any workers, copied side by side."""
+        if any(a.info.rows is not None for a in accepted):
+            own = [a.info.rows for a in accepted]
+            found = [rows or self.chunk(a, steps, continues[:0]) for a, rows in zip(accepted, own, strict=True)]
+            return replace(side_by_side(found), continues=continues)
         parts = [(a.ticket.lane, self._records[a.ticket.worker]) for a in accepted]
 
         def joined(name: str, start: int, stop: int) -> Array:

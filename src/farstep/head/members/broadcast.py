@@ -28,8 +28,18 @@ class Broadcast:
         self._answers: dict[int, Any] = {}
         self._request = 0
 
-    def call(self, name: str, *arguments: tuple[Any, ...]) -> list[Any]:
-        """Return each worker's result, in order; `arguments` is one tuple for all workers, or one per worker."""
+    def call(self, name: str, *arguments: tuple[Any, ...] | None) -> list[Any]:
+        """Return each worker's result, in order. Parked workers run for the duration of the call.
+
+        Args:
+            name: The function.
+            arguments: One tuple for all workers, or one per worker; None for a worker that is not called and whose
+                result is None.
+        """
+        with self._server.awake():
+            return self._call(name, *arguments)
+
+    def _call(self, name: str, *arguments: tuple[Any, ...] | None) -> list[Any]:
         server = self._server
         parts = arguments if len(arguments) == len(server.records) else arguments * len(server.records)
         with server.locked():
@@ -37,7 +47,9 @@ class Broadcast:
             self._answers = {}
             self._request += 1
             for record, args in zip(server.records, parts, strict=True):
-                if record.ready:
+                if args is None:
+                    self._answers[record.worker] = None
+                elif record.ready:
                     server.send(record, m.Call(self._request, name), [cloudpickle.dumps((args, {}))])
                 else:
                     self.lost(record)

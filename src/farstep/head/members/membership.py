@@ -1,11 +1,11 @@
 """The life cycle of each worker, as a state machine without I/O.
 
-    starting ─hello─► constructing ─ready─► alive
+    starting ─hello─► constructing ─ready─► alive ─idle─► parked ─unpark─► alive
         └───────────────┴────── stuck, gone ──┴─► dying ─ended─► waiting ─back-off over─► starting (next incarnation)
 
 The supervisor reports events with `handle`, calls `tick` periodically, and performs the actions that both return. A
 worker is restarted only after its process has certainly ended, so that two incarnations never write to the same
-columns.
+columns. A parked worker has no time limits. If its process ends, it is restarted when it is unparked.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class State(Enum):
     STARTING = "starting"
     CONSTRUCTING = "constructing"
     ALIVE = "alive"
+    PARKED = "parked"
     DYING = "dying"
     WAITING = "waiting"
     STOPPED = "stopped"
@@ -90,7 +91,28 @@ class Observed:
     count: tuple[int, ...]
 
 
-Event = Hello | Ready | Gone | Ended | NotStarted | Failed | Observed
+@dataclass(frozen=True)
+class Park:
+    """The worker is to be parked as soon as it is idle."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Idle:
+    """The worker has no ticket and will get none, so that its process may be suspended."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Unpark:
+    """The worker is to run again, or is not to be parked after all."""
+
+    worker: int
+
+
+Event = Hello | Ready | Gone | Ended | NotStarted | Failed | Observed | Park | Idle | Unpark
 
 # ---- actions ----
 
@@ -131,7 +153,28 @@ class RequestStacks:
     worker: int
 
 
-Action = Start | Kill | Lost | GiveUp | RequestStacks
+@dataclass(frozen=True)
+class Retire:
+    """The worker is to become idle, because it is to be parked."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Suspend:
+    """The process of the worker, which is now parked, must be suspended."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The suspended process of the worker must continue."""
+
+    worker: int
+
+
+Action = Start | Kill | Lost | GiveUp | RequestStacks | Retire | Suspend | Resume
 
 
 @dataclass
@@ -155,6 +198,10 @@ class Member:
     """Consecutive starts that failed for lack of resources."""
     short_since: float = 0.0
     """Time of the first of these failed starts."""
+    retiring: bool = False
+    """Whether the worker is to be parked as soon as it is idle."""
+    ended: Ended | None = None
+    """How the process of a parked worker ended; None if it has not."""
 
 
 class Membership:
@@ -198,7 +245,19 @@ class Membership:
             case Ready() if member.state is State.CONSTRUCTING:
                 self._enter(member, State.ALIVE, now)
                 member.failures = 0
-            case Gone() if member.state in RUNNING:
+                return [Retire(event.worker)] if member.retiring else []
+            case Park():
+                return self._park(event.worker, member)
+            case Idle() if member.state is State.ALIVE and member.retiring and not self.stopping:
+                member.retiring = False
+                self._enter(member, State.PARKED, now)
+                return [Suspend(event.worker)]
+            case Unpark():
+                return self._unpark(event.worker, member, now)
+            case Ended() if member.state is State.PARKED and not self.stopping:
+                member.ended = event
+                return [Lost(event.worker)]
+            case Gone() if member.state in RUNNING:  # a parked worker does not react; `Ended` reports its end
                 self._enter(member, State.DYING, now)
                 return [Lost(event.worker), Kill(event.worker)]
             case Ended() if member.state not in (State.WAITING, State.STOPPED):
@@ -235,6 +294,22 @@ class Membership:
                 actions += [] if member.stacks_requested else [RequestStacks(worker)]
                 member.stacks_requested = True
         return actions
+
+    def _park(self, worker: int, member: Member) -> Sequence[Action]:
+        if member.state is State.PARKED or member.retiring:
+            return []
+        member.retiring = True
+        return [Retire(worker)] if member.state is State.ALIVE else []
+
+    def _unpark(self, worker: int, member: Member, now: float) -> Sequence[Action]:
+        member.retiring = False
+        if member.state is not State.PARKED:
+            return []
+        if member.ended is None:
+            self._enter(member, State.ALIVE, now)
+            return [Resume(worker)]
+        ended, member.ended = member.ended, None
+        return self._ended(ended, now)  # only now does its end use the restart budget
 
     def _observed(self, member: Member, event: Observed, now: float) -> None:
         seen = (event.phase, event.count)

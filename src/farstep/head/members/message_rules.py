@@ -37,6 +37,7 @@ RULES: Mapping[type, Rule] = {
     m.Failure: Rule((State.CONSTRUCTING, State.ALIVE)),
     m.AgentReady: Rule(),
     m.Reply: Rule(frames=(1, 1)),
+    m.Idle: Rule(),
     m.Chunk: Rule(frames=(1, None), shared_frames=(1, 2)),  # episode ends, and infos if the ticket requests them
     m.Part: Rule(only_remote=True, frames=(1, None)),
     m.RequestSend: Rule(only_remote=True),

@@ -71,6 +71,8 @@ class _Worker(msgspec.Struct, forbid_unknown_fields=True):
 class _Saved(msgspec.Struct, forbid_unknown_fields=True):
     version: Count
     workers: list[_Worker | None]
+    active_workers: Annotated[int, msgspec.Meta(ge=1, le=2**31)] | None = None
+    """Number of workers that were not parked; None if none was parked."""
 
 
 def check_saved(

@@ -57,6 +57,18 @@ class Listener(Protocol):
         """Issue no new tickets to the worker, because its node is about to leave."""
         ...
 
+    def retire(self, record: WorkerRecord) -> None:
+        """Make the worker idle, because it is to be parked, unless this is under way. Report `membership.Idle` then."""
+        ...
+
+    def parked(self, record: WorkerRecord) -> None:
+        """Continue without the worker, because its process was suspended."""
+        ...
+
+    def resumed(self, record: WorkerRecord) -> None:
+        """Send the worker what it missed, because its process continues."""
+        ...
+
     def fail(self, error: FarstepError) -> None:
         """End the run with this error."""
         ...
@@ -101,6 +113,12 @@ class Supervisor:
         self.membership.stop()
         self.launcher.stop()
 
+    def resume_all(self) -> None:
+        """Let suspended processes continue, so that they can stop by themselves."""
+        for record in self.records:
+            if record.handle is not None and self.membership.members[record.worker].state is membership.State.PARKED:
+                record.handle.resume()
+
     def ended(self) -> bool:
         return all(record.handle is None or record.handle.poll() is not None for record in self.records)
 
@@ -122,7 +140,7 @@ class Supervisor:
     def _pending(self, record: WorkerRecord) -> PendingWorker | None:
         """What a worker is doing; None if it has no work or no node."""
         member, phase = self.membership.members[record.worker], record.phase
-        if phase == "queued":
+        if phase == "queued" or member.state is membership.State.PARKED:
             return None
         state = member.state.value
         if member.state is membership.State.ALIVE:
@@ -213,6 +231,8 @@ class Supervisor:
     def tick(self) -> None:
         """Check the progress of all workers, and perform the actions that are due."""
         for record in self.records:
+            if self.membership.members[record.worker].retiring:
+                self._listener.retire(record)
             if record.handle is None or self.launcher.driven:
                 continue  # a worker in this thread can only be stuck if the head is stuck
             if time.monotonic() - record.silent_since > _EXIT_GRACE_S:
@@ -244,9 +264,14 @@ class Supervisor:
 
     def _stop_drained(self, record: WorkerRecord) -> None:
         """Stop a worker whose node is leaving and that has finished its work."""
+        was_parked = self.membership.members[record.worker].state is membership.State.PARKED
+        if was_parked:
+            self.act_on(membership.Unpark(record.worker))  # its environments are to be closed
         if record.ready and record.link is not None:
             record.ready = False  # so that it gets no ticket
             record.link.send([encode(Stop())])
+        if was_parked:
+            self.act_on(membership.Park(record.worker))
 
     def act_on(self, event: membership.Event) -> None:
         """Report an event to the membership, and perform the actions that it returns."""
@@ -271,6 +296,18 @@ class Supervisor:
                         record.handle is not None and self.launcher.nodes()
                     ):  # for local workers, `WorkerRecord.stuck` does this
                         record.handle.dump_stacks()
+                case membership.Retire():
+                    self._listener.retire(record)
+                case membership.Suspend():
+                    record.ready = False
+                    if record.handle is not None:
+                        record.handle.suspend()
+                    self._listener.parked(record)
+                case membership.Resume():
+                    record.ready = True
+                    if record.handle is not None:
+                        record.handle.resume()
+                    self._listener.resumed(record)
                 case membership.Lost():
                     record.ready = False
                     self._listener.lost(record)
@@ -288,6 +325,7 @@ class Supervisor:
     def _start_process(self, record: WorkerRecord, incarnation: int) -> None:
         self._drop_process(record)
         record.incarnation, record.ready, record.error, record.owes_reply = incarnation, False, None, False
+        record.returning = False
         record.silent_since = math.inf
         try:
             with typed_shortage(f"worker {record.worker} could not be started"):
@@ -342,7 +380,8 @@ class Supervisor:
         if record.error is None and not self.membership.stopping and not ended.blameless:
             record.blame(record.phase)
             record.error = record.died(ended)
-            self.emit_failure("lost", record.error)
+            is_parked = self.membership.members[record.worker].state is membership.State.PARKED
+            self.emit_failure("lost", record.error, "; it is parked, and is restarted when needed" if is_parked else "")
         self._event_loop.unregister(record.handle.exit_fd)
         self.act_on(membership.Ended(record.worker, ended.blameless))
         if ended.blameless:  # its node ended: batches continue without the worker until it rejoins

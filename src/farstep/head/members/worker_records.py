@@ -47,7 +47,12 @@ class WorkerRecord:
     shortage: ResourceError | None = None
     """Why its replacement could not be started yet."""
     owes_reply: bool = False
-    """Whether it has not yet answered a message with an agent or a call."""
+    """Whether it has not yet answered a message with an agent or a call, or `ReturnTickets`."""
+    returning: bool = False
+    """Whether it has not yet answered `ReturnTickets`. Until then it gets no ticket, so that its chunks stay in
+    order."""
+    announced: int = 0
+    """Number of the last announcement that it got (see `Server.announce`)."""
     num_messages: int = 0
     """Messages received from it, without heartbeats."""
     silent_since: float = math.inf

@@ -84,7 +84,8 @@ class Counters:
     def snapshot(self, server: Server, version: int, inference: str) -> dict[str, Any]:
         """All counters as plain data, as `ClusterEnv.stats` returns them."""
         members, tickets = server.supervisor.membership, server.tickets
-        absent, now = len(tickets.presence.absent), time.monotonic()
+        absent = sum(members.members[worker].state is not State.PARKED for worker in tickets.presence.absent)
+        now = time.monotonic()
         return {
             "steps": self.steps,
             "stagger_steps": self.stagger_steps,
@@ -99,7 +100,7 @@ class Counters:
                 "alive": members.count(State.ALIVE),
                 "starting": members.count(State.STARTING, State.CONSTRUCTING, State.WAITING) - absent,
                 "queued": absent - server.supervisor.launcher.spare(),
-                "parked": 0,
+                "parked": members.count(State.PARKED),
                 "lost": members.count(State.DYING),
                 "restarts": members.restarts,
                 "steps_per_second": self.workers.rates(now),

@@ -1,33 +1,53 @@
-"""Tracks which workers have a node and therefore take part in batches."""
+"""Tracks which workers take part in batches: those that have a node and are neither draining nor parked."""
 
 from __future__ import annotations
 
 
 class Presence:
-    """The present, draining and absent workers. A draining worker finishes its tickets before its node leaves.
+    """The present, retiring, parked, draining and absent workers.
+
+    A draining worker finishes its tickets before its node leaves. A retiring worker finishes its chunk before it is
+    parked.
 
     Args:
         num_workers: Number of all workers of the run.
-        quorum: Number of workers that must be present to continue.
+        quorum: Number of workers that must be present to continue, unless fewer are not parked.
     """
 
     def __init__(self, num_workers: int, quorum: int) -> None:
-        self._num_workers, self.quorum = num_workers, quorum
+        self._num_workers, self._quorum = num_workers, quorum
+        self.wanted = num_workers
+        """Number of workers that are not to be parked: the first ones."""
         self.absent: set[int] = set()
+        """Workers that have no node."""
+        self.parked: set[int] = set()
+        self.retiring: set[int] = set()
         self._draining: set[int] = set()
         self.departed: set[int] = set()
         """Workers that left since `Feed.members` last cleared this set."""
         self.changes = 0
-        """Increases whenever a worker joins, drains or leaves."""
+        """Increases whenever a worker joins, drains, retires, is parked or leaves."""
+
+    @property
+    def quorum(self) -> int:
+        """Number of workers that must be present to continue."""
+        return min(self._quorum, self._num_workers - len(self.parked))
 
     @property
     def present(self) -> set[int]:
-        """All workers except absent and draining ones."""
-        return set(range(self._num_workers)) - self.absent - self._draining
+        """All workers that take part: those with a node that are neither draining, retiring nor parked."""
+        return set(range(self._num_workers)) - self._out()
 
     @property
     def num_present(self) -> int:
-        return self._num_workers - len(self.absent) - len(self._draining)
+        return self._num_workers - len(self._out())
+
+    def _out(self) -> set[int]:
+        return self.absent | self.parked | self.retiring | self._draining
+
+    def is_away(self, worker: int) -> bool:
+        """Whether a worker gets no tickets until it joins: it is absent or parked."""
+        return worker in self.absent or worker in self.parked
 
     def leave(self, worker: int) -> None:
         self.absent.add(worker)
@@ -40,10 +60,22 @@ class Presence:
             self._draining.add(worker)
             self.changes += 1
 
-    def join(self, worker: int) -> bool:
-        """Mark a worker as present. Return whether it was absent."""
-        was_absent = worker in self.absent
-        self.changes += was_absent or worker in self._draining
-        self._draining.discard(worker)
+    def retire(self, worker: int) -> None:
+        """Count a worker as not present, because it is to be parked."""
+        if worker not in self.retiring and worker not in self.parked:
+            self.retiring.add(worker)
+            self.changes += 1
+
+    def park(self, worker: int) -> None:
+        self.retiring.discard(worker)
         self.absent.discard(worker)
-        return was_absent
+        self.parked.add(worker)
+        self.changes += 1
+
+    def join(self, worker: int) -> bool:
+        """Mark a worker as present. Return whether it was absent or parked."""
+        was_away = self.is_away(worker)
+        self.changes += was_away or worker in self._draining or worker in self.retiring
+        for workers in (self.absent, self.parked, self.retiring, self._draining):
+            workers.discard(worker)
+        return was_away

@@ -20,6 +20,7 @@ class IssuedTicket:
     round: int
     """Index of the ticket's round; -1 in a session without rounds."""
     lane: int
+    """Where the chunk is written; -1 if the chunk was copied, so that another chunk can use its lane."""
     min_version: int
     """Oldest version that the worker may act with."""
 
@@ -41,9 +42,11 @@ class FeedPlan:
 
     max_staleness: int | None = None
     """Maximum number of versions that a row may be behind when it is consumed; None: unlimited."""
-    actors: int | None = 1
-    """Number of workers whose windows form a batch; None: all present workers."""
+    windows: int | None = 1
+    """Number of windows that form a batch; None: one of each present worker."""
     chunks: int = 1
     """Chunks per window."""
     invited: Mapping[int, int] | None = None
     """Number of chunks that each worker may roll before the next `invite`; None: workers need no invitation."""
+    per_worker: int = 1
+    """Maximum number of windows of one worker in a batch."""

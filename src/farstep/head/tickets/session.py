@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from farstep.head.tickets.records import FeedPlan
+from farstep.head.tickets.records import FeedPlan, IssuedTicket
 
 
 @dataclass
@@ -43,8 +43,11 @@ class CollectionSession:
     """Number of rounds that the learner is done with; a multiple of `rollouts`."""
     since: dict[int, int] = field(default_factory=dict)
     """For each worker that joined during the session, the first round that includes it."""
+    unparked: set[int] = field(default_factory=set)
+    """Workers that joined after they were parked."""
     lanes: dict[int, list[int]] = field(default_factory=dict)
     """For each worker, its free lanes (only without rounds)."""
+    lanes_per_worker: int = 0
     held: Counter[int] = field(default_factory=Counter)
     """For each worker, the number of chunks that the learner holds (only without rounds)."""
     held_total: int = 0
@@ -91,6 +94,11 @@ class CollectionSession:
         self.issued[worker] = max([first, *(number + 1 for number in delivered)])
         gaps = set(range(first, self.issued[worker])) - delivered
         self.redo[worker].extend((number, number % self.rounds_ahead) for number in sorted(gaps))
+
+    def free_lane(self, ticket: IssuedTicket) -> None:
+        """Free the lane of a ticket, unless its chunk was set aside."""
+        if ticket.lane >= 0:
+            self.lanes[ticket.worker].append(ticket.lane)
 
     def consume(self, worker: int, chunks: int) -> None:
         """Record that the learner is done with chunks of a worker. Chunks of earlier sessions do not count."""

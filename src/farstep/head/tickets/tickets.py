@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -67,7 +68,8 @@ class Tickets:
         depth = (max_staleness or 0) + 1
         if num_chunks is None:
             return depth * rollouts
-        # Even if only the quorum is present, there must be a lane for every chunk of `depth` batches.
+        # Even if only the quorum is present, there must be a lane for every chunk of `depth` batches. If workers are
+        # parked later, see `crowded`.
         return max(depth, TICKETS_PER_WORKER, -(-depth * num_chunks // self.presence.quorum))
 
     def open(
@@ -91,7 +93,7 @@ class Tickets:
         """
         assert self._session is None, "cancel the session before opening another"
         session = CollectionSession(max_staleness, num_chunks, batches, rollouts, feed=feed)
-        lanes = self.lanes_needed(max_staleness, num_chunks, feed, rollouts)
+        lanes = session.lanes_per_worker = self.lanes_needed(max_staleness, num_chunks, feed, rollouts)
         for worker in range(self._workers):
             session.issued[worker] = 0
             session.redo[worker] = deque()
@@ -180,11 +182,11 @@ class Tickets:
         if session.num_chunks is None:
             ready = sorted(worker for worker in session.due if worker in available)
             granted = [issued for worker in ready for issued in self._rounds(session, worker, version)]
-            # Workers that are being restarted stay due. `join` adds absent workers when they return.
-            session.due = {worker for worker in session.due.difference(ready) if worker not in self.presence.absent}
+            # Workers that are being restarted stay due. `join` adds absent and parked workers when they return.
+            session.due = {worker for worker in session.due.difference(ready) if not self.presence.is_away(worker)}
             return granted
         wanted = session.num_chunks
-        if session.feed is not None and session.feed.actors is None:
+        if session.feed is not None and session.feed.windows is None:
             wanted = max(1, self.presence.num_present) * session.feed.chunks
         return self._first_come(session, wanted, available, version)
 
@@ -298,22 +300,54 @@ class Tickets:
         if (session := self._session) is not None:
             session.missing = None
             session.redo[worker].clear()
-            if session.feed is not None and session.feed.actors is None:
+            if session.feed is not None and session.feed.windows is None:
                 self.withdraw(worker)  # the next `invite` includes it again
 
     def drain(self, worker: int) -> None:
         """Count a worker as not present, because its node is about to leave. The worker finishes its open tickets."""
         self.presence.drain(worker)
 
-    def join(self, worker: int) -> None:
-        """Include a ready worker, from the first batch for which no other worker has a ticket.
+    def must_finish(self, worker: int) -> bool:
+        """Whether a retiring worker still gets tickets, to complete a window of a feed that it has begun.
 
-        If the other workers do not reach the quorum, include the worker already in the next batch, which needs it.
+        Otherwise the rows of the window would become stale, or triggers would get them together with newer ones.
         """
+        session = self._session
+        if session is None or session.feed is None or self._queue is None:
+            return False
+        requested = session.invited is not None and session.feed.windows is None and session.invited[worker] > 0
+        return requested or self._queue.is_inside(worker)
+
+    def returned(self, worker: int) -> None:
+        """Take back the open tickets of a worker, which has not started them. They count as never issued."""
+        for issued in [self._outstanding[seq] for seq in self._open[worker]]:
+            self._close(issued)
+            self._drop(issued, None)
+            self.issued -= 1
+        self._touch(worker)
+
+    def park(self, worker: int) -> None:
+        """Continue without a worker that is parked, until it joins again. Its accepted chunks stay."""
+        self.presence.park(worker)
+        if (session := self._session) is not None:
+            session.unparked.discard(worker)
+            session.missing = None
+            session.redo[worker].clear()
+
+    def join(self, worker: int) -> None:
+        """Include a ready worker that was absent or parked, from the first batch for which no other has a ticket.
+
+        If the other workers do not reach the quorum, include the worker already in the next batch, which needs it. A
+        worker that was parked does not count for the quorum of batches that others have begun.
+        """
+        was_parked = worker in self.presence.parked
         if self.presence.join(worker) and (session := self._session) is not None:
+            if was_parked:
+                session.unparked.add(worker)
             others = self._present(session) - {worker}
             begun = max((session.issued[other] for other in others), default=0)
-            first = session.taken if len(others) < self.presence.quorum else max(begun, session.taken)
+            needed = not was_parked and len(others) < self.presence.quorum
+            first = session.taken if needed else max(begun, session.taken)
             delivered = (a.ticket.round for a in self._arrived.values() if a.ticket.worker == worker)
             session.join(worker, first, delivered)
         self._touch(worker)
@@ -323,11 +357,12 @@ class Tickets:
         return {
             worker
             for worker in range(self._workers)
-            if worker not in self.presence.absent and session.since.get(worker, 0) <= session.taken
+            if not self.presence.is_away(worker) and session.since.get(worker, 0) <= session.taken
         }
 
-    def _drop(self, issued: IssuedTicket, cause: DropCause) -> None:
-        self.dropped[cause] += 1
+    def _drop(self, issued: IssuedTicket, cause: DropCause | None) -> None:
+        if cause is not None:
+            self.dropped[cause] += 1
         session = self._session
         if session is None:
             return
@@ -337,7 +372,7 @@ class Tickets:
             session.missing = None
             self._touch(issued.worker)
         else:
-            session.lanes[issued.worker].append(issued.lane)
+            session.free_lane(issued)
             if session.feed is not None:
                 session.voided.append((issued.worker, issued.seq))
             if session.invited is not None:
@@ -403,13 +438,31 @@ class Tickets:
             session.held = Counter(accepted.ticket.worker for accepted in batch)
             session.held_total = len(batch)
             for accepted in batch:  # the caller copies the chunks before it grants tickets
-                session.lanes[accepted.ticket.worker].append(accepted.ticket.lane)
+                session.free_lane(accepted.ticket)
         for accepted in batch:
             self._forget(accepted)
             self._touch(accepted.ticket.worker)
         session.taken += session.rollouts
         self.delivered += len(batch)
         return sorted(batch, key=lambda accepted: (accepted.ticket.worker, accepted.ticket.seq))
+
+    def crowded(self) -> list[AcceptedChunk]:
+        """The unread chunks that occupy all lanes of their worker, while all lanes of the present workers together are
+        too few for the session's batches, because workers were parked. The caller copies them and calls `set_aside`.
+        """
+        session = self._session
+        if session is None or session.num_chunks is None or session.feed is not None:
+            return []
+        if self.presence.num_present * session.lanes_per_worker >= session.depth * session.num_chunks:
+            return []
+        return [a for a in self._arrived.values() if a.ticket.lane >= 0 and not session.lanes[a.ticket.worker]]
+
+    def set_aside(self, accepted: AcceptedChunk, info: Any) -> None:
+        """Free the lane of an unread chunk, whose copy is in `info`."""
+        assert self._session is not None
+        self._session.lanes[accepted.ticket.worker].append(accepted.ticket.lane)
+        self._arrived[accepted.ticket.seq] = replace(accepted, ticket=replace(accepted.ticket, lane=-1), info=info)
+        self._touch(accepted.ticket.worker)
 
     def round_is_complete(self) -> bool:
         """Whether the next batch is complete: it has all chunks of the present workers, which must be a quorum."""
@@ -419,9 +472,13 @@ class Tickets:
             arrived = Counter(accepted.ticket.worker for accepted in self._of_next_batch(session))
             needed = {worker: session.rollouts - arrived[worker] for worker in self._present(session)}
             session.missing = {worker: count for worker, count in needed.items() if count}
-        if session.missing or len(self._arrived) < self.presence.quorum:
+        if session.missing:
             return False
-        return len({accepted.ticket.worker for accepted in self._of_next_batch(session)}) >= self.presence.quorum
+        late = sum(session.since.get(worker, 0) > session.taken for worker in session.unparked)
+        quorum = max(1, self.presence.quorum - late)
+        if len(self._arrived) < quorum:
+            return False
+        return len({accepted.ticket.worker for accepted in self._of_next_batch(session)}) >= quorum
 
     def _of_next_batch(self, session: CollectionSession) -> list[AcceptedChunk]:
         stop = session.taken + session.rollouts

@@ -47,10 +47,10 @@ class WorkerQueue:
             self._begun[worker] = begun
         if not self._may_roll(worker):
             return
-        inside = self._is_inside(worker)
+        inside = self.is_inside(worker)
         queue = self._completing if inside else self._beginning
         if len(queue) > 4 * len(self._open):
-            queue[:] = {key for key in queue if key == self._key(key[2]) and inside == self._is_inside(key[2])}
+            queue[:] = {key for key in queue if key == self._key(key[2]) and inside == self.is_inside(key[2])}
             heapq.heapify(queue)
         heapq.heappush(queue, self._key(worker))
 
@@ -65,7 +65,7 @@ class WorkerQueue:
         """The first up-to-date key of a heap whose worker may get a ticket."""
         while queue:
             worker = queue[0][2]
-            current = queue[0] == self._key(worker) and inside == self._is_inside(worker)
+            current = queue[0] == self._key(worker) and inside == self.is_inside(worker)
             if current and self._may_roll(worker) and worker in available:
                 return queue[0]
             heapq.heappop(queue)  # `update` queues the worker again when this changes
@@ -86,11 +86,11 @@ class WorkerQueue:
         if session.invited is not None and not session.invited[worker]:
             return False
         feed = session.feed
-        if feed is None or feed.max_staleness is None or self._is_inside(worker):
+        if feed is None or feed.max_staleness is None or self.is_inside(worker):
             return True
-        return self._chunks_of(worker) < session.depth * feed.chunks
+        return self._chunks_of(worker) < session.depth * feed.per_worker * feed.chunks
 
-    def _is_inside(self, worker: int) -> bool:
+    def is_inside(self, worker: int) -> bool:
         """Whether the worker's next chunk continues a window."""
         feed = self._session.feed
         if feed is None or feed.max_staleness is None:
@@ -100,10 +100,10 @@ class WorkerQueue:
     def _may_begin(self) -> bool:
         """Whether a worker may begin another window.
 
-        With `actors=None`, `_may_roll` limits each worker instead, so that windows of a departed worker in the buffer
+        With `windows=None`, `_may_roll` limits each worker instead, so that windows of a departed worker in the buffer
         do not block the others.
         """
         feed = self._session.feed
-        if feed is None or feed.max_staleness is None or feed.actors is None:
+        if feed is None or feed.max_staleness is None or feed.windows is None:
             return True
-        return self._begun_total < self._session.depth * feed.actors
+        return self._begun_total < self._session.depth * feed.windows

@@ -55,6 +55,12 @@ class _Child:
     """The worker's progress; sent to the head when the worker ends."""
     printed: bytearray = field(default_factory=bytearray)
     closed_output: bool = False
+    suspended: bool = False
+
+    def suspend(self, suspended: bool) -> None:
+        """Suspend the process, or let it continue."""
+        self.suspended = suspended
+        (self.process.suspend if suspended else self.process.resume)()
 
     def read(self) -> None:
         new = self.process.read_output()
@@ -128,7 +134,7 @@ class NodeDaemon:
                     self._leave_at, self._status = time.monotonic() + self._grace_s, RECLAIMED
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + n.BEAT_S
-                    _send(link, n.NodeBeat(self._node, self.running()) if self._is_known else hello)
+                    _send(link, self._beat() if self._is_known else hello)
                 if self._leave_at is not None and time.monotonic() > self._leave_at:
                     log.warning("the head did not release this node within %g s", self._grace_s)
                     break
@@ -138,6 +144,10 @@ class NodeDaemon:
         finally:
             self._end_children(link)
             link.close()
+
+    def _beat(self) -> n.NodeBeat:
+        suspended = [key for key, child in self._children.items() if child.suspended]
+        return n.NodeBeat(self._node, self.running(), suspended)
 
     def running(self) -> list[tuple[int, int]]:
         """Number and incarnation of each worker on this node."""
@@ -214,6 +224,9 @@ class NodeDaemon:
             case n.KillWorker():
                 if (child := self._children.get((message.worker, message.incarnation))) is not None:
                     child.process.kill()
+            case n.SuspendWorker():
+                if (child := self._children.get((message.worker, message.incarnation))) is not None:
+                    child.suspend(message.suspended)
             case n.DumpStacks():
                 if (child := self._children.get((message.worker, message.incarnation))) is not None:
                     child.process.dump_stacks()

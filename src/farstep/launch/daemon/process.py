@@ -189,8 +189,11 @@ class SpawnedProcess:
         return status
 
     def kill(self) -> None:
+        self.signal_group(signal.SIGKILL)
+
+    def signal_group(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, number)
 
     def send_signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -253,6 +256,14 @@ class WorkerProcess:
     def kill(self) -> None:
         if self._ended is None:
             self._child.kill()
+
+    def suspend(self) -> None:
+        if self._ended is None:
+            self._child.signal_group(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        if self._ended is None:
+            self._child.signal_group(signal.SIGCONT)
 
     def dump_stacks(self) -> None:
         self._child.send_signal(signal.SIGUSR2)

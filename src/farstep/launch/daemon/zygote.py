@@ -109,6 +109,9 @@ class Child(Protocol):
     def kill(self) -> None:
         """Kill the process group."""
 
+    def signal_group(self, number: int) -> None:
+        """Send a signal to the process group, if the process has started."""
+
     def send_signal(self, number: int) -> None:
         """Send a signal to the process, if it still runs."""
 
@@ -188,13 +191,17 @@ class ForkedProcess:
         """Kill the process group. If the worker has not been forked yet, it will not be."""
         self._is_killed = True
         if self.pid:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+            self.signal_group(signal.SIGKILL)
             return
         with contextlib.suppress(OSError):
             self._reports.shutdown(socket.SHUT_WR)
         if not self._zygote.is_ready or not _is_readable(self._reports.fileno(), _REAP_S):
             self._zygote.kill()  # it still imports, or is stuck
+
+    def signal_group(self, number: int) -> None:
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
 
     def send_signal(self, number: int) -> None:
         if self._pidfd >= 0:

@@ -74,7 +74,7 @@ def check_critic(config: _TrainsCritic, weight: str) -> None:
     check_counts(config, "critic_warmup_updates", minimum=0)
     updates, rate = config.critic_warmup_updates, "learning_rate" if config.value_lr is None else "value_lr"
     for name in (weight, rate):
-        if updates and not getattr(config, name):
+        if updates and getattr(config, name) == 0:
             raise ConfigError(
                 f"critic_warmup_updates is {updates} with {name}=0, so these updates would change nothing; set {name} "
                 "above 0, or critic_warmup_updates to 0."

@@ -130,6 +130,8 @@ class BufferCheckpoints:
             f"a checkpoint of the full replay buffer takes {needed / _MIB:,.1f} MiB in {self._folder}; one is written "
             f"every {self._config.buffer_checkpoint_s:g} s and at the end, next to the one before"
         )
+        if (stack := buffer.options.frame_stack) is not None:
+            text += f" (each of {stack.num_frames} stacked frames is stored once)"
         if free < 2 * needed:
             self._emit(
                 "warned",

@@ -23,6 +23,10 @@ class LoopConfig:
 
     buffer_size: int = 100_000
     """Rows (transitions) that the replay buffer holds; the oldest are evicted. Memory is allocated before training."""
+    frame_stack: int | None = None
+    """Frames per stacked image observation. The buffer stores each frame once, so that a row takes the memory of one
+    frame; samples stay the same. None: the number that FrameStackObservation or EnvPool uses; 0: store whole
+    observations."""
     learning_starts: int = 1_000
     """Rows in the buffer before the first update."""
     batch_size: int = 128
@@ -44,6 +48,10 @@ class LoopConfig:
     def __post_init__(self) -> None:
         check_counts(self, "buffer_size", "learning_starts", "batch_size", "num_steps", "publish_every", "report_every")
         check_numbers(self, buffer_checkpoint_s=(0, inf))
+        if self.frame_stack:
+            check_counts(self, "frame_stack")
+        if self.frame_stack == 1:
+            raise ConfigError("frame_stack is 1; a stack has at least 2 frames, and 0 stores whole observations.")
         if self.learning_starts > self.buffer_size:
             raise ConfigError(
                 f"learning_starts is {self.learning_starts}, more than the {self.buffer_size} rows that the buffer "

@@ -33,6 +33,7 @@ from farstep.learners.replay.buffer_checkpoints import BufferCheckpoints
 from farstep.learners.replay.collected import Collected
 from farstep.learners.replay.config import LoopConfig
 from farstep.learners.replay.episodes import CompleteEpisodes
+from farstep.learners.replay.frame_stacks import frame_stack_of
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
 from farstep.workflow.triggers.messages import Message
 from farstep.workflow.workflow import Workflow
@@ -137,6 +138,7 @@ class ReplayLoop:
                     self._algorithm.sampler,
                     limiter=limiter,
                     pooled=_is_concurrent(self._config, env),
+                    frame_stack=frame_stack_of(self._config, env),
                     seed=self._seed,
                 )
                 session = self._open(env, loop, stack.enter_context(buffer), checkpoints, stack)

@@ -48,7 +48,12 @@ STATS_GROUPS = (
                 kind="counter",
                 unit="chunks",
             ),
-            _head("rolled", "tickets issued, also those of resets", kind="counter", unit="tickets"),
+            _head(
+                "rolled",
+                "tickets issued, also those of resets, without those that parked workers returned unused",
+                kind="counter",
+                unit="tickets",
+            ),
             _head(
                 "delivered", "tickets whose rows, or resets, were delivered and not dropped afterwards", unit="tickets"
             ),
@@ -78,7 +83,11 @@ STATS_GROUPS = (
             METRICS["workers/alive"],
             _head("workers/starting", "workers that connect or construct environments", unit="workers"),
             _head("workers/queued", "workers that wait for a node", unit="workers"),
-            _head("workers/parked", "unused, always 0", unit="workers"),
+            _head(
+                "workers/parked",
+                "workers that are suspended ([elasticity](elasticity.md)), or were killed meanwhile",
+                unit="workers",
+            ),
             _head("workers/lost", "workers that are being ended", unit="workers"),
             METRICS["workers/restarts"],
             _head(

@@ -58,7 +58,7 @@ class _Connection:
         # the worker requested, mostly weights, so the queue stays small.
         self.socket.rcvhwm = 0
         enable_heartbeats(self.socket, lease_s)
-        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _BROKEN)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _BROKEN)
         self.connected, self.disconnected_at = False, time.monotonic()
         """When the connection broke, or when the socket was made; infinite while the socket is connected."""
         self.broken_at = math.inf
@@ -67,8 +67,8 @@ class _Connection:
     def poll_events(self) -> bool:
         """Read new events. Return whether a connection was established since the last call."""
         established = False
-        while self._monitor.poll(0):
-            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+        while self.monitor.poll(0):
+            event = parse_monitor_message(self.monitor.recv_multipart())["event"]
             self.connected, now = event == zmq.EVENT_HANDSHAKE_SUCCEEDED, time.monotonic()
             self.disconnected_at = math.inf if self.connected else min(self.disconnected_at, now)
             self.broken_at = math.inf if self.connected else min(self.broken_at, now)
@@ -77,7 +77,7 @@ class _Connection:
 
     def close(self, linger_ms: int | None = None) -> None:
         self.socket.disable_monitor()
-        self._monitor.close(linger=0)
+        self.monitor.close(linger=0)
         self.socket.close(linger_ms)
 
 
@@ -204,7 +204,12 @@ class DealerLink:
                     return Received([frame.buffer for frame in frames])
             if (left := deadline - time.monotonic()) <= 0:
                 return None
-            self.wait((), min(left, 1.0))
+            self.wait((), min(left, self._check_s()))
+
+    def _check_s(self) -> float:
+        """Seconds until connections must be checked again, although no message has arrived."""
+        broken = self._bulk is not None and self._bulk.broken_at < math.inf
+        return _RETRY_MS / 1000 if broken else 1.0
 
     def _service(self, channel: ReliableChannel) -> None:
         """Receive the packets that have arrived, and send acknowledgements and other packets that are due."""
@@ -229,7 +234,7 @@ class DealerLink:
     def wait(self, fds: Sequence[int], timeout_s: float) -> None:
         """Block until a message arrives, one of these descriptors is readable, or `timeout_s` has passed."""
         poller = zmq.Poller()
-        for readable in (*self.sockets, *fds):
+        for readable in (*self.sockets, *self._monitors, *fds):
             poller.register(readable, zmq.POLLIN)
         poller.poll(math.ceil(timeout_s * 1000))
 
@@ -237,6 +242,11 @@ class DealerLink:
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """The sockets to poll, for a caller that waits for many links at once."""
         return [self._socket] if self._bulk is None else [self._socket, self._bulk.socket]
+
+    @property
+    def _monitors(self) -> list[zmq.Socket[bytes]]:
+        """Sockets that report restored connections, which `_service` must handle at once: lost data is resent then."""
+        return [self._main.monitor, self._bulk.monitor] if self._bulk is not None else []
 
     def is_connected(self) -> bool:
         """Whether the link is connected to the authenticated head."""

@@ -23,6 +23,7 @@ from farstep.rollout.progress import ACT, COUNT, EPISODES, PHASE, RESET, SLOT, S
 from farstep.rollout.rows import Rows, Slots, with_nan
 from farstep.rollout.sources import Source
 from farstep.schema import Schema, leaves, space_schema
+from farstep.worker.hosting.frame_stacks import stacked_frames
 from farstep.worker.hosting.single_envs import SingleEnvs, as_info, explain_step, outside
 
 Space = gymnasium.spaces.Space[Any]
@@ -44,6 +45,9 @@ class SavedSlot:
 
 class Host:
     """Base class of hosts in workers that act: the slots and their latest observations, with which a chunk starts."""
+
+    frame_stack = 0
+    """Frames per stacked observation; 0: observations are not stacked, as far as known."""
 
     def __init__(
         self, spaces: tuple[Space, Space], slots: Slots, progress: memoryview, info_keys: Sequence[str] = ()
@@ -155,6 +159,7 @@ class HostedEnvs(Host):
 
     def __init__(self, source: Source, slots: Slots, progress: memoryview) -> None:
         self._envs = SingleEnvs(source, len(slots.roots), progress)
+        self.frame_stack = stacked_frames(self._envs.envs[0])
         super().__init__(self._envs.spaces, slots, progress, source.info_keys)
         self._single = self._obs if isinstance(self._obs, str) else None
         self._steps = [env.step for env in self._envs.envs]

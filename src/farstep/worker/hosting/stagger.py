@@ -29,6 +29,17 @@ class StaggerSchedule:
         """Restart all slots at this row; the next rollout computes new offsets."""
         self._origin, self._offsets = row, None
 
+    def catch_up(self, clock: int, row: int) -> bool:
+        """Make `clock(row)` return `clock`, because other workers rolled meanwhile. Return whether this is a change."""
+        behind = (clock - self.clock(row)) % self.horizon
+        self._origin -= behind
+        return behind > 0
+
+    @property
+    def has_offsets(self) -> bool:
+        """Whether a rollout has computed the offsets."""
+        return self._offsets is not None
+
     def fix_offsets(self, slots: Slots, steps: int) -> None:
         """Compute the offsets for rollouts of `steps` rows. Further calls have no effect until `restart`."""
         if self._offsets is None:
@@ -59,6 +70,7 @@ def offsets_of(stagger: Stagger, slots: Slots, num_slots: int, steps: int) -> Ar
         drawn = [offset_generator(root, first + i).integers(horizon) for i, root in enumerate(slots.roots)]
         return np.array(drawn, np.int64)
     groups = num_groups(stagger, num_slots, steps)
-    # Group sizes differ by at most one; floor(i / floor(N / G)) would put the whole remainder into the last group.
-    group = np.arange(first, first + len(slots.roots)) * groups // num_slots
+    # Dealt round-robin, so that every worker has slots of all groups: if the last workers are parked, the sizes of
+    # the groups still differ by at most one.
+    group = np.arange(first, first + len(slots.roots)) % groups
     return group * (horizon // groups)

@@ -1,8 +1,8 @@
 """Hosts for `EnvConfig.stagger`: the episodes of their environments are spread over the horizon (`stagger.py`).
 
 Normally an episode starts when the previous episode of its slot ends. A slot is out of phase if its episode started for
-another reason: a first start, a reset, a replaced worker or a failed environment. Before the next rollout, the host
-advances the slot to the episode step that the schedule prescribes.
+another reason: a first start, a reset, a replaced or parked worker or a failed environment. Before the next rollout,
+the host advances the slot to the episode step that the schedule prescribes.
 """
 
 from __future__ import annotations
@@ -53,6 +53,20 @@ class Staggered(Host):
     def _advance_slots(self, actor: Actor, check_cancelled: CheckCancelled) -> None:
         raise NotImplementedError
 
+    def reenter(self, clock: int) -> bool:
+        """Bring slots to the phase that is due now, because the worker was suspended while others rolled.
+
+        Args:
+            clock: The schedule's clock of the other workers.
+
+        Returns:
+            Whether episodes in progress were abandoned, so that the next rows do not continue the last ones.
+        """
+        return self._schedule.catch_up(clock, self.slots.total_rows) and self._schedule.has_offsets and self._reenter()
+
+    def _reenter(self) -> bool:
+        raise NotImplementedError
+
     def reset(self, mask: Array | None, roots: list[int] | None, options: Info | None) -> None:
         if mask is None:
             self._schedule.restart(self.slots.total_rows)
@@ -88,6 +102,20 @@ class StaggeredEnvs(HostedEnvs, Staggered):
         super()._start(chosen, options)
 
     # ---- bringing slots into phase ----
+
+    def _reenter(self) -> bool:
+        """With init="clock", end episodes in progress at the next gate; otherwise abandon them."""
+        if self._schedule.stagger.init == "clock":
+            for i in range(self.num_envs):
+                self._set_due(i, self._gate(i, self.slots.total_rows))
+            return False
+        for i in range(self.num_envs):
+            if self._waiting[i]:
+                self._wake(i)
+                self.slots.started[i] = False  # the next episode has not started, so it must not be skipped
+            elif self.slots.started[i]:
+                self.slots.skip(i)
+        return True
 
     def _advance_slots(self, actor: Actor, check_cancelled: CheckCancelled) -> None:
         now, init = self.slots.total_rows, self._schedule.stagger.init
@@ -246,6 +274,14 @@ class StaggeredVector(HostedVector, Staggered):
     def _start(self, chosen: Array, options: Info | None) -> None:
         self._out_of_phase |= chosen
         super()._start(chosen, options)
+
+    def _reenter(self) -> bool:
+        """End episodes in progress when the next ones of their groups are due."""
+        now = self.slots.total_rows
+        for i in range(self.num_envs):
+            self._first_row[i] = self.slots.start_row[i]
+            self._first_length[i] = now - self.slots.start_row[i] + self._horizon - self._schedule.phase(i, now)
+        return False
 
     def _advance_slots(self, actor: Actor, check_cancelled: CheckCancelled) -> None:
         now = self.slots.total_rows

@@ -20,6 +20,7 @@ from farstep.rollout.rows import Slots
 from farstep.rollout.sources import Source
 from farstep.schema import leaf_names, leaves, nest, space_schema
 from farstep.worker.hosting.base import Host, Info
+from farstep.worker.hosting.frame_stacks import stacked_frames
 from farstep.worker.hosting.single_envs import check_dtypes
 
 
@@ -30,6 +31,7 @@ class HostedVector(Host):
         self._source = source
         self.env = _build(source, slots, progress)
         self._pool = source.type == "envpool"
+        self.frame_stack = stacked_frames(self.env)
         if self._pool:
             self.mode = AutoresetMode.NEXT_STEP
             spaces = self.env.observation_space, self.env.action_space

@@ -41,6 +41,10 @@ class Probing:
         """The divergences since the last pull, newest first; infinite if a divergence could not be measured."""
         return tuple(self._divergences)
 
+    def clear(self) -> None:
+        """Discard the divergences."""
+        self._divergences.clear()
+
     def remember(self, index: int, version: int, rows: Rows, steps: int) -> None:
         """Copy the rows of a complete chunk that a later probe may use."""
         self.recent.add(probe_rows_of(self._comparison, index, version, rows, steps, self._rows))

@@ -41,6 +41,8 @@ class WeightSync:
         """The running divergence of the current weights; None if the rule measures none."""
         self._pulled_at = time.monotonic()
         self._totals = PullTotals()
+        self._was_suspended = False
+        """Whether the worker was suspended since its last chunk, so that it may have missed probes."""
 
     def close(self) -> None:
         """Release the source of weights and discard measurements, because the agent is being replaced."""
@@ -58,6 +60,12 @@ class WeightSync:
         self.probing.compare(probe, frames, actor.version)
         self._words[PHASE] = Phase.IDLE
 
+    def resumed(self) -> None:
+        """Discard the running divergence, because the worker was suspended."""
+        self._was_suspended = True
+        if self.probing is not None:
+            self.probing.clear()
+
     def pull_if_needed(self, ticket: m.Ticket, actor: Actor | None) -> None:
         """Pull weights if the sync rule decides to, or if the current weights are too old for the ticket.
 
@@ -68,7 +76,11 @@ class WeightSync:
             return
         # A divergence that cannot be measured counts as infinite.
         divergences = self.probing.divergences if self.probing is not None else (math.inf,) * (probes_of(self.rule) > 0)
-        state = SyncState(actor.version, self.weights.newest(), time.monotonic() - self._pulled_at, divergences)
+        newest = self.weights.newest()
+        if self._was_suspended and self.probing is not None and newest > max(actor.version, self.probing.compared):
+            divergences = (math.inf, *divergences)  # it missed the probe of the newest version
+        self._was_suspended = False
+        state = SyncState(actor.version, newest, time.monotonic() - self._pulled_at, divergences)
         wanted = self._should_pull(state)
         self.passed = self._counts_as(state)
         if wanted or self.passed < ticket.min_version:

@@ -85,6 +85,59 @@ class ReadyActors:
         return list(found)
 
 
+class ArrivedWindows:
+    """The complete windows of all actors that a trigger has not consumed, in order of arrival.
+
+    The time of an update is proportional to the number of windows that became complete since the last update.
+
+    Args:
+        state: The ledger.
+        size: Steps per window.
+        keys: The keys that must be written; None: all keys.
+    """
+
+    def __init__(self, state: Ledger, size: int, keys: Sequence[str] | None) -> None:
+        self.state, self._size, self._keys = state, size, keys
+        self._checked_to = -1
+        self._queue: list[tuple[int, int, Actor, int]] = []
+        """A heap of (arrival, index, actor, first step)."""
+        self._queued_to: dict[Actor, int] = {}
+        """For each actor, the first step that is in no queued window; missing: its first step that was not consumed."""
+        self._pushed = 0
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def update(self, first_of: Callable[[Actor], int]) -> None:
+        """Queue the windows that became complete. `first_of` returns the first step that was not consumed."""
+        for actor in self.state.touched_since(self._checked_to):
+            start = self._queued_to.get(actor, first_of(actor))
+            while (arrival := self.state.reached(actor, start + self._size, self._keys)) is not None:
+                self._pushed += 1
+                heapq.heappush(self._queue, (arrival, self._pushed, actor, start))
+                start += self._size
+            self._queued_to[actor] = start
+        self._checked_to = self.state.changes
+
+    def recheck(self, actor: Actor) -> None:
+        """Remove an actor's windows, because some of its steps were withdrawn; the next `update` queues them again."""
+        self._queue = [entry for entry in self._queue if entry[2] != actor]
+        heapq.heapify(self._queue)
+        self._queued_to.pop(actor, None)
+
+    def first(self, n: int) -> list[tuple[Actor, int]]:
+        """Return actor and first step of the `n` windows that were complete first."""
+        found = [heapq.heappop(self._queue) for _ in range(n)]
+        for entry in found:
+            heapq.heappush(self._queue, entry)
+        return [(actor, start) for _, _, actor, start in found]
+
+    def remove(self, n: int) -> None:
+        """Remove the first `n` windows."""
+        for _ in range(n):
+            heapq.heappop(self._queue)
+
+
 class NewestSteps(ReadyActors):
     """For replay: the newest `size` steps of each actor that has written at least `size` steps with all of `keys`."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -12,10 +12,11 @@ from farstep.errors import ConfigError, unknown_name
 from farstep.workflow.triggers.fragments import Fragments
 from farstep.workflow.triggers.ledger import Actor, Ledger
 from farstep.workflow.triggers.messages import LazyMessage, Message
-from farstep.workflow.triggers.ready_actors import NewestSteps, ReadyActors
+from farstep.workflow.triggers.ready_actors import ArrivedWindows, NewestSteps, ReadyActors
 from farstep.workflow.triggers.trigger import Trigger
 
 Unit = Literal["seconds", "env_steps", "learner_steps"]
+Counted = Literal["actors", "windows"]
 
 
 class DataKeyTrigger(Trigger):
@@ -24,6 +25,10 @@ class DataKeyTrigger(Trigger):
     The message has `actor_ids`, the `n` actors that became ready first; `start`, the first step of each actor's window;
     `size`; `keys`; and `versions`, the oldest and newest version of each window. A step of an actor is one row of all
     its environments.
+
+    With `of="windows"`, the trigger counts windows of `size` steps instead of actors. It fires for the first `n`
+    windows to be complete, in order of arrival, so a slow actor does not delay a fast one. `actor_ids` names an actor
+    once for each of its windows, and the windows of an actor are in the order of its steps.
 
     `n="all"` waits for all present actors. When an actor leaves, the trigger stops waiting for it. The next messages
     include the complete windows of this actor; the steps of its incomplete window are dropped.
@@ -36,11 +41,12 @@ class DataKeyTrigger(Trigger):
     after every `k` new steps of all actors together. `start` is the first of each actor's newest `size` steps.
 
     Args:
-        n: Number of actors to wait for, or `"all"`.
-        size: Steps per actor, at least 1.
+        n: Number of actors (or windows, see `of`) to wait for, or `"all"`.
+        size: Steps per actor or window, at least 1.
         keys: Names of the arrays that must have arrived, or stages (a sequence of such names per stage); default: all.
         consume: Whether each step is consumed once; False: for replay. Default: True.
         min_new: For replay: number of new steps per firing.
+        of: What `n` counts: `"actors"`, each with one window, or `"windows"` of any actors. Default: actors.
 
     Raises:
         ConfigError: An argument is invalid, or the arguments contradict each other.
@@ -53,9 +59,13 @@ class DataKeyTrigger(Trigger):
         keys: Sequence[str] | Sequence[Sequence[str]] | None = None,
         consume: bool = True,
         min_new: int | None = None,
+        of: Counted = "actors",
     ) -> None:
-        self.n: int | None = None if n == "all" else _whole(self, "n", n, "a number of actors", ' (or "all")')
-        """Number of actors to wait for; None: all present actors."""
+        if of not in get_args(Counted):
+            raise ConfigError(unknown_name("of of DataKeyTrigger", str(of), get_args(Counted)))
+        self.of = of
+        self.n: int | None = None if n == "all" else _whole(self, "n", n, f"a number of {of}", ' (or "all")')
+        """Number of actors or windows to wait for; None: all present actors."""
         self.size = _whole(self, "size", size, "a number of steps")
         self.staged = keys is not None and not isinstance(keys, str) and not any(isinstance(key, str) for key in keys)
         self.stages: tuple[tuple[str, ...] | None, ...] = (None,)
@@ -72,6 +82,11 @@ class DataKeyTrigger(Trigger):
                 f"DataKeyTrigger has stages, {self.stages}, and consume=False; only consumed steps have stages. "
                 "For replay, list all keys in one sequence."
             )
+        if of == "windows" and (self.n is None or self.staged or not consume):
+            raise ConfigError(
+                f"DataKeyTrigger has of='windows' with n={n!r}, keys={keys!r} and consume={consume!r}; expected n as a "
+                "number of windows, without stages and consume=False. Leave out of to count actors."
+            )
         self._consumed_to: dict[Actor, int] = {}
         """For each actor, the first step that was not consumed."""
         self._cuts: dict[Actor, list[int]] = {}
@@ -83,26 +98,42 @@ class DataKeyTrigger(Trigger):
         """For replay: number of steps of all actors that were already counted as new."""
         self._ready: ReadyActors | None = None
         self._newest: NewestSteps | None = None
+        self._windows: ArrivedWindows | None = None
 
     def __repr__(self) -> str:
         keys = self.stages if self.staged else self.stages[0]
         replay = "" if self.min_new is None else f", consume=False, min_new={self.min_new}"
         n = "'all'" if self.n is None else self.n
-        return f"DataKeyTrigger(n={n}, size={self.size}, keys={keys}{replay})"
+        of = "" if self.of == "actors" else f", of={self.of!r}"
+        return f"DataKeyTrigger(n={n}, size={self.size}, keys={keys}{replay}{of})"
+
+    @property
+    def min_actors(self) -> int | None:
+        """The number of actors without which the trigger cannot fire; None: all present actors."""
+        return self.n if self.of == "actors" else 1
+
+    @property
+    def windows_per_actor(self) -> int:
+        """The largest number of windows of one actor in a message."""
+        return 1 if self.of == "actors" or self.n is None else self.n
 
     def ready(self, state: Ledger) -> Message | None:
         if self.min_new is not None:
             return self._ready_for_replay(state, self.min_new)
+        if self.of == "windows":
+            assert self.n is not None
+            windows = self._windows_of(state)
+            windows.update(self.start_of)
+            return self._message(state, windows.first(self.n)) if len(windows) >= self.n else None
         ready = self._ready_of(state)
         for actor in ready.to_check():
             ready.put(actor, state.reached(actor, self.start_of(actor) + self.size, self.stages[0]))
             self._open.update(state, actor)
         if (fragment := self._open.first_ready()) is not None:
-            return self._message(state, fragment.starts, fragment.stage, fragment.number)
+            return self._message(state, list(fragment.starts.items()), fragment.stage, fragment.number)
         if not ready.has(self.n):
             return None
-        starts = {actor: self.start_of(actor) for actor in ready.first(self.n)}
-        return self._message(state, starts, 0, self._fragments)
+        return self._message(state, [(actor, self.start_of(actor)) for actor in ready.first(self.n)])
 
     def _ready_for_replay(self, state: Ledger, min_new: int) -> Message | None:
         newest = self._newest_of(state)
@@ -121,6 +152,11 @@ class DataKeyTrigger(Trigger):
             self._ready = ReadyActors(state)
             self._open.reset()
         return self._ready
+
+    def _windows_of(self, state: Ledger) -> ArrivedWindows:
+        if self._windows is None or self._windows.state is not state:
+            self._windows = ArrivedWindows(state, self.size, self.stages[0])
+        return self._windows
 
     def _newest_of(self, state: Ledger) -> NewestSteps:
         if self._newest is None or self._newest.state is not state:
@@ -169,9 +205,11 @@ class DataKeyTrigger(Trigger):
         return {actor: round(share * steps) for actor, steps in written.items()}
 
     def _recheck(self, actors: Iterable[Actor]) -> None:
-        if self._ready is not None:
-            for actor in actors:
+        for actor in actors:
+            if self._ready is not None:
                 self._ready.recheck(actor)
+            if self._windows is not None:
+                self._windows.recheck(actor)
 
     def withdrew(self, state: Ledger, actor: Actor) -> None:
         """Handle the loss of an actor's incomplete steps. Stages that have fired for these steps fire again.
@@ -218,17 +256,20 @@ class DataKeyTrigger(Trigger):
         if self.min_new is None:
             self._open.clear()
             self._consumed_to = {actor: state.written(actor, self.stages[0]) for actor in state.actors}
-            self._ready = None
+            self._ready = self._windows = None
 
-    def _message(self, state: Ledger, starts: Mapping[Actor, int], stage: int, fragment: int) -> Message:
+    def _message(
+        self, state: Ledger, starts: Sequence[tuple[Actor, int]], stage: int = 0, fragment: int | None = None
+    ) -> Message:
         keys = self.stages[stage]
         message = {
-            "actor_ids": tuple(starts),
-            "start": tuple(starts.values()),
+            "actor_ids": tuple(actor for actor, _ in starts),
+            "start": tuple(start for _, start in starts),
             "size": self.size,
             "keys": state.keys if keys is None else keys,
-            "versions": tuple(state.span(actor, start, start + self.size, keys) for actor, start in starts.items()),
+            "versions": tuple(state.span(actor, start, start + self.size, keys) for actor, start in starts),
         }
+        fragment = self._fragments if fragment is None else fragment
         return {**message, "stage": stage, "fragment": fragment} if self.staged else message
 
     def consume(self, state: Ledger, message: Message) -> None:
@@ -239,15 +280,18 @@ class DataKeyTrigger(Trigger):
         elif (fragment := self._open.get(message.get("fragment"))) is not None:
             self._recheck(self._open.set_stage(fragment, fragment.stage + 1))
         else:
-            starts = dict(zip(message["actor_ids"], message["start"], strict=True))
+            starts = dict(zip(message["actor_ids"], message["start"], strict=True))  # the last window of each actor
             self._consumed_to.update((actor, start + self.size) for actor, start in starts.items())
+            if self.of == "windows":
+                self._windows_of(state).remove(len(message["actor_ids"]))
+                return
             if len(self.stages) > 1:
                 self._open.add(self._fragments, starts)
             self._recheck(starts)
             self._fragments += 1
 
     def resume(self, state: Ledger, paused_s: float) -> None:
-        self._ready = self._newest = None  # the keys of the ledger may have changed
+        self._ready = self._newest = self._windows = None  # the keys of the ledger may have changed
 
 
 @dataclass(eq=False)

@@ -1,0 +1,192 @@
+"""Parking through node daemons. Nodes are processes of this machine, as in contract/test_nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import farstep
+from farstep.config.launch import SSHConfig
+from farstep.testing import CountingEnv, TableAgent
+from tests.cluster.checks import assert_balanced, cluster, eventually, within
+from tests.cluster.parking import Trajectories, scaling_at_random, settled, state_of
+from tests.cluster.parking_head import TellingEnv
+from tests.cluster.tables import ENDLESS, helper
+
+ROOT = Path(__file__).parents[2]
+SHELL = """#!/bin/sh
+shift
+exec sh -c "$*"
+"""
+
+
+def shell_in(folder: Path) -> str:
+    shell = folder / "shell"
+    shell.write_text(SHELL)
+    shell.chmod(0o755)
+    return str(shell)
+
+
+def on_nodes(
+    folder: Path, nodes: int, most: int, workers: int = 2, env: Any = CountingEnv, lease_s: float = 4.0
+) -> farstep.ClusterEnv:
+    """A cluster of nodes with one environment per worker; the episodes of `CountingEnv` never end."""
+    config = SSHConfig(
+        hosts=[f"host{i}" for i in range(most)],
+        ssh=(shell_in(folder),),
+        nodes=nodes,
+        min_nodes=1,
+        max_nodes=most,
+        workers_per_node=workers,
+        lease_s=lease_s,
+    )
+    return cluster(env, envs=workers, config=config, env_kwargs=ENDLESS)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is not a zombie that nobody has waited for."""
+    try:
+        return state_of(pid) != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.timeout(120)
+def test_workers_on_nodes_are_parked_and_unparked_without_loss(tmp_path: Path) -> None:
+    with on_nodes(tmp_path, 2, 2) as env:
+        eventually(lambda: env.stats()["workers"]["alive"] == 4)
+        agent, seen = TableAgent(), Trajectories()
+        with helper(scaling_at_random(env, seen, 25, 1)) as scaler:
+            while scaler.is_alive():
+                seen.add(env.collect(agent, steps=4))
+        stream = env.stream(agent, steps=4, max_staleness=2)
+        with helper(scaling_at_random(env, seen, 25, 2)) as scaler:
+            for batch in stream:
+                seen.add(batch)
+                if not scaler.is_alive():
+                    break
+        stats = env.stats()
+        assert_balanced(stats)
+        assert not stats["dropped"] and not stats["workers"]["restarts"]
+        stream.close()
+
+
+@pytest.mark.timeout(120)
+def test_scale_to_more_workers_than_the_nodes_have_requests_nodes(tmp_path: Path) -> None:
+    with on_nodes(tmp_path, 1, 2) as env:
+        agent, seen = TableAgent(), Trajectories()
+        seen.add(env.collect(agent, steps=2))
+        env.scale(workers=3)
+        within(lambda: add_until(env, seen, columns=3))
+        stats = settled(env, parked=1)
+        assert len(stats["nodes"]) == 2 and stats["workers"]["queued"] == 0
+        assert [event.worker for event in env.events("parked")] == [3]
+        env.scale(workers=1)
+        within(lambda: add_until(env, seen, columns=1))
+        assert len(settled(env, parked=3)["nodes"]) == 2  # none is released
+        env.scale(nodes=1)  # all its workers run, and the parked workers of the other node end
+        within(lambda: add_until(env, seen, columns=2))
+        eventually(lambda: len(env.stats()["nodes"]) == 1)
+        assert not env.events(["lost", "stuck"]) and not env.stats()["workers"]["restarts"]
+
+
+def add_until(env: farstep.ClusterEnv, seen: Trajectories, columns: int) -> None:
+    while seen.columns[-1] != columns:
+        seen.add(env.collect(TableAgent(), steps=2))
+
+
+@pytest.mark.timeout(120)
+def test_parked_worker_outlives_its_connection_and_the_lease(tmp_path: Path) -> None:
+    """A suspended process answers no heartbeat: the head closes its connection. The daemon reports it as running."""
+    with on_nodes(tmp_path, 1, 1, lease_s=2) as env:
+        agent, seen = TableAgent(), Trajectories()
+        seen.add(env.collect(agent, steps=2))
+        env.scale(workers=1)
+        settled(env, parked=1)
+        ends = time.monotonic() + 2.5
+        while time.monotonic() < ends:
+            seen.add(env.collect(agent, steps=2))
+        env.scale(workers=2)
+        within(lambda: add_until(env, seen, columns=2), 30)
+        assert not env.events(["lost", "stuck", "restarted"])
+        assert_balanced(env.stats())
+
+
+@pytest.mark.timeout(120)
+def test_node_that_is_lost_with_parked_workers_is_replaced_when_they_are_needed(tmp_path: Path) -> None:
+    with on_nodes(tmp_path, 2, 2, workers=1) as env:
+        agent = TableAgent()
+        eventually(lambda: env.stats()["workers"]["alive"] == 2)
+        env.scale(workers=1)
+        settled(env, parked=1)
+        os.kill(env.stats()["nodes"][1]["pid"], signal.SIGKILL)
+        eventually(lambda: any("was silent" in e.text or "is lost" in e.text for e in env.events("lost")), 30)
+        assert env.collect(agent, steps=2).slots.tolist() == [0]
+        assert env.stats()["workers"]["parked"] == 1 and env.stats()["workers"]["queued"] == 0
+        env.scale(workers=2)
+        eventually(lambda: env.stats()["workers"]["alive"] == 2)
+        assert env.collect(agent, steps=2).slots.tolist() == [0, 1]
+        assert not env.stats()["workers"]["restarts"]  # the node is to blame
+
+
+@pytest.mark.timeout(120)
+def test_node_that_its_engine_reclaims_ends_with_its_parked_workers(tmp_path: Path) -> None:
+    with on_nodes(tmp_path, 2, 2, workers=1, env=TellingEnv) as env:
+        agent = TableAgent()
+        eventually(lambda: env.stats()["workers"]["alive"] == 2)
+        pid = int(env.step(agent)[4]["pid"][1])
+        env.scale(workers=1)
+        settled(env, parked=1)
+        daemon = env.stats()["nodes"][1]["pid"]
+        os.kill(daemon, signal.SIGTERM)
+        eventually(lambda: not is_running(pid) and not is_running(daemon), 30)
+        assert env.events("requeued") and not env.events(["lost", "stuck"])
+        assert len(env.step(agent)[4]["pid"]) == 1
+        env.scale(workers=2)
+        eventually(lambda: env.stats()["workers"]["alive"] == 2)
+        assert len(env.step(agent)[4]["pid"]) == 2
+
+
+@pytest.mark.timeout(120)
+def test_parked_worker_on_a_node_that_is_killed_is_restarted_when_it_is_unparked(tmp_path: Path) -> None:
+    with on_nodes(tmp_path, 1, 1, env=TellingEnv) as env:
+        agent = TableAgent()
+        pid = int(env.step(agent)[4]["pid"][1])
+        env.scale(workers=1)
+        settled(env, parked=1)
+        eventually(lambda: state_of(pid) == "T")
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: env.events("lost"))
+        assert env.stats()["workers"]["parked"] == 1
+        env.scale(workers=2)
+        eventually(lambda: env.stats()["workers"]["alive"] == 2)
+        assert len(env.step(agent)[4]["pid"]) == 2 and env.stats()["workers"]["restarts"] == 1
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("killed", ["head", "head on nodes", "daemon"])
+def test_no_stopped_process_outlives_a_killed_head_or_daemon(killed: str, tmp_path: Path) -> None:
+    shell = "" if killed == "head" else shell_in(tmp_path)
+    file = tmp_path / "pids"
+    command = [sys.executable, "-m", "tests.cluster.parking_head", shell, str(file)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as head:
+        try:
+            eventually(lambda: file.exists() or head.poll() is not None)
+            assert head.poll() is None, head.communicate()
+            pids = json.loads(file.read_text())
+            if killed == "daemon":
+                os.kill(pids["daemons"][0], signal.SIGKILL)
+            else:
+                head.kill()
+            eventually(lambda: not any(is_running(pid) for pid in pids["workers"]), 30)
+        finally:
+            head.kill()
+    eventually(lambda: not any(is_running(pid) for pid in pids["daemons"]), 30)
