@@ -31,8 +31,8 @@ from farstep.learners.optimizing import Means, onednn_for_images
 from farstep.learners.replay.batches import DeviceBatches, ReplayBatch
 from farstep.learners.replay.buffer_checkpoints import BufferCheckpoints
 from farstep.learners.replay.collected import Collected
+from farstep.learners.replay.complete_episodes import CompleteEpisodes
 from farstep.learners.replay.config import LoopConfig
-from farstep.learners.replay.episodes import CompleteEpisodes
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
 from farstep.workflow.triggers.messages import Message
 from farstep.workflow.workflow import Workflow
