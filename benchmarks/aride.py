@@ -162,7 +162,10 @@ def outcomes(
                 return
             ended, running = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
             for future in ended:
-                yield future.result()
+                try:
+                    yield future.result()
+                except farstep.FarstepError as error:  # e.g. workers that a busy machine did not start in time
+                    print(f"a run FAILED: {error}", flush=True)
 
 
 # ---- one run ----
@@ -238,9 +241,13 @@ def config_of(variant: str, warmup: Path | None) -> ArideConfig:
 
 def phones(number: int, seed: int, kwargs: dict[str, float] | None = None) -> farstep.ClusterEnv:
     """Environments in worker processes if their steps take time, otherwise in this process."""
-    source = {"type": "factory", "env_name": Phone, "envs_per_node": number, "seed": seed, "env_kwargs": kwargs or {}}
-    launch = farstep.LocalConfig(workers_per_node=number) if kwargs else farstep.InProcessConfig(workers_per_node=1)
-    return farstep.ClusterEnv({**source, "info_keys": ("invalid_action",)}, launch)
+    source: dict[str, Any] = {"type": "factory", "env_name": Phone, "envs_per_node": number, "seed": seed}
+    source |= {"env_kwargs": kwargs or {}}
+    source["info_keys"] = ("invalid_action",)
+    if not kwargs:
+        return farstep.ClusterEnv(source, farstep.InProcessConfig(workers_per_node=1))
+    limits = {"connect_s": 600.0, "construct_s": 600.0, "load_s": 600.0, "idle_s": 600.0}  # for a busy machine
+    return farstep.ClusterEnv(source, farstep.LocalConfig(workers_per_node=number, timeouts=limits))
 
 
 def recording(path: Path, seed: int) -> Path:
