@@ -17,6 +17,7 @@ from farstep.learners.aride import ArideConfig
 from farstep.learners.networks.nets import NetConfig
 from farstep.learners.replay.config import EpisodeReplayConfig
 from farstep.learners.replay.recorded_episodes import RecordedEpisodes, record_episodes
+from tests.learners.replay.test_aride import InvalidActions
 from tests.learning.tasks import Identity, Recall, Rows, make_env, make_training
 
 PLAIN = NetConfig(hidden=(8,))
@@ -165,6 +166,33 @@ def test_recordings_that_do_not_fit_are_refused_with_the_reason(tmp_path: Path) 
     assert "--buffer-size" in refused(path, buffer_size=100)
     replace(recorded, lengths=recorded.lengths * 0).save(path)
     assert "positive number" in refused(path)
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    whole = tmp_path / "file.npz"
+    recording(whole, agent=Biased())
+    content = whole.read_bytes()
+    np.save(tmp_path / "single.npy", np.zeros(3))
+    (tmp_path / "short.npz").write_bytes(content[: len(content) // 2])
+    middle = len(content) // 3
+    (tmp_path / "bits.npz").write_bytes(content[:middle] + bytes(40) + content[middle + 40 :])
+    for name in ("single.npy", "short.npz", "bits.npz"):
+        with pytest.raises(farstep.ConfigError, match=name):
+            RecordedEpisodes.load(tmp_path / name)
+
+
+def test_recording_without_the_infos_that_a_penalty_needs_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file.npz"
+    config = ArideConfig(net=PLAIN, invalid_penalty=1.0, replay=replace(EPISODES, warmup=path))
+    for keys in ((), config.info_keys):
+        recording(path, InvalidActions, agent=Biased(), info_keys=keys)
+        with make_env(InvalidActions, 4, launcher="in-process", info_keys=config.info_keys) as env:
+            training, _ = make_training(env, config, 100)
+            if keys:
+                training.run()
+            else:
+                with pytest.raises(farstep.ConfigError, match=r"info\.invalid_action"):
+                    training.run()
 
 
 # ---- the commands ----

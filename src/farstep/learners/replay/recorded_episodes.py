@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +83,7 @@ class RecordedEpisodes:
         try:
             with np.load(path, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile, AttributeError) as error:
+        except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise ConfigError(
                 f"{path} cannot be read as recorded episodes: {error}. Record some with "
                 f"'farstep eval RUN --sample --record {path}'."
@@ -106,8 +107,8 @@ class RecordedEpisodes:
         are_counts = lengths.ndim == 1 and lengths.dtype.kind in "iu" and len(lengths) > 0 and (lengths > 0).all()
         if not are_counts:
             raise ConfigError(f"{path}: lengths are {lengths!r}; expected one positive number per episode.")
-        total, known = int(lengths.sum()), {"terminated", "truncated", "reward"}
-        for name in known - self.rows.keys():
+        total = int(lengths.sum())
+        for name in {"terminated", "truncated", "reward"} - self.rows.keys():
             raise ConfigError(f"{path} has no array {name!r}; every recorded step needs one.")
         sizes = [(name, array, total) for name, array in self.rows.items()]
         sizes += [(f"final {name}", array, len(self)) for name, array in self.final_obs.items()]
@@ -140,8 +141,9 @@ class RecordedEpisodes:
             ConfigError: An array is missing or has another shape, a value is outside of its space, or the buffer has
                 too little room.
         """
-        for name in (name for name in buffer.schema if name.split(".")[0] in names and name not in _DERIVED):
-            self._check_array(path, name, buffer)
+        for name in buffer.schema:
+            if (name in names or name.split(".")[0] in names) and name not in _DERIVED:
+                self._check_array(path, name, buffer)
         for name in (name for name in buffer.schema if name.split(".")[0] == "obs"):
             final = self.final_obs.get(name)
             if final is None or final.shape[1:] != self.rows[name].shape[1:] or final.dtype != self.rows[name].dtype:
