@@ -57,7 +57,7 @@ def test_ablation_of_aride_runs_and_repeats_nothing(tmp_path: Path) -> None:
         ("sync", "recorded", 16),
     ]
     assert all(run["evaluations"] and run["updates"] > 0 and 0 <= run["success"] <= 1 for run in runs)
-    assert "took" in done.stdout and (tmp_path / "aride-success.png").exists()
+    assert "With 128 recorded episodes" in done.stdout and (tmp_path / "aride-success.png").exists()
 
 
 def test_phone_pays_only_for_the_instructed_entry_and_marks_actions_without_effect() -> None:
