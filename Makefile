@@ -8,7 +8,7 @@ UV     := $(shell command -v uv 2>/dev/null)
 ADD    := $(if $(UV),$(UV) pip install --python $(BIN)/python --constraint constraints.txt,$(PIP))
 EXTRAS := torch,envs,envpool,lora,tensorboard,ray,kubernetes,dev
 
-.PHONY: help setup demo test test-quick test-kubernetes coverage lint format bench bench-buffer scaling aaps stagger defaults learning offpolicy async scale bench-peers clean
+.PHONY: help setup demo test test-quick test-kubernetes coverage lint format bench bench-buffer scaling aaps stagger defaults learning offpolicy aride async scale bench-peers clean
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
@@ -78,6 +78,9 @@ learning: setup  ## seconds and steps to learn CartPole and LunarLander, beside 
 
 offpolicy: setup ## replay learners: updates during collection or after it, and SAC and DQN beside CleanRL, SB3 and RLlib (hours)
 	@$(BIN)/python benchmarks/offpolicy.py
+
+aride: setup     ## A-RIDE without DPER, Retrace, asynchronous workers and warm-up (half an hour; continues where it was stopped)
+	@nice -n 19 $(BIN)/python benchmarks/aride.py --jobs 3
 
 async: setup     ## asynchronous against synchronous PPO, with environments that take uneven time (half an hour)
 	@$(BIN)/python benchmarks/async.py

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import aaps
+import aride_tables
 import async_return
 import async_tables
 import buffer
@@ -92,6 +93,7 @@ SECTIONS = (
     Section(README, "learning", "learning.json", learning_tables.summary),
     Section(README, "offpolicy", "offpolicy.json", offpolicy_tables.summary, "offpolicy.py"),
     Section(README, "async", "async-16-cores.json", async_tables.summary),
+    Section(README, "aride", "aride.json", aride_tables.summary, "aride.py"),
     Section(README, "uneven", "uneven.json", uneven.summary, "uneven.py"),
     Section(README, "network", "network.json", network.summary),
     Section(README, "bulk", "bulk.json", lambda document: bulk.summary(document["megabytes_per_second"])),
@@ -113,6 +115,7 @@ SECTIONS = (
         async_return.page,
         "async.py --task lunarlander",
     ),
+    Section(DOCS / "aride.md", "aride", "aride.json", aride_tables.page, "aride.py"),
     Section(DOCS / "aaps.md", "aaps-ppo", "aaps-ppo.json", aaps.page, "aaps.py"),
     Section(DOCS / "aaps.md", "aaps-large", "aaps-large.json", aaps.summary),
     Section(DOCS / "aaps.md", "aaps", "aaps.json", aaps.summary),
@@ -145,6 +148,7 @@ PLOTS = (
         offpolicy_tables.draw,
         ("offpolicy-pendulum-v1.png", "offpolicy-lunarlander-v3.png", "offpolicy-halfcheetah-v5.png"),
     ),
+    Plots("aride.json", aride_tables.draw, ("aride-success.png",)),
     Plots("async-16-cores.json", async_tables.draw, ("async-returns.png", "async-staleness.png")),
     Plots("async-lunarlander.json", async_return.draw, ("async-lunarlander.png",)),
     *(

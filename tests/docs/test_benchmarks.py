@@ -12,9 +12,11 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from tests.docs.benchmark_modules import BENCHMARKS, benchmark_modules
+
 TAG = "FARSTEP_BENCHMARK_TAG"
 
 
@@ -38,6 +40,54 @@ def test_a_benchmark_runs(command: str, tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["command"].startswith(f"python benchmarks/{command}")
     assert found.get("rows") or found["megabytes_per_second"]["farstep, encrypted"]
+
+
+def test_ablation_of_aride_runs_and_repeats_nothing(tmp_path: Path) -> None:
+    words = "--seeds 1 --variants full sync --warmups recorded --total-steps 300 --workers 1 --step-ms 0.1 0.2"
+    words += " --eval-every 200 --eval-episodes 8 --final-episodes 16"
+    paths = ["--out", str(tmp_path / "found.json"), "--images", str(tmp_path)]
+    for missing in (2, 0):
+        command = [sys.executable, str(BENCHMARKS / "aride.py"), *words.split(), *paths]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=170)
+        assert done.returncode == 0, done.stderr
+        assert f"{missing} runs, 1 at a time" in done.stdout and "all runs are complete" in done.stdout
+    runs = json.loads((tmp_path / "found.json").read_text())["runs"]
+    assert [(run["variant"], run["warmup"], run["episodes"]) for run in runs] == [
+        ("full", "recorded", 16),
+        ("sync", "recorded", 16),
+    ]
+    assert all(run["evaluations"] and run["updates"] > 0 and 0 <= run["success"] <= 1 for run in runs)
+    assert "With 128 recorded episodes" in done.stdout and (tmp_path / "aride-success.png").exists()
+
+
+def test_phone_pays_only_for_the_instructed_entry_and_marks_actions_without_effect() -> None:
+    (phone,) = benchmark_modules("phone")
+    env, seen = phone.Phone(), set()
+    for seed in range(60):
+        obs, _ = env.reset(seed=seed)
+        *_, info = env.step(phone.SUBMIT)  # nothing is selected
+        assert info["invalid_action"]
+        ended, actions = False, []
+        while not ended:
+            actions.append(phone.right_action(obs.tolist()))
+            obs, reward, ended, _, info = env.step(actions[-1])
+            assert env.observation_space.contains(obs) and not info["invalid_action"]
+        assert reward == 1.0 and actions[-1] == phone.SUBMIT
+        seen.add(tuple(actions))
+        other = next(action for action in range(phone.APPS) if action != actions[0])
+        env.reset(seed=seed)
+        rewards = [env.step(action)[1] for action in (other, 0, phone.SUBMIT)]
+        assert rewards == [0.0, 0.0, 0.0]
+    assert len(seen) > 6
+
+
+def test_demonstrator_records_the_probabilities_of_its_actions() -> None:
+    (phone,) = benchmark_modules("phone")
+    obs = np.stack([phone.Phone().reset(seed=1)[0]] * 4_000)
+    acted = phone.Demonstrator(0.5, seed=1).act(obs)
+    for action in range(phone.NUM_ACTIONS):
+        chosen = acted["action"] == action
+        assert np.exp(acted["logprob"][chosen]).mean() == pytest.approx(chosen.mean(), abs=0.03)
 
 
 def descendants_of(tag: str) -> dict[int, str]:

@@ -19,7 +19,8 @@ from farstep.cli.train import agent_for
 from farstep.cluster_env import ClusterEnv
 from farstep.config.env import check_count, check_seed
 from farstep.errors import ConfigError, RunError, counted
-from farstep.learners.loop.evaluation import EVALUATION_SLOTS, MAX_STEPS, run_episodes
+from farstep.learners.loop.evaluation import EVALUATION_SLOTS, MAX_STEPS, episode_quotas, run_episodes
+from farstep.learners.replay.recorded_episodes import EpisodeRecorder
 from farstep.observe.run_status import number
 from farstep.observe.terminal.episode_progress import EpisodeProgress
 
@@ -49,6 +50,8 @@ class Options:
     """Number of worker processes. None: as many as in training if it ran on this machine, otherwise one per core."""
     max_steps: int = MAX_STEPS
     """Maximum number of steps of each environment; then unfinished episodes are abandoned."""
+    record: Path | None = None
+    """With --sample: also write the episodes to this file, e.g. warmup.npz, for 'farstep train aride --warmup'."""
     json: bool = False
     """Write the result as JSON to standard output: statistics, and return and length of every episode."""
     trust: bool = False
@@ -68,6 +71,11 @@ def main(arguments: Sequence[str]) -> int:
         check_seed(options.seed)
     if options.greedy and options.sample:
         raise ConfigError("--greedy and --sample contradict each other; pass one of them.")
+    if options.record is not None and not options.sample:
+        raise ConfigError(
+            "--record needs --sample: the log-probabilities that are recorded must be those with which actions were "
+            "chosen."
+        )
     saved = SavedRun.open(options.run, options.trust, "farstep eval")
     result = _evaluate(saved, options)
     sys.stdout.write(json.dumps(result, indent=2) + "\n" if options.json else _text(result))
@@ -78,7 +86,9 @@ def _evaluate(saved: SavedRun, options: Options) -> dict[str, Any]:
     run = saved.run
     seed = run.seed + 1 if options.seed is None else options.seed
     slots = min(options.num_envs or EVALUATION_SLOTS, options.episodes)
-    config = run.env_config(envs_per_node=slots, stagger=None, kl_threshold=None, seed=seed)
+    infos = getattr(saved.learner, "info_keys", ())
+    config = run.env_config(envs_per_node=slots, stagger=None, kl_threshold=None, seed=seed, info_keys=infos)
+    recorder = None if options.record is None else EpisodeRecorder(episode_quotas(options.episodes, slots))
     torch.set_num_threads(1)  # this process acts only with --launcher in-process
     with ClusterEnv(config, run.launch_config(options.workers)) as env:
         agent = agent_for(saved.learner, *env.launch())
@@ -95,6 +105,7 @@ def _evaluate(saved: SavedRun, options: Options) -> dict[str, Any]:
                 max_steps=options.max_steps,
                 emit=env.emit_event,
                 on_progress=progress.update,
+                on_batch=None if recorder is None else recorder.add,
             )
         finally:
             progress.close()
@@ -103,6 +114,9 @@ def _evaluate(saved: SavedRun, options: Options) -> dict[str, Any]:
             f"no episode ended within {options.max_steps:,} steps, so there is no return. Raise --max-steps, or give "
             "the environment a time limit (gymnasium.wrappers:TimeLimit)."
         )
+    if options.record is not None and recorder is not None:
+        recorder.result().save(options.record)
+        sys.stderr.write(f"recorded {counted(recorder.count, 'episode')} in {options.record}\n")
     return _result(saved, policy, seed, agent.greedy, returns, lengths)
 
 

@@ -21,43 +21,39 @@ makes workers wait when they are too far ahead of the learner.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import msgspec
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from farstep.batch import info_array
-from farstep.buffer.samplers import DPER, Sampler, trajectory_priority
-from farstep.checkpoint.checks import converted
+from farstep.buffer.samplers import DPER, Sampler
 from farstep.cluster_env import ClusterEnv
 from farstep.config.field_docs import show_fields
 from farstep.core import Array, Nested
 from farstep.errors import ConfigError
 from farstep.learners import losses
+from farstep.learners.episodes.episode_filter import EpisodeFilter
+from farstep.learners.episodes.estimates import Estimates, critic_targets, estimate, evaluate
+from farstep.learners.episodes.padded_episodes import Episodes, episodes_of
+from farstep.learners.episodes.penalties import INVALID_ACTION
 from farstep.learners.loop.iteration import Loop
-from farstep.learners.networks.encoders import hidden_layers
-from farstep.learners.networks.nets import ActorCritic, Evaluation, NetConfig, RecurrentActorCritic
-from farstep.learners.networks.normalizers import RewardScale, RunningMoments
+from farstep.learners.networks.nets import ActorCritic, Evaluation, NetConfig
+from farstep.learners.networks.normalizers import RewardScale
 from farstep.learners.options.checks import LARGE, check_above, check_choice, check_counts, check_numbers
 from farstep.learners.replay.batches import ReplayBatch
 from farstep.learners.replay.config import EpisodeReplayConfig
-from farstep.learners.replay.loop import ReplayLoop
-from farstep.learners.replay.optimizer import FlatAdam, check_parameters
-from farstep.learners.returns import LOG_RATIO_LIMIT, fold_ends, ratio_statistics, retrace_delta
-from farstep.schema import map_leaves
+from farstep.learners.replay.learner import ReplayLearner
+from farstep.learners.replay.optimizer import FlatAdam
+from farstep.learners.replay.saved_parts import SavedNetwork, SavedPart, UnusedPart
+from farstep.learners.returns import ratio_statistics
 
 Mode = Literal["vtrace", "paper", "bce"]
 Gate = Literal["none", "normalize", "positive"]
-INVALID_ACTION = "invalid_action"
-"""Entry of an environment's info that marks an invalid action."""
-_SCORES = 1_000
-"""Number of recent episodes among which `filter_quantile` is computed."""
 DEFAULT_NET = NetConfig()
 ARIDE_REPLAY = EpisodeReplayConfig(buffer_size=50_000, publish_every=1)
 
@@ -134,145 +130,7 @@ class ArideConfig:
         return (INVALID_ACTION,) if self.invalid_penalty else ()
 
 
-# ---- targets ----
-
-
-def penalties(
-    actions: Sequence[Array], invalid: Array | None, *, invalid_penalty: float, repeat_penalty: float
-) -> Array:
-    """Return what is added to the rewards of the steps of episodes: 0 or a negative number each.
-
-    Args:
-        actions: Arrays `[T, N, ...]` with the actions of N episodes; several if the action space is nested.
-        invalid: Not 0 where an action is invalid, `[T, N]`; None: all are valid.
-        invalid_penalty: Penalty of an invalid action.
-        repeat_penalty: Penalty of the first repetition of an action; the k-th in a row costs k times this.
-
-    Returns:
-        Numbers `[T, N]`.
-    """
-    length, count = actions[0].shape[:2]
-    found: Array = np.zeros((length, count))
-    for t in range(1, length):
-        is_same = np.logical_and.reduce([(a[t] == a[t - 1]).reshape(count, -1).all(-1) for a in actions])
-        found[t] = np.where(is_same, found[t - 1] - repeat_penalty, 0.0)
-    return found if invalid is None else found - invalid_penalty * (invalid != 0)
-
-
-def critic_targets(
-    values: Array, deltas: Array, rhos: Array, mode: Literal["vtrace", "paper"], rho_bar: float
-) -> Array:
-    """Return the critic's targets of steps, all arrays of the same shape.
-
-        V + min(rho_bar, rho) * Delta   mode "vtrace"       V + Delta   mode "paper"
-
-    Args:
-        values: Values V.
-        deltas: Advantages Delta of Retrace.
-        rhos: Importance ratios.
-        mode: Which target.
-        rho_bar: Clip of the ratios.
-    """
-    return values + (deltas if mode == "paper" else np.minimum(rho_bar, rhos) * deltas)
-
-
-@dataclass(frozen=True)
-class Episodes:
-    """N episodes of up to T steps; arrays and tensors are time-major `[T, N, ...]`, padded where `valid` is False."""
-
-    obs: Nested
-    sample: Nested
-    """What the policy sampled; actions may be clipped."""
-    final_obs: Nested
-    """Observations after the last step, `[N, ...]`."""
-    logprob: Array
-    """Log-probabilities of the samples under the policy that acted."""
-    reward: Array
-    """Rewards of the environment."""
-    penalty: Array
-    """Penalties, 0 or negative."""
-    terminated: Array
-    truncated: Array
-    valid: Array
-
-    @property
-    def steps(self) -> Tensor:
-        """Indices of the valid steps among all `T * N`."""
-        return torch.from_numpy(np.flatnonzero(self.valid))
-
-    @property
-    def length(self) -> Array:
-        """Length of each episode, `[N]`."""
-        return np.asarray(self.valid.sum(0))
-
-    @property
-    def ended(self) -> Array:
-        """Whether the episode ends with the step."""
-        return np.asarray((self.terminated | self.truncated) & self.valid)
-
-
-@dataclass(frozen=True)
-class Estimates:
-    """What the current networks say about episodes; arrays `[T, N]`, 0 on padding."""
-
-    log_rho: Array
-    logprob: Array
-    value: Array
-    delta: Array
-    """Advantages of Retrace."""
-    td_error: Array
-    """One-step TD errors."""
-
-    @property
-    def rho(self) -> Array:
-        """Importance ratios."""
-        return np.exp(self.log_rho)
-
-    def priorities(self, length: Array, w1: float, w2: float, w3: float) -> Array:
-        """Return the priority of each episode for DPER, `[N]`."""
-        columns = zip(length, self.td_error.T, self.rho.T, self.logprob.T, strict=True)
-        return np.array(
-            [trajectory_priority(td[:n], rho[:n], log[:n], w1=w1, w2=w2, w3=w3) for n, td, rho, log in columns]
-        )
-
-
-# ---- trajectory-level value ----
-
-
-class TrajectoryCritic(nn.Module):
-    """Predicts the outcome of an episode from its first observation, to find episodes that went better than expected.
-
-    The outcome is the return, normalized by its running mean and standard deviation; or success, as a logit.
-
-    Args:
-        agent: The agent; its encoders make the features, and do not learn from this critic.
-        config: Options of the network.
-    """
-
-    def __init__(self, agent: ActorCritic, config: NetConfig) -> None:
-        super().__init__()
-        layers, width = hidden_layers(agent.encoders.width, config.hidden, config.activation)
-        self.layers = nn.Sequential(layers, nn.Linear(width, 1))
-        self.returns = RunningMoments(())
-
-    def forward(self, agent: ActorCritic, first_obs: Nested) -> Tensor:
-        """Return the predictions `[N]` for first observations `[N, ...]`."""
-        with torch.no_grad():
-            features = agent.encoders(first_obs)
-        prediction: Tensor = self.layers(features)
-        return prediction.squeeze(-1)
-
-
-# ---- learner ----
-
-
-class _Saved(msgspec.Struct, forbid_unknown_fields=True):
-    optimizer: dict[str, Any]
-    trajectory_critic: dict[str, Any] | None
-    trajectory_optimizer: dict[str, Any] | None
-
-
-class Aride:
+class Aride(ReplayLearner[ActorCritic]):
     """Learner that updates an agent with A-RIDE, while workers roll.
 
     Args:
@@ -287,19 +145,25 @@ class Aride:
         >>> Training(Aride(agent, config, seed=1), env, Limits(total_steps=100_000)).run()
     """
 
-    synchronous = False
-
     def __init__(self, agent: ActorCritic, config: ArideConfig, seed: int, device: str = "cpu") -> None:
-        self.config, self.device = config, torch.device(device)
-        self.agent = agent.to(self.device)
+        super().__init__(agent, config.replay, seed, device)
+        self.config = config
         self._optimizer = FlatAdam(agent.parameters(), config.learning_rate, config.max_grad_norm)
-        self._trajectory_critic: TrajectoryCritic | None = None
-        self._trajectory_optimizer: FlatAdam | None = None
+        self._filter: EpisodeFilter | None = None
         if config.filter_quantile is not None:
-            self._trajectory_critic = critic = TrajectoryCritic(agent, config.net).to(self.device)
-            self._trajectory_optimizer = FlatAdam(critic.parameters(), config.learning_rate, config.max_grad_norm)
-        self._scores: deque[float] = deque(maxlen=_SCORES)
-        self._seed, self._resumed = seed, False
+            success_gamma = config.gamma if config.mode == "bce" else None
+            optimizer = config.learning_rate, config.max_grad_norm
+            self._filter = EpisodeFilter(self.agent, config.net, config.filter_quantile, success_gamma, optimizer)
+
+    @property
+    def parts(self) -> Mapping[str, SavedPart]:
+        """Optimizer, and the filter's critic and optimizer."""
+        kept = self._filter
+        return {
+            "optimizer": self._optimizer,
+            "trajectory_critic": UnusedPart() if kept is None else SavedNetwork(kept.critic),
+            "trajectory_optimizer": UnusedPart() if kept is None else kept.optimizer,
+        }
 
     def run(self, env: ClusterEnv, loop: Loop) -> None:
         """Learn until `loop.report` returns False.
@@ -316,9 +180,9 @@ class Aride:
                 f"invalid_penalty={self.config.invalid_penalty} needs the info {missing.pop()!r} of every step, which "
                 "the environments do not record; set EnvConfig.info_keys=config.info_keys."
             )
-        ReplayLoop(self, self.config.replay, self._seed, self._resumed).run(env, loop)
+        super().run(env, loop)
 
-    # ---- for the loop (`ReplayAlgorithm`, `RefreshesPriorities`) ----
+    # ---- for the loop (`ReplayAlgorithm` and `RefreshesPriorities`) ----
 
     @property
     def sampler(self) -> Sampler:
@@ -338,14 +202,6 @@ class Aride:
         """Updates between two recomputations of all priorities; None: never."""
         return self.config.refresh_every
 
-    def explore(self, steps: int, num_envs: int) -> None:
-        """Do nothing: the policy is stochastic.
-
-        Args:
-            steps: Environment steps so far.
-            num_envs: Number of environments.
-        """
-
     def step(self, batch: ReplayBatch) -> tuple[Mapping[str, Tensor], Tensor | None]:
         """Update actor and critics on a batch.
 
@@ -358,16 +214,16 @@ class Aride:
         config = self.config
         episodes = self._episodes(batch.rows)
         self._observe_rewards(episodes)
-        evaluation, final_value = self._evaluate(episodes)
+        evaluation, final_value = evaluate(self.agent, episodes)
         estimates = self._estimates(episodes, evaluation, final_value)
-        is_kept, trajectory = self._filter(episodes)
+        is_kept, trajectory = self._select(episodes)
         weights = batch.weights.expand(episodes.valid.shape).flatten()[episodes.steps.to(self.device)]
         policy_loss, kept_fraction = self._policy_loss(evaluation, estimates, episodes, weights, is_kept)
         value_loss = (weights * self._value_errors(evaluation, estimates, episodes)).mean()
         entropy = evaluation.entropy.mean()
         loss = policy_loss + config.value_coef * value_loss - config.entropy_bonus * entropy
         step = self._optimizer.minimize(loss)
-        self.agent.update_moments(self._valid_rows(episodes.obs, episodes))
+        self.agent.update_moments(episodes.valid_rows(episodes.obs))
         rhos = ratio_statistics(estimates.log_rho[episodes.valid], config.rho_bar)
         actor = {"policy_loss": policy_loss, "total_loss": loss, "entropy_loss": entropy, **step}
         actor |= {"kept_fraction": kept_fraction, "penalty": torch.tensor(-episodes.penalty[episodes.valid].mean())}
@@ -389,28 +245,13 @@ class Aride:
             One priority per episode.
         """
         episodes = self._episodes(batch.rows)
-        return self._priorities(episodes, self._estimates(episodes, *self._evaluate(episodes)))
+        return self._priorities(episodes, self._estimates(episodes, *evaluate(self.agent, episodes)))
 
     # ---- parts of an update ----
 
     def _episodes(self, rows: Mapping[str, Nested]) -> Episodes:
-        """Convert a batch `[N, T, ...]` to time-major episodes."""
-        config, by_time = self.config, {name: map_leaves(_swap, rows[name]) for name in self.names}
-        actions: list[Array] = []
-        map_leaves(lambda leaf: actions.append(leaf.numpy(force=True)), by_time["action"])
-        flags = {name: by_time[name].numpy(force=True) for name in ("terminated", "truncated", "valid")}
-        invalid = by_time[info_array(INVALID_ACTION)].numpy(force=True) if config.invalid_penalty else None
-        return Episodes(
-            by_time["obs"],
-            by_time["sample" if self.agent.keeps_samples else "action"],
-            map_leaves(lambda leaf: leaf[-1], by_time["next_obs"]),  # padding repeats the last step
-            by_time["logprob"].numpy(force=True),
-            by_time["reward"].numpy(force=True),
-            penalties(
-                actions, invalid, invalid_penalty=config.invalid_penalty, repeat_penalty=config.repeat_penalty
-            ).astype(np.float32),
-            **flags,
-        )
+        config, sample = self.config, "sample" if self.agent.keeps_samples else "action"
+        return episodes_of(rows, sample, invalid_penalty=config.invalid_penalty, repeat_penalty=config.repeat_penalty)
 
     def _observe_rewards(self, episodes: Episodes) -> None:
         if self._scale is not None:
@@ -422,56 +263,17 @@ class Aride:
         """Scale of rewards; None in mode "bce", in which values are probabilities."""
         return None if self.config.mode == "bce" else self.agent.reward_scale
 
-    def _evaluate(self, episodes: Episodes) -> tuple[Evaluation, Tensor]:
-        """Evaluate the valid steps, and the values of final observations `[N]`."""
-        agent, steps = self.agent, episodes.steps.to(self.device)
-        if isinstance(agent, RecurrentActorCritic):
-            starts = torch.zeros(episodes.valid.shape, dtype=torch.bool, device=self.device)
-            starts[0] = True
-            initial = tuple(part.to(self.device) for part in agent.initial_state(starts.shape[1]))
-            features, states = agent.unroll(episodes.obs, initial, starts)
-            last = torch.from_numpy(episodes.length - 1).to(self.device)
-            columns = torch.arange(starts.shape[1], device=self.device)
-            after = tuple(torch.stack(parts)[last, columns] for parts in zip(*states, strict=True))
-            evaluation = agent.evaluate_features(features[steps], self._valid_rows(episodes.sample, episodes))
-            with torch.no_grad():
-                return evaluation, agent.value_after(episodes.final_obs, after)
-        obs, sample = (self._valid_rows(rows, episodes) for rows in (episodes.obs, episodes.sample))
-        with torch.no_grad():
-            final_value = agent.value(episodes.final_obs)
-        return agent.evaluate(obs, sample), final_value
-
-    def _valid_rows(self, rows: Nested, episodes: Episodes) -> Nested:
-        """Return the valid steps `[n, ...]` of nested tensors `[T, N, ...]`."""
-        steps = episodes.steps.to(self.device)
-        return map_leaves(lambda leaf: leaf.flatten(0, 1)[steps], rows)
-
     def _estimates(self, episodes: Episodes, evaluation: Evaluation, final_value: Tensor) -> Estimates:
-        config, valid = self.config, episodes.valid
-
-        def on_grid(rows: Tensor) -> Array:
-            grid = np.zeros(valid.shape, np.float32)
-            grid[valid] = rows.numpy(force=True)
-            return grid
-
-        if config.mode == "bce":
-            final_value = final_value.sigmoid()
-            value = on_grid(evaluation.value.detach().sigmoid())
-        else:
-            value = on_grid(evaluation.value)
-        logprob = on_grid(evaluation.logprob)
-        log_rho = np.where(valid, logprob - episodes.logprob, 0.0).clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        reward = episodes.reward + episodes.penalty
-        if self._scale is not None:
-            reward = self._scale(reward)
-        final = np.broadcast_to(final_value.numpy(force=True), valid.shape)
-        rewards, discounts, _ = fold_ends(reward, episodes.terminated, episodes.truncated, final, config.gamma)
-        after = np.zeros(valid.shape[1])
-        delta, td_error = (
-            retrace_delta(log_rho, rewards, value, after, discounts, lam, valid=valid)
-            for lam in (config.retrace_lambda, 0.0)
+        config = self.config
+        return estimate(
+            episodes,
+            evaluation,
+            final_value,
+            gamma=config.gamma,
+            retrace_lambda=config.retrace_lambda,
+            scale=self._scale,
+            are_logits=config.mode == "bce",
         )
-        return Estimates(log_rho, logprob, value, delta, td_error)
 
     def _policy_loss(
         self, evaluation: Evaluation, estimates: Estimates, episodes: Episodes, weights: Tensor, is_kept: Array
@@ -494,74 +296,18 @@ class Aride:
         """Return the critic's loss of each valid step."""
         config, valid = self.config, episodes.valid
         if config.mode == "bce":
-            success = torch.from_numpy(self._success(episodes)[valid]).to(self.device)
+            success = torch.from_numpy(episodes.success(config.gamma)[valid]).to(self.device)
             return functional.binary_cross_entropy_with_logits(evaluation.value, success, reduction="none")
         targets = critic_targets(estimates.value, estimates.delta, estimates.rho, config.mode, config.rho_bar)
         return 0.5 * (evaluation.value - torch.from_numpy(targets[valid]).to(self.device, torch.float32)).square()
-
-    def _success(self, episodes: Episodes) -> Array:
-        """Return for each step 1 if the discounted sum of the environment's rewards from there on is above 0."""
-        zeros, valid = np.zeros(episodes.valid.shape), episodes.valid
-        discounts = self.config.gamma * ~episodes.ended
-        returns = retrace_delta(zeros, episodes.reward, zeros, zeros[0], discounts, valid=valid)
-        return (returns > 0).astype(np.float32)
 
     def _priorities(self, episodes: Episodes, estimates: Estimates) -> Tensor:
         config = self.config
         return torch.from_numpy(estimates.priorities(episodes.length, config.w1, config.w2, config.w3))
 
-    def _filter(self, episodes: Episodes) -> tuple[Array, dict[str, Tensor]]:
-        """Return which episodes train the actor, `[N]`, and update the trajectory critic; all without a filter."""
-        quantile, critic, optimizer = self.config.filter_quantile, self._trajectory_critic, self._trajectory_optimizer
-        if quantile is None or critic is None or optimizer is None:
+    def _select(self, episodes: Episodes) -> tuple[Array, dict[str, Tensor]]:
+        """Return which episodes train the actor, `[N]`: all without a filter; and metrics of the filter's critic."""
+        if self._filter is None:
             return np.ones(episodes.valid.shape[1], bool), {}
-        prediction = critic(self.agent, map_leaves(lambda leaf: leaf[0], episodes.obs))
-        if self.config.mode == "bce":
-            outcome = torch.from_numpy(self._success(episodes)[0]).to(self.device)
-            loss = functional.binary_cross_entropy_with_logits(prediction, outcome)
-            scores = outcome - prediction.detach().sigmoid()
-        else:
-            returns = torch.from_numpy(np.where(episodes.valid, episodes.reward + episodes.penalty, 0).sum(0))
-            critic.returns.update(returns.to(self.device))
-            outcome = critic.returns(returns.to(self.device))
-            loss = 0.5 * (prediction - outcome).square().mean()
-            scores = outcome - prediction.detach()
-        optimizer.minimize(loss)
-        found = scores.numpy(force=True)
-        self._scores.extend(found.tolist())
-        return found >= np.quantile(self._scores, quantile), {"trajectory_loss": loss}
-
-    # ---- checkpoints ----
-
-    def state(self) -> dict[str, object]:
-        """Return the learner's state for a checkpoint; the agent's parameters are saved separately."""
-        critic, optimizer = self._trajectory_critic, self._trajectory_optimizer
-        return {
-            "optimizer": self._optimizer.state(),
-            "trajectory_critic": None if critic is None else dict(critic.state_dict()),
-            "trajectory_optimizer": None if optimizer is None else optimizer.state(),
-        }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state.
-
-        Args:
-            state: What `state` returned.
-
-        Raises:
-            Refused: The state does not fit this learner; nothing has changed.
-        """
-        saved = converted("learner", state, _Saved)
-        optimizer = self._optimizer.check("learner.optimizer", saved.optimizer)
-        if self._trajectory_critic is not None and self._trajectory_optimizer is not None:
-            where, critic = "learner.trajectory_critic", self._trajectory_critic
-            parameters = check_parameters(where, saved.trajectory_critic, critic)
-            adam = self._trajectory_optimizer.check("learner.trajectory_optimizer", saved.trajectory_optimizer)
-            critic.load_state_dict(parameters)
-            self._trajectory_optimizer.load(adam)
-        self._optimizer.load(optimizer)
-        self._resumed = True
-
-
-def _swap(tensor: Tensor) -> Tensor:
-    return tensor.transpose(0, 1)
+        is_kept, loss = self._filter.select(episodes)
+        return is_kept, {"trajectory_loss": loss}

@@ -12,25 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import msgspec
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from farstep.buffer.samplers import NStep, Prioritized, Sampler, Uniform
-from farstep.checkpoint.checks import Count, converted
-from farstep.cluster_env import ClusterEnv
 from farstep.config.field_docs import show_fields
-from farstep.learners.loop.iteration import Loop
 from farstep.learners.networks.encoders import Space
 from farstep.learners.networks.q_network import PrioritizingQAgent, QAgent, QNetConfig
 from farstep.learners.options.checks import LARGE, check_above, check_choice, check_counts, check_numbers
 from farstep.learners.replay.batches import ReplayBatch
 from farstep.learners.replay.config import ReplayConfig
-from farstep.learners.replay.loop import ReplayLoop
+from farstep.learners.replay.learner import ReplayLearner
 from farstep.learners.replay.optimizer import FlatAdam, TargetNetwork
+from farstep.learners.replay.saved_parts import SavedPart, UpdateCount
 
 _MIN_PRIORITY = 1e-6
 DEFAULT_NET = QNetConfig()
@@ -153,13 +150,7 @@ def q_targets(reward: Tensor, discount: Tensor, target_q: Tensor, online_q: Tens
     return reward + discount * target_q.gather(-1, chosen)[:, 0]
 
 
-class _Saved(msgspec.Struct, forbid_unknown_fields=True):
-    optimizer: dict[str, Any]
-    target: dict[str, Any]
-    updates: Count
-
-
-class DQN:
+class DQN(ReplayLearner[QAgent]):
     """Learner that updates an agent with DQN or Ape-X, while workers roll.
 
     Args:
@@ -174,27 +165,19 @@ class DQN:
         >>> Training(DQN(agent, config, seed=1), env, Limits(total_steps=100_000)).run()
     """
 
-    synchronous = False
     names = ("obs", "action", "reward", "discount", "next_obs")
 
     def __init__(self, agent: QAgent, config: DQNConfig, seed: int, device: str = "cpu") -> None:
-        self.config, self.device = config, torch.device(device)
-        self.agent = agent.to(self.device)
+        super().__init__(agent, config.replay, seed, device)
+        self.config = config
         self._optimizer = FlatAdam(agent.parameters(), config.learning_rate, config.max_grad_norm)
         self._target = TargetNetwork(agent, self._optimizer)
-        self._updates, self._seed = 0, seed
-        self._resumed = False
+        self._updates = UpdateCount()
 
-    def run(self, env: ClusterEnv, loop: Loop) -> None:
-        """Learn until `loop.report` returns False.
-
-        Args:
-            env: The environments to train in.
-            loop: The training loop.
-        """
-        ReplayLoop(self, self.config.replay, self._seed, self._resumed).run(env, loop)
-
-    # ---- for the loop (`ReplayAlgorithm`) ----
+    @property
+    def parts(self) -> Mapping[str, SavedPart]:
+        """Optimizer, target network and number of updates."""
+        return {"optimizer": self._optimizer, "target": self._target.saved, "updates": self._updates}
 
     @property
     def sampler(self) -> Sampler:
@@ -219,8 +202,8 @@ class DQN:
         q = self.agent(rows["obs"]).gather(-1, self.agent.actions_of(rows["action"])[:, None])[:, 0]
         loss = (batch.weights * functional.smooth_l1_loss(q, target, reduction="none")).mean()
         step = self._optimizer.minimize(loss)
-        self._updates += 1
-        if self._updates % config.target_update_every == 0:
+        self._updates.count += 1
+        if self._updates.count % config.target_update_every == 0:
             self._target.follow(config.tau)
         errors = (target - q.detach()).abs()
         metrics = {
@@ -248,25 +231,3 @@ class DQN:
         else:
             left = max(0.0, 1 - steps / config.exploration_steps)
             self.agent.epsilon.fill_(config.epsilon_end + (config.epsilon - config.epsilon_end) * left)
-
-    # ---- checkpoints ----
-
-    def state(self) -> dict[str, object]:
-        """Return the learner's state for a checkpoint; the agent's parameters are saved separately."""
-        return {"optimizer": self._optimizer.state(), "target": self._target.state(), "updates": self._updates}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state.
-
-        Args:
-            state: What `state` returned.
-
-        Raises:
-            Refused: The state does not fit this learner; nothing has changed.
-        """
-        saved = converted("learner", state, _Saved)
-        optimizer = self._optimizer.check("learner.optimizer", saved.optimizer)
-        target = self._target.check("learner.target", saved.target)
-        self._optimizer.load(optimizer)
-        self._target.load(target)
-        self._updates, self._resumed = saved.updates, True

@@ -17,23 +17,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
 from farstep.buffer.samplers import NStep, Sampler
-from farstep.checkpoint.checks import converted
-from farstep.cluster_env import ClusterEnv
 from farstep.config.field_docs import show_fields
-from farstep.learners.loop.iteration import Loop
-from farstep.learners.loop.saving import check_tensor
 from farstep.learners.networks.encoders import Space
 from farstep.learners.networks.soft_actor import SACNetConfig, SoftActor, TwinCritics
 from farstep.learners.options.checks import LARGE, check_above, check_counts, check_numbers
 from farstep.learners.replay.batches import ReplayBatch
 from farstep.learners.replay.config import ReplayConfig
-from farstep.learners.replay.loop import ReplayLoop
-from farstep.learners.replay.optimizer import FlatAdam, TargetNetwork, check_parameters
+from farstep.learners.replay.learner import ReplayLearner
+from farstep.learners.replay.optimizer import FlatAdam, TargetNetwork
+from farstep.learners.replay.saved_parts import SavedNetwork, SavedPart, SavedTensor
 
 DEFAULT_NET = SACNetConfig()
 SAC_REPLAY = ReplayConfig(batch_size=256, updates_per_step=0.5)
@@ -127,16 +123,7 @@ def temperature_loss(log_alpha: Tensor, entropy: Tensor, target_entropy: float) 
 # ---- learner ----
 
 
-class _Saved(msgspec.Struct, forbid_unknown_fields=True):
-    critics: dict[str, Any]
-    target: dict[str, Any]
-    actor_optimizer: dict[str, Any]
-    critic_optimizer: dict[str, Any]
-    log_alpha: Tensor
-    alpha_optimizer: dict[str, Any]
-
-
-class SAC:
+class SAC(ReplayLearner[SoftActor]):
     """Learner that updates an agent with SAC, while workers roll.
 
     Args:
@@ -151,12 +138,11 @@ class SAC:
         >>> Training(SAC(agent, config, seed=1), env, Limits(total_steps=100_000)).run()
     """
 
-    synchronous = False
     names = ("obs", "action", "reward", "discount", "next_obs")
 
     def __init__(self, agent: SoftActor, config: SACConfig, seed: int, device: str = "cpu") -> None:
-        self.config, self.device = config, torch.device(device)
-        self.agent = agent.to(self.device)
+        super().__init__(agent, config.replay, seed, device)
+        self.config = config
         self._critics = TwinCritics(agent, config.net).to(self.device)
         self._actor_optimizer = FlatAdam(agent.parameters(), config.policy_lr, config.max_grad_norm)
         self._critic_optimizer = FlatAdam(self._critics.parameters(), config.q_lr, config.max_grad_norm)
@@ -165,22 +151,22 @@ class SAC:
         self._log_alpha = nn.Parameter(torch.full((1,), math.log(max(start, 1e-30)), device=self.device))
         self._alpha_optimizer = FlatAdam([self._log_alpha], config.policy_lr)
         self._target_entropy = self._default_entropy() if config.target_entropy is None else config.target_entropy
-        self._seed, self._resumed = seed, False
 
     def _default_entropy(self) -> float:
         agent = self.agent
         return 0.3 * math.log(agent.num_actions) if agent.is_discrete else -float(agent.num_actions)
 
-    def run(self, env: ClusterEnv, loop: Loop) -> None:
-        """Learn until `loop.report` returns False.
-
-        Args:
-            env: The environments to train in.
-            loop: The training loop.
-        """
-        ReplayLoop(self, self.config.replay, self._seed, self._resumed).run(env, loop)
-
-    # ---- for the loop (`ReplayAlgorithm`) ----
+    @property
+    def parts(self) -> Mapping[str, SavedPart]:
+        """Critics, their target, temperature and optimizers."""
+        return {
+            "critics": SavedNetwork(self._critics),
+            "target": self._target.saved,
+            "actor_optimizer": self._actor_optimizer,
+            "critic_optimizer": self._critic_optimizer,
+            "log_alpha": SavedTensor(self._log_alpha),
+            "alpha_optimizer": self._alpha_optimizer,
+        }
 
     @property
     def sampler(self) -> Sampler:
@@ -227,49 +213,3 @@ class SAC:
             return critics(obs), self.agent.logprobs(obs)
         action, logprob = self.agent.sample(obs)
         return critics(obs, action), logprob
-
-    def explore(self, steps: int, num_envs: int) -> None:
-        """Do nothing: the policy is stochastic.
-
-        Args:
-            steps: Environment steps so far.
-            num_envs: Number of environments.
-        """
-
-    # ---- checkpoints ----
-
-    def state(self) -> dict[str, object]:
-        """Return the learner's state for a checkpoint; the agent's parameters are saved separately."""
-        return {
-            "critics": dict(self._critics.state_dict()),
-            "target": self._target.state(),
-            "actor_optimizer": self._actor_optimizer.state(),
-            "critic_optimizer": self._critic_optimizer.state(),
-            "log_alpha": self._log_alpha.detach(),
-            "alpha_optimizer": self._alpha_optimizer.state(),
-        }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state.
-
-        Args:
-            state: What `state` returned.
-
-        Raises:
-            Refused: The state does not fit this learner; nothing has changed.
-        """
-        saved = converted("learner", state, _Saved)
-        critics = check_parameters("learner.critics", saved.critics, self._critics)
-        target = self._target.check("learner.target", saved.target)
-        actor = self._actor_optimizer.check("learner.actor_optimizer", saved.actor_optimizer)
-        critic = self._critic_optimizer.check("learner.critic_optimizer", saved.critic_optimizer)
-        check_tensor("learner.log_alpha", saved.log_alpha, self._log_alpha)
-        alpha = self._alpha_optimizer.check("learner.alpha_optimizer", saved.alpha_optimizer)
-        self._critics.load_state_dict(critics)
-        self._target.load(target)
-        self._actor_optimizer.load(actor)
-        self._critic_optimizer.load(critic)
-        with torch.no_grad():
-            self._log_alpha.copy_(saved.log_alpha)
-        self._alpha_optimizer.load(alpha)
-        self._resumed = True

@@ -17,7 +17,8 @@ from torch import Tensor
 import farstep
 from farstep.buffer import DPER, Buffer
 from farstep.cli import main
-from farstep.learners.aride import Aride, ArideConfig, penalties
+from farstep.learners.aride import Aride, ArideConfig
+from farstep.learners.episodes.penalties import penalties
 from farstep.learners.loop.training import Limits, Training
 from farstep.learners.networks.nets import ActorCritic, NetConfig, make_agent
 from farstep.learners.replay.batches import DeviceBatches, ReplayBatch

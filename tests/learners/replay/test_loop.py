@@ -223,3 +223,35 @@ def test_damaged_states_are_refused_without_changes(kind: str, network: str, opt
     with pytest.raises(Refused):
         learner.load(state)
     assert all(torch.equal(tensor, before[name]) for name, tensor in learner.state()[network].items())
+
+
+PARTS = {
+    "dqn": ["optimizer", "target", "updates"],
+    "sac": ["critics", "target", "actor_optimizer", "critic_optimizer", "log_alpha", "alpha_optimizer"],
+    "aride": ["optimizer", "trajectory_critic", "trajectory_optimizer"],
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_names_of_saved_parts_stay_so_that_older_checkpoints_load(kind: str) -> None:
+    learner = learner_of(kind)
+    assert list(learner.state()) == PARTS[kind]
+    for wrong in ({"another": 1}, {name: part for name, part in learner.state().items() if name != PARTS[kind][0]}):
+        with pytest.raises(Refused, match=r"another|lacks"):
+            learner.load({**learner.state(), **wrong} if "another" in wrong else wrong)
+
+
+def test_number_of_updates_that_is_no_count_is_refused() -> None:
+    learner = learner_of("dqn")
+    with pytest.raises(Refused, match=r"learner\.updates"):
+        learner.load({**learner.state(), "updates": -1})
+
+
+def test_checkpoint_of_a_filter_loads_without_one_and_not_the_other_way() -> None:
+    config = ArideConfig()
+    filtered = learner_of("aride")
+    plain = Aride(make_agent(BOX, spaces.Discrete(2), config.net, config.gamma), config, seed=1)
+    plain.load(filtered.state())
+    assert plain.state()["trajectory_critic"] is None
+    with pytest.raises(Refused, match="trajectory_critic"):
+        filtered.load(plain.state())

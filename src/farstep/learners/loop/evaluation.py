@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from farstep.batch import Batch
 from farstep.cluster_env import ClusterEnv, event_log_of
 from farstep.config.env import EnvConfig
 from farstep.config.launch import InProcessConfig, LaunchConfig, LocalConfig
@@ -159,6 +160,11 @@ class Evaluator:
         self.wait()
 
 
+def episode_quotas(episodes: int, slots: int) -> list[int]:
+    """Return how many episodes each slot contributes."""
+    return [episodes // slots + (i < episodes % slots) for i in range(slots)]
+
+
 def run_episodes(
     env: ClusterEnv,
     agent: NetworkAgent,
@@ -168,6 +174,7 @@ def run_episodes(
     max_steps: int,
     emit: Emit,
     on_progress: Callable[[int], None] | None = None,
+    on_batch: Callable[[Batch], None] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Run episodes, distributed evenly over the slots. The first episodes of each slot count, whatever their length.
 
@@ -179,16 +186,20 @@ def run_episodes(
         max_steps: Maximum number of steps of each environment; episodes that are longer are abandoned with a warning.
         emit: Receives the warning.
         on_progress: Called after every 64 steps with the number of finished episodes; None: no call.
+        on_batch: Called with each batch, which is valid during the call; None: no call.
 
     Returns:
         Returns of the episodes that ended, and their lengths.
     """
     env.reset(seed=seed)
     slots = env.num_envs
-    quotas = [episodes // slots + (i < episodes % slots) for i in range(slots)]
+    quotas = episode_quotas(episodes, slots)
     found: list[list[tuple[float, int]]] = [[] for _ in quotas]
     for start in range(0, max_steps, _STEPS):
-        ended = env.collect(agent, min(_STEPS, max_steps - start)).episodes
+        batch = env.collect(agent, min(_STEPS, max_steps - start))
+        if on_batch is not None:
+            on_batch(batch)
+        ended = batch.episodes
         for slot, value, length in zip(ended["slot"], ended["return"], ended["length"], strict=True):
             if len(found[slot]) < quotas[slot]:
                 found[slot].append((float(value), int(length)))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from farstep.buffer.replay import Buffer
 from farstep.core import Array, Nested
-from farstep.learners.replay.episodes import CompleteEpisodes
+from farstep.learners.replay.complete_episodes import CompleteEpisodes
 from farstep.schema import map_leaves
 
 

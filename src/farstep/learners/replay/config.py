@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 
 from farstep.config.field_docs import show_fields
 from farstep.errors import ConfigError
@@ -120,6 +121,9 @@ class EpisodeReplayConfig(LoopConfig):
     samples_per_step: float = 4.0
     """How often each row is sampled on average: rows sampled per row that arrives, after learning_starts rows.
     Whichever of learner and workers is ahead waits."""
+    warmup: Path | None = None
+    """File with recorded episodes, which are inserted into the replay buffer before workers roll ('farstep eval RUN
+    --sample --record FILE' writes one). Their rows count like rows that arrive. None: the buffer starts empty."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

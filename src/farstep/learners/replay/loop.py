@@ -23,7 +23,7 @@ from farstep.buffer.replay import Buffer
 from farstep.buffer.samplers import DPER, Sampler
 from farstep.cluster_env import ClusterEnv
 from farstep.config.launch import InProcessConfig
-from farstep.errors import CheckpointError, ConfigError
+from farstep.errors import CheckpointError, ConfigError, counted
 from farstep.learners.loop.iteration import Iteration, Loop
 from farstep.learners.loop.statistics import check_rewards
 from farstep.learners.networks.agent import NetworkAgent
@@ -31,9 +31,10 @@ from farstep.learners.optimizing import Means, onednn_for_images
 from farstep.learners.replay.batches import DeviceBatches, ReplayBatch
 from farstep.learners.replay.buffer_checkpoints import BufferCheckpoints
 from farstep.learners.replay.collected import Collected
-from farstep.learners.replay.config import LoopConfig
-from farstep.learners.replay.episodes import CompleteEpisodes
+from farstep.learners.replay.complete_episodes import CompleteEpisodes
+from farstep.learners.replay.config import EpisodeReplayConfig, LoopConfig
 from farstep.learners.replay.frame_stacks import frame_stack_of
+from farstep.learners.replay.recorded_episodes import RecordedEpisodes
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
 from farstep.workflow.triggers.messages import Message
 from farstep.workflow.workflow import Workflow
@@ -126,6 +127,7 @@ class ReplayLoop:
 
         Raises:
             RewardError: A reward is not finite.
+            ConfigError: The file with recorded episodes does not fit.
             FarstepError: A worker, an environment or the agent failed and could not be replaced.
         """
         checkpoints = BufferCheckpoints(self._config, env.emit_event, loop)
@@ -142,6 +144,8 @@ class ReplayLoop:
                     seed=self._seed,
                 )
                 session = self._open(env, loop, stack.enter_context(buffer), checkpoints, stack)
+                if not self._resumed:
+                    session.warm_up()
             session.run()
 
     def _open(
@@ -236,6 +240,24 @@ class _Session:
             flow.on(DataKeyTrigger(n="all", size=steps), self._alternate, name="alternate")
             flow.on(ObjectKeyTrigger("parameters"), flow.next_rollout, updates=False)
         flow.bind()
+
+    def warm_up(self) -> None:
+        """Insert recorded episodes, if the options name a file. They count as rows, and not as environment steps.
+
+        Raises:
+            ConfigError: The file does not fit the environments or the learner.
+        """
+        path = self._config.warmup if isinstance(self._config, EpisodeReplayConfig) else None
+        if path is None:
+            return
+        recorded = RecordedEpisodes.load(path)
+        recorded.check(path, self._buffer, self._algorithm.names, self._env.launch())
+        recorded.insert_into(self._buffer)  # `CompleteEpisodes` does not bound inserts yet
+        self._env.emit_event(
+            "checkpointed",
+            f"inserted {counted(len(recorded), 'recorded episode')} of {recorded.lengths.sum():,} rows from {path} "
+            f"into the replay buffer; their mean return is {recorded.returns.mean():.4g}",
+        )
 
     def run(self) -> None:
         """Run the workflow, then report the rest and write the last checkpoints."""

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from farstep.checkpoint.checks import check_keys, converted
+from farstep.checkpoint.checks import converted
 from farstep.checkpoint.files import Refused
 from farstep.learners.loop.saving import check_tensor
 from farstep.learners.optimizing import MAX_STEPS, AdamGroup, flatten_parameters
+from farstep.learners.replay.saved_parts import SavedNetwork
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -98,6 +99,8 @@ class TargetNetwork(Generic[M]):
     def __init__(self, network: M, optimizer: FlatAdam) -> None:
         device = next(network.parameters()).device
         self.network: M = copy.deepcopy(network).to(device).requires_grad_(False)
+        self.saved = SavedNetwork(self.network)
+        """Its parameters in checkpoints."""
         self._source = optimizer.values
         self._values, _ = flatten_parameters(list(self.network.parameters()))
 
@@ -105,38 +108,3 @@ class TargetNetwork(Generic[M]):
     def follow(self, tau: float) -> None:
         """Move towards the network: `target = tau * network + (1 - tau) * target`."""
         self._values.lerp_(self._source, tau)
-
-    def state(self) -> dict[str, object]:
-        """Return the parameters for a checkpoint."""
-        return dict(self.network.state_dict())
-
-    def check(self, where: str, state: object) -> dict[str, Tensor]:
-        """Check saved parameters; raise `Refused`, naming them `where`, if they do not fit."""
-        return check_parameters(where, state, self.network)
-
-    def load(self, saved: dict[str, Tensor]) -> None:
-        """Restore checked parameters."""
-        self.network.load_state_dict(saved)
-
-
-def check_parameters(where: str, state: object, network: nn.Module) -> dict[str, Tensor]:
-    """Check that saved parameters fit a network.
-
-    Args:
-        where: Their name in errors.
-        state: What was saved.
-        network: The network.
-
-    Returns:
-        The parameters.
-
-    Raises:
-        Refused: They do not fit.
-    """
-    if not isinstance(state, dict):
-        raise Refused(f"{where} is {type(state).__name__}; expected a mapping of parameters")
-    expected = network.state_dict()
-    check_keys(where, state, expected)
-    for name, tensor in expected.items():
-        check_tensor(f"{where}.{name}", state[name], tensor)
-    return state
