@@ -11,7 +11,7 @@ import cloudpickle
 import pytest
 
 import tests
-from farstep.launch.daemon.process import shared_zygote
+from farstep.testing.zygote import shared_zygote
 from tests.engines.guarded import EngineMissing
 
 pytest_plugins = ["tests.longest_first"]

@@ -96,13 +96,14 @@ def replace(config: str, count: int) -> str:
     """Kill the worker while few descriptors are left; the limit is raised once a restart has failed."""
     retries = Retries()
     logging.getLogger("farstep").addHandler(retries)
-    env = make(config, restart_budget=1)
+    # Over tcp, a zygote's worker frees as many descriptors as its replacement needs.
+    env = make(config, restart_budget=1, start_method="cold" if config == "tcp" else "zygote")
     try:
         agent = TableAgent()
         env.collect(agent, steps=4)
         (worker,) = worker_pids()
-        os.kill(worker, signal.SIGKILL)
         with left(count):
+            os.kill(worker, signal.SIGKILL)
             result = outcome(lambda: env.collect(agent, steps=4))
         workers = env.stats()["workers"] if result == "ok" else {}
         return f"{result}, retried={retries.seen.is_set()}, restarts={workers.get('restarts')}"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
 import farstep
 from farstep.errors import RemoteEnvError, WorkerDied, WorkerStuck
-from farstep.launch.daemon.process import shared_zygote
 from farstep.testing import CountingEnv, TableAgent
+from farstep.testing.zygote import shared_zygote
 from tests.cluster.checks import assert_sound, cluster, eventually, worker_pids
 
 MODULE = """
@@ -44,6 +45,14 @@ def describe():
         "threads": threading.active_count(),
     }}
 """
+
+
+class EnvWithProcess(CountingEnv):
+    """Starts a process and writes its id to a file."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        Path(path).write_text(str(subprocess.Popen(["sleep", "1000"]).pid))
 
 
 @pytest.fixture
@@ -181,3 +190,16 @@ def test_the_modules_of_environments_are_found() -> None:
     wrapped = modules(env_name="CartPole-v1", wrappers=[("gymnasium.wrappers:TimeLimit", {"max_episode_steps": 3})])
     assert wrapped == ["gymnasium.envs.classic_control.cartpole", "gymnasium.wrappers"]
     assert modules(type="factory", env_name=lambda: CountingEnv()) == []  # of a module that is pickled by value
+
+
+def test_processes_of_an_environment_end_with_their_worker_after_the_zygote_has_ended(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    agent = TableAgent()
+    with cluster(EnvWithProcess, env_kwargs={"path": str(path)}, envs=1) as env:
+        env.collect(agent, steps=4)
+        (worker,) = worker_pids()
+        os.kill(parent(worker), signal.SIGKILL)
+        started = int(path.read_text())
+        os.kill(worker, signal.SIGKILL)
+        env.collect(agent, steps=4)
+        eventually(lambda: not Path(f"/proc/{started}").exists())

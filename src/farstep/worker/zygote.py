@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import importlib
 import json
@@ -25,8 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-READY, FORKED, ENDED, REFUSED = b"R", b"F", b"E", b"X"
-"""First byte of a report: imports are complete; process id of a worker; its exit status; why it was not forked."""
+READY, FORKED, ENDED, NOT_FORKED, REFUSED = b"R", b"F", b"E", b"N", b"X"
+"""First byte of a report: imports are complete; process id of a worker; its exit status; a worker could not be forked;
+why no worker can be forked."""
 FAILED = "an import failed"
 """Why a zygote does not fork if the worker itself will report the cause."""
 MAX_FDS = 16
@@ -47,13 +49,18 @@ class _Request:
     @classmethod
     def receive(cls, requests: socket.socket) -> _Request | None:
         """Receive a request; None if the launcher has closed the socket."""
-        _, fds, _, _ = socket.recv_fds(requests, 1, MAX_FDS)
-        if not fds:
+        data, fds, flags, _ = socket.recv_fds(requests, 1, MAX_FDS)
+        if not data:
             return None
+        if flags & socket.MSG_CTRUNC:  # this process cannot open more files
+            for fd in fds:
+                os.close(fd)
+            raise OSError(errno.EMFILE, "not all descriptors of a request were received")
         job, output, reports, *inherited = fds
         return cls(job, output, socket.socket(fileno=reports), inherited)
 
     def close(self) -> None:
+        self.reports.close()
         for fd in (self.job, self.output, *self.inherited):
             os.close(fd)
 
@@ -128,28 +135,35 @@ class Zygote:
                         del self._workers[fd]
 
     def _handle_request(self) -> dict[str, Any] | None:
-        request = _Request.receive(self._requests)
+        try:
+            request = _Request.receive(self._requests)
+        except OSError:
+            return None  # closing the descriptors has told the launcher
         if request is None:
             sys.exit()
-        pid, refusal = -1, self._refusal
-        if not refusal:
-            try:
-                pid = os.fork()
-            except OSError as error:
-                refusal = str(error)
-        if pid == 0:
-            return self._become_worker(request)
+        try:
+            if self._refusal:
+                _report(request.reports, REFUSED + self._refusal.encode())
+            elif not (pid := os.fork()):
+                return self._become_worker(request)
+            else:
+                self._watch(pid, request.reports)
+        except OSError:
+            _report(request.reports, NOT_FORKED)
         request.close()
-        if refusal:
-            _report(request.reports, REFUSED + refusal.encode())
-            request.reports.close()
-            return None
-        worker = _Forked(pid, os.pidfd_open(pid), request.reports)
+        return None
+
+    def _watch(self, pid: int, reports: socket.socket) -> None:
+        try:
+            worker = _Forked(pid, os.pidfd_open(pid), reports.dup())
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
         _report(worker.reports, FORKED + str(pid).encode(), [worker.pidfd])
         for fd in (worker.pidfd, worker.reports.fileno()):
             self._workers[fd] = worker
             self._poll.register(fd, select.POLLIN)
-        return None
 
     def _reap(self, worker: _Forked) -> None:
         _kill_group(worker)  # processes that its environments started; before the process id can be reused

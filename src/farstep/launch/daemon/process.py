@@ -6,24 +6,20 @@ import contextlib
 import logging
 import os
 import signal
-import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from farstep.config.launch import StartMethod
 from farstep.core import Ended
-from farstep.launch.daemon.zygote import Child, ForkedProcess, Zygote, ZygoteEnded, memory_file
+from farstep.launch.daemon.child import Child, spawn
+from farstep.launch.daemon.zygote import ForkedProcess, ZygoteBusy, ZygoteEnded, ZygoteProcess
 from farstep.worker.zygote import FAILED
 
 log = logging.getLogger("farstep")
-_COMMAND = (sys.executable, "-P", "-m", "farstep.worker")
-"""Runs a worker. -P: do not import from the current folder unless the import path contains it."""
 _TAIL_BYTES = 16 * 1024
-_IMPORT_S = 60.0
 
 
 class ProcessStarter:
@@ -36,6 +32,9 @@ class ProcessStarter:
         warn: Called with a text if workers start cold instead.
     """
 
+    shared: ClassVar[ZygoteProcess | None] = None
+    """If set, zygotes are forks of this one (see `farstep.testing.shared_zygote`)."""
+
     def __init__(
         self,
         threads: int,
@@ -44,14 +43,16 @@ class ProcessStarter:
         warn: Callable[[str], object] = log.warning,
     ) -> None:
         self._threads, self._method, self._modules, self._warn = threads, method, modules, warn
-        self._zygote: Zygote | None = None
+        self._zygote: ZygoteProcess | None = None
+        self._refusals: list[str] = []
+        """Why the zygote has not forked workers; each entry lets one worker start cold."""
         # The kernel closes this pipe when this process ends, for any reason, and then kills every worker
         # (worker/__main__.py).
         self._death_read, self._death_write = os.pipe()
         _starters.add(self)
 
     def start(self, bootstrap: Mapping[str, object], fds: Sequence[int] = ()) -> WorkerProcess:
-        environ = {**os.environ, "PYTHONUNBUFFERED": "1", **_with_gpu(bootstrap.get("gpu"))}
+        environ = {**_environ(), **_with_gpu(bootstrap.get("gpu"))}
         contents = {"threads": self._threads, **bootstrap, "path": import_path()}
         with contextlib.ExitStack() as opened, contextlib.ExitStack() as kept:
             death = opened.enter_context(self._death_fd())
@@ -60,7 +61,7 @@ class ProcessStarter:
             kept.callback(os.close, output_read)
             contents["death_fd"] = death
             arguments = (contents, environ, output_write, [death, *fds])
-            child: Child = self._fork(*arguments) or _spawn(*arguments)
+            child: Child = self._fork(*arguments) or spawn(*arguments)
             kept.callback(child.close)
             kept.callback(child.kill)
             started = WorkerProcess(child, output_read)
@@ -70,40 +71,48 @@ class ProcessStarter:
     def _fork(
         self, bootstrap: Mapping[str, Any], environ: Mapping[str, str], output_fd: int, fds: Sequence[int]
     ) -> ForkedProcess | None:
-        """Request a worker from the zygote. Return None if the worker must be started without it."""
+        """Request a worker from the zygote. Return None if the worker must start cold."""
+        if self._method == "cold" or self._has_refused():
+            return None
         for _ in range(2):
-            if self._method == "cold":
-                break
-            self._zygote = self._zygote or self._start_zygote(environ)
+            self._zygote = self._zygote or self.start_zygote()
             try:
-                return self._zygote.fork(_job(bootstrap, environ, fds), output_fd, self._start_cold)
+                return self._zygote.fork(_job(bootstrap, environ, fds), output_fd, self._refusals.append)
+            except ZygoteBusy:
+                break
             except ZygoteEnded:
                 if not self._zygote.is_ready:
-                    break  # it ended during its imports, or many requests wait
+                    break  # the refusals of earlier requests say why
                 self._zygote.close()
                 self._zygote = None
         return None
 
-    def _start_zygote(self, environ: Mapping[str, str]) -> Zygote:
+    def _has_refused(self) -> bool:
+        """Whether the zygote has refused a request for which no worker has started cold yet."""
+        if not self._refusals:
+            return False
+        if reason := self._refusals.pop(0):
+            self._method = "cold"
+            if reason != FAILED:
+                self._warn(f"workers start in new interpreters, because the zygote cannot fork them: {reason}.")
+        return True
+
+    def start_zygote(self) -> ZygoteProcess:
+        """Start the zygote: a fork of the shared one, or a new interpreter."""
+
         def start(bootstrap: Mapping[str, Any], fds: Sequence[int]) -> Child:
             null = os.open(os.devnull, os.O_WRONLY)
             try:
-                if _shared is not None:
-                    with contextlib.suppress(ZygoteEnded):
-                        return _shared.fork(_job(bootstrap, environ, fds), null, self._start_cold)
-                return _spawn(bootstrap, environ, null, fds)
+                if self.shared is not None:
+                    with contextlib.suppress(ZygoteEnded, ZygoteBusy):
+                        return self.shared.fork(_job(bootstrap, _environ(), fds), null, self._refusals.append)
+                return spawn(bootstrap, _environ(), null, fds)
             finally:
                 os.close(null)
 
         with self._death_fd() as death:
             bootstrap = {"threads": 1, "path": import_path(), "modules": list(self._modules), "death_fd": death}
-            return Zygote(start, bootstrap)
-
-    def _start_cold(self, reason: str) -> None:
-        """Start further workers without the zygote."""
-        if self._method != "cold" and reason != FAILED:
-            self._warn(f"the zygote cannot fork workers: {reason}. Each worker imports for itself instead.")
-        self._method = "cold"
+            return ZygoteProcess(start, bootstrap)
 
     @contextlib.contextmanager
     def _death_fd(self) -> Iterator[int]:
@@ -129,34 +138,6 @@ class ProcessStarter:
         os.close(self._death_write)
 
 
-_shared: Zygote | None = None
-
-
-@contextlib.contextmanager
-def shared_zygote(modules: Sequence[str]) -> Iterator[None]:
-    """Context manager: keep a zygote for all runs of this process, so that each run starts in milliseconds.
-
-    Each run still has its own zygote, but it is a fork of the shared one. Environment variables that libraries read
-    when they are imported take effect only if they were set before.
-
-    Args:
-        modules: Modules to import.
-    """
-    global _shared
-    before, starter = _shared, ProcessStarter(1, modules=modules)
-    zygote = starter._start_zygote(os.environ)
-    try:
-        deadline = time.monotonic() + _IMPORT_S
-        while not zygote.is_ready and time.monotonic() < deadline:
-            time.sleep(0.02)
-        _shared = zygote
-        yield
-    finally:
-        _shared = before
-        zygote.close()
-        starter.close()
-
-
 _starters: weakref.WeakSet[ProcessStarter] = weakref.WeakSet()
 
 
@@ -166,62 +147,6 @@ def _close_all() -> None:
 
 
 os.register_at_fork(after_in_child=_close_all)
-
-
-class SpawnedProcess:
-    """A worker in an interpreter of its own (see `Child`)."""
-
-    note = ""
-    was_refused = False
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-        self.exit_fd = os.pidfd_open(process.pid)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def poll(self) -> int | None:
-        status = self._process.poll()
-        if status is not None:
-            self.kill()  # includes processes that its environments started
-        return status
-
-    def kill(self) -> None:
-        self.signal_group(signal.SIGKILL)
-
-    def signal_group(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, number)
-
-    def send_signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
-
-    def close(self) -> None:
-        os.close(self.exit_fd)
-
-
-def _spawn(
-    bootstrap: Mapping[str, Any], environ: Mapping[str, str], output_fd: int, fds: Sequence[int]
-) -> SpawnedProcess:
-    with memory_file("farstep-bootstrap", bootstrap) as bootstrap_fd:
-        process = subprocess.Popen(
-            [*_COMMAND, "--bootstrap-fd", str(bootstrap_fd)],
-            pass_fds=[bootstrap_fd, *fds],
-            stdin=subprocess.DEVNULL,
-            stdout=output_fd,
-            stderr=output_fd,
-            start_new_session=True,
-            env=dict(environ),
-        )
-    try:
-        return SpawnedProcess(process)
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
 
 
 class WorkerProcess:
@@ -294,6 +219,10 @@ class WorkerProcess:
 def _job(bootstrap: Mapping[str, Any], environ: Mapping[str, str], fds: Sequence[int]) -> dict[str, Any]:
     """What a zygote needs to fork a process that looks like one that this process has started."""
     return {"bootstrap": bootstrap, "environ": dict(environ), "folder": str(Path.cwd()), "inherited": list(fds)}
+
+
+def _environ() -> dict[str, str]:
+    return {**os.environ, "PYTHONUNBUFFERED": "1"}
 
 
 def _with_gpu(rank: object) -> dict[str, str]:

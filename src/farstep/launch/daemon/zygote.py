@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import errno
 import os
 import select
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from farstep.worker.zygote import ENDED, FAILED, FORKED, READY, REFUSED
+from farstep.launch.daemon.child import Child, is_readable, memory_file
+from farstep.worker.zygote import ENDED, FORKED, NOT_FORKED, READY, REFUSED
 
-_REAP_S = 0.5
+_REPORT_S = 0.5
 """How long to wait for a report that the zygote makes at once."""
+_END_S = 5.0
+_BUSY = (errno.EAGAIN, errno.ETOOMANYREFS)
+"""Errors of a request if too many requests, or too many of their descriptors, wait."""
+Refused = Callable[[str], None]
+"""Called with the reason if a zygote cannot fork workers; with an empty text if only one request failed."""
 
 
 class ZygoteEnded(Exception):
-    """The zygote takes no requests: it has ended, or too many requests wait."""
+    """The zygote has ended."""
 
 
-class Zygote:
+class ZygoteBusy(Exception):
+    """Too many requests wait for the zygote."""
+
+
+class ZygoteProcess:
     """A zygote process. It imports in the background; requests wait until it is ready.
 
     Args:
@@ -49,27 +60,32 @@ class Zygote:
                 self._is_ready = self._requests.recv(1) == READY
         return self._is_ready
 
-    def fork(self, job: Mapping[str, Any], output_fd: int, refused: Callable[[str], None]) -> ForkedProcess:
+    def fork(self, job: Mapping[str, Any], output_fd: int, refused: Refused) -> ForkedProcess:
         """Request a worker.
 
         Args:
             job: Bootstrap, environment variables, folder, and the descriptors that the worker inherits.
             output_fd: Descriptor for what the worker prints.
-            refused: Called with the reason if the zygote cannot fork workers.
+            refused: Called if the zygote does not fork the worker.
 
         Returns:
             The worker; it may not have started yet.
 
         Raises:
-            ZygoteEnded: The zygote takes no requests.
+            ZygoteEnded: The zygote has ended.
+            ZygoteBusy: Too many requests wait.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with contextlib.ExitStack() as failed, theirs, memory_file("farstep-job", job) as fd:
             failed.callback(ours.close)
             try:
                 socket.send_fds(self._requests, [b"F"], [fd, output_fd, theirs.fileno(), *job["inherited"]])
-            except (BlockingIOError, ConnectionError) as error:
+            except ConnectionError as error:
                 raise ZygoteEnded from error
+            except OSError as error:
+                if error.errno in _BUSY:
+                    raise ZygoteBusy from error
+                raise
             process = ForkedProcess(self, ours, refused)
             failed.pop_all()
         return process
@@ -84,39 +100,10 @@ class Zygote:
     def close(self) -> None:
         self._requests.close()
         self._process.kill()
-        while self._process.poll() is None:
-            _is_readable(self._process.exit_fd, _REAP_S)
+        deadline = time.monotonic() + _END_S
+        while self._process.poll() is None and time.monotonic() < deadline:
+            is_readable(self._process.exit_fd, _REPORT_S)
         self._process.close()
-
-
-class Child(Protocol):
-    """A process that this process has started, or that its zygote has forked."""
-
-    exit_fd: int
-    """Readable when `poll` has something to read."""
-    note: str
-    """An explanation of the status; empty if there is none."""
-    was_refused: bool
-    """Whether the process was never started, through no fault of its own."""
-
-    @property
-    def pid(self) -> int:
-        """The process id; 0 before the process has started."""
-
-    def poll(self) -> int | None:
-        """Return the exit status, or None while the process may still run. Its group has ended with it."""
-
-    def kill(self) -> None:
-        """Kill the process group."""
-
-    def signal_group(self, number: int) -> None:
-        """Send a signal to the process group, if the process has started."""
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal to the process, if it still runs."""
-
-    def close(self) -> None:
-        """Free the descriptors."""
 
 
 class ForkedProcess:
@@ -125,10 +112,10 @@ class ForkedProcess:
     Args:
         zygote: The zygote.
         reports: Socket on which the zygote reports the worker's process id and exit status.
-        refused: Called with the reason if the zygote cannot fork workers.
+        refused: Called if the zygote does not fork the worker.
     """
 
-    def __init__(self, zygote: Zygote, reports: socket.socket, refused: Callable[[str], None]) -> None:
+    def __init__(self, zygote: ZygoteProcess, reports: socket.socket, refused: Refused) -> None:
         self._zygote, self._reports, self._refused = zygote, reports, refused
         self._reports.setblocking(False)
         self._ready = select.epoll()
@@ -143,12 +130,17 @@ class ForkedProcess:
 
     def poll(self) -> int | None:
         self._read_reports()
-        if self._status is None and self._pidfd >= 0 and _is_readable(self._pidfd, 0):
-            _is_readable(self._reports.fileno(), _REAP_S)
+        if self._status is None and self._has_ended():
+            is_readable(self._reports.fileno(), _REPORT_S)
             self._read_reports()
             if self._status is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.pid, signal.SIGKILL)  # processes that its environments started
                 self._status, self.note = 1, "its exit status is unknown, because the process that forked it has ended"
         return self._status
+
+    def _has_ended(self) -> bool:
+        return self._pidfd >= 0 and is_readable(self._pidfd)
 
     def _read_reports(self) -> None:
         while self._status is None and not self._zygote_ended:
@@ -168,6 +160,8 @@ class ForkedProcess:
                 self._status = int(rest)
             elif kind == REFUSED:
                 self._refuse(rest)
+            elif kind == NOT_FORKED:
+                self._refuse("")
             else:
                 self._end_of_reports()
 
@@ -179,13 +173,12 @@ class ForkedProcess:
             if self._is_killed:
                 self._status = -signal.SIGKILL
             else:
-                self._refuse(None if self._zygote.is_ready else FAILED)
+                self._refuse("" if self._zygote.is_ready else "it ended during its imports")
 
-    def _refuse(self, reason: str | None) -> None:
+    def _refuse(self, reason: str) -> None:
         self._status, self.was_refused = 1, True
         self.note = "the zygote did not fork it"
-        if reason is not None:
-            self._refused(reason)
+        self._refused(reason)
 
     def kill(self) -> None:
         """Kill the process group. If the worker has not been forked yet, it will not be."""
@@ -195,11 +188,11 @@ class ForkedProcess:
             return
         with contextlib.suppress(OSError):
             self._reports.shutdown(socket.SHUT_WR)
-        if not self._zygote.is_ready or not _is_readable(self._reports.fileno(), _REAP_S):
+        if not self._zygote.is_ready or not is_readable(self._reports.fileno(), _REPORT_S):
             self._zygote.kill()  # it still imports, or is stuck
 
     def signal_group(self, number: int) -> None:
-        if self.pid:
+        if self.pid and not self._has_ended():  # otherwise the zygote may have reaped it, and its id may be reused
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
 
@@ -213,21 +206,3 @@ class ForkedProcess:
         self._reports.close()
         if self._pidfd >= 0:
             os.close(self._pidfd)
-
-
-@contextlib.contextmanager
-def memory_file(name: str, contents: Mapping[str, Any]) -> Iterator[int]:
-    """Context manager: the descriptor of a file in memory with `contents` as JSON."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    try:
-        os.write(fd, json.dumps(contents).encode())
-        os.lseek(fd, 0, os.SEEK_SET)
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _is_readable(fd: int, timeout_s: float) -> bool:
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))
