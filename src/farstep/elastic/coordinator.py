@@ -27,7 +27,7 @@ import msgspec
 from farstep.errors import ConfigError, counted
 
 TURN_S = 30.0
-"""Seconds for which a run of priority 1 keeps its slots while another one waits for its minimum."""
+"""Default of `turn_s`."""
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
 """Text that is safe in one line of a terminal."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
@@ -161,17 +161,20 @@ class Coordinator:
     A run is admitted as soon as its minimum fits; runs wait in the order of their arrival, and nobody overtakes. Each
     admitted run gets its minimum. The other slots go, one by one, to the run with the fewest slots per priority that
     wants more (weighted max-min fairness). If the minimum of a waiting run does not fit, admitted runs whose turn of
-    `TURN_S` times their priority is over release all their slots and wait at the end of the queue.
+    `turn_s` times their priority is over release all their slots and wait at the end of the queue.
 
     Args:
         slots: Number of slots.
         devices: Number of devices.
         lease_s: Seconds of silence after which a run loses all that it holds.
+        turn_s: Seconds for which a run of priority 1 keeps its slots while another one waits for its minimum.
         now: Current time of the clock that later calls use, in seconds.
     """
 
-    def __init__(self, slots: int, devices: int = 0, lease_s: float = 10.0, now: float = 0.0) -> None:
-        self.slots, self.lease_s = slots, lease_s
+    def __init__(
+        self, slots: int, devices: int = 0, lease_s: float = 10.0, turn_s: float = TURN_S, now: float = 0.0
+    ) -> None:
+        self.slots, self.lease_s, self._turn_s = slots, lease_s, turn_s
         self._state = _State(now, devices=[""] * devices)
         self._by_id: dict[str, Workload] = {}
 
@@ -306,7 +309,7 @@ class Coordinator:
             return
         ended: list[Workload] = []
         for workload in map(self._by_id.__getitem__, state.admitted):
-            if missing > 0 and now - workload.since >= TURN_S * workload.priority:
+            if missing > 0 and now - workload.since >= self._turn_s * workload.priority:
                 ended.append(workload)
                 missing -= workload.minimum
         if missing > 0:
@@ -382,12 +385,24 @@ class Coordinator:
         """The ids of the runs that wait for a device, first the one that is next."""
         return tuple(self._state.device_queue)
 
+    def state_of(self, workload: Workload) -> str:
+        """Return what a run does, in a few words."""
+        if workload.held > workload.allowed:
+            return f"releasing {counted(workload.held - workload.allowed, 'slot')}"
+        if workload.id in self._state.queue:
+            return f"number {self._state.queue.index(workload.id) + 1} in the queue for slots"
+        if not workload.held:
+            return "waiting for slots to be released" if workload.wanted else "wants no slots"
+        return "running"
+
     def save(self) -> bytes:
         """Return the state, for `load`."""
         return msgspec.json.encode(self._state)
 
     @classmethod
-    def load(cls, saved: bytes, slots: int, devices: int = 0, lease_s: float = 10.0) -> Coordinator:
+    def load(
+        cls, saved: bytes, slots: int, devices: int = 0, lease_s: float = 10.0, turn_s: float = TURN_S
+    ) -> Coordinator:
         """Return a coordinator with a saved state.
 
         If there are fewer slots than before, runs are asked to release some. If there are fewer devices than before,
@@ -398,6 +413,7 @@ class Coordinator:
             slots: Number of slots from now on.
             devices: Number of devices from now on.
             lease_s: Seconds of silence after which a run loses all that it holds.
+            turn_s: As for a new coordinator.
 
         Raises:
             ConfigError: `saved` is not a state that `save` returned.
@@ -406,7 +422,7 @@ class Coordinator:
             state = msgspec.json.decode(saved, type=_State)
         except msgspec.MsgspecError as error:
             raise ConfigError(f"the state of the coordinator cannot be read: {error}.") from None
-        coordinator = cls(slots, devices, lease_s, state.now)
+        coordinator = cls(slots, devices, lease_s, turn_s, state.now)
         coordinator._by_id = {workload.id: workload for workload in state.workloads}
         named = {*state.admitted, *state.queue, *state.device_queue, *filter(None, state.devices)}
         if not named <= coordinator._by_id.keys() or len(coordinator._by_id) < len(state.workloads):
