@@ -212,3 +212,16 @@ def test_vector_and_in_process_environments_refuse_a_coordinator() -> None:
         farstep.make_vec("CartPole-v1", num_envs=2, config=farstep.LocalConfig(coordinator="default"))
     with pytest.raises(farstep.ConfigError, match="only a coordinator"):
         farstep.LocalConfig(priority=2)
+
+
+def test_trained_run_with_parked_workers_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    train = ["train", "ppo", "--env", "CartPole-v1", "--workers", "2", "--num-envs", "4", "--num-steps", "16"]
+    saved = ["--folder", str(tmp_path), "--name", "run"]
+    with serving(tmp_path / "c", slots=1) as name:
+        assert main([*train, *saved, "--coordinator", name, "--total-steps", "64"]) == 0
+        assert main(["train", "ppo", "--resume", str(tmp_path / "run"), "--total-steps", "128"]) == 0
+        assert runs(name) == []
+    # A resumed run keeps its options, so now it finds no coordinator.
+    assert main(["train", "ppo", "--resume", str(tmp_path / "run"), "--total-steps", "256"]) == 1
+    assert "no coordinator can be reached" in capsys.readouterr().err

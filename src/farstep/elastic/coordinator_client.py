@@ -287,6 +287,8 @@ class CoordinatorClient:
     def _scale(self, pool: WorkerPool, allowed: int) -> None:
         if allowed:
             pool.scale_workers(allowed)
+            if self._applied == 0:
+                self._emit("scaled", f"continuing with {counted(allowed, 'worker')}")
         else:
             pool.hold()
             self._emit("scaled", f"paused: coordinator {self._name!r} has given all slots of this run to other runs")
