@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -20,6 +21,7 @@ from farstep.checkpoint.files import Refused
 from farstep.config.env import EnvConfig, check_count
 from farstep.config.launch import LaunchConfig, LocalConfig
 from farstep.core import Agent, Array, Nested
+from farstep.elastic.coordinator_client import CoordinatorClient
 from farstep.errors import CheckpointError, ClosedError, ConfigError, counted
 from farstep.event import Event, EventKind, check_kind
 from farstep.head.collector import Collector
@@ -84,6 +86,12 @@ class ClusterEnv:
         self._launching = threading.Lock()
         self._closing = threading.RLock()
         self._closed = False
+        self._coordinator: CoordinatorClient | None = None
+        """None before the launch, and for a run that shares nothing."""
+        if self.config.coordinator is not None and self.config.min_workers > self.num_workers:
+            raise ConfigError(
+                f"min_workers is {self.config.min_workers}, but this run has {counted(self.num_workers, 'worker')}."
+            )
         self._monitor: RunMonitor | None = None
         """None before the first call of `diagnose`."""
 
@@ -115,23 +123,72 @@ class ClusterEnv:
         with self._launching:
             self._check_open()
             if self._collector is None:
-                collector = Collector(self.env_config, self.config, self.seed, self._events)
+                client, workers = self._join_coordinator()
+                try:
+                    collector = Collector(self.env_config, self.config, self.seed, self._events)
+                except BaseException:
+                    _close(None, client)
+                    raise
                 # If close() is never called, this closes at garbage collection or at interpreter exit.
-                self._finalizer = weakref.finalize(self, Collector.close, collector)
-                self._collector = collector
+                self._finalizer = weakref.finalize(self, _close, collector, client)
+                self._collector, self._coordinator = collector, client
                 try:
                     self._check_open()  # another thread may have called close() before self._collector was set
                     self.observation_space, self.action_space = collector.start()
                     self.frame_stack = collector.server.frame_stack
                     self._at_launch = (time.monotonic(), machine_use(collector.server.local_pids()))
+                    if client is not None:
+                        collector.server.scale_workers(workers)
+                        client.drive(collector.server)
                 except Exception:
                     self.close()
                     raise
                 except BaseException:  # after Ctrl-C, the next call launches again
-                    self._collector = None
+                    self._collector = self._coordinator = None
                     self._finalizer()
                     raise
             return self._collector
+
+    def _join_coordinator(self) -> tuple[CoordinatorClient | None, int]:
+        """Wait for slots of the coordinator, if there is one. Return the client and the number of slots."""
+        config = self.config
+        if config.coordinator is None:
+            return None, self.num_workers
+        client = CoordinatorClient(
+            config.coordinator, config.priority, config.min_workers, self.num_workers, self._events.emit
+        )
+        try:
+            return client, client.wait(self._check_open)
+        except BaseException:
+            client.close()
+            raise
+
+    @contextlib.contextmanager
+    def device_token(self) -> Iterator[int]:
+        """Context manager: wait for one of the coordinator's devices, and return it at the end.
+
+        Runs get devices in the order of their requests, so runs that take a device for each update take turns. Without
+        a coordinator, nothing is shared and this does not wait.
+
+        Returns:
+            The number of the device; 0 without a coordinator.
+
+        Raises:
+            ConfigError: The coordinator has no devices.
+            ClosedError: The `ClusterEnv` was closed meanwhile.
+
+        Example:
+            with env.device_token() as index:
+                learner.to(f"cuda:{index}")
+                update(learner, batch)
+                learner.to("cpu")
+        """
+        self._launched()
+        if self._coordinator is None:
+            yield 0
+            return
+        with self._coordinator.device_token(self._check_open) as device:
+            yield device
 
     def _check_open(self) -> None:
         if self._closed:
@@ -330,6 +387,7 @@ class ClusterEnv:
                 these nodes run.
             workers: New number of workers that run, from 1 to `num_workers`; the others, those with the highest
                 numbers, are parked. If the nodes have too few workers, more nodes are requested; none is released.
+                With a coordinator, this is a request: at most this number of workers run.
 
         Raises:
             ConfigError: Not exactly one argument was given, or it is outside its range.
@@ -343,15 +401,29 @@ class ClusterEnv:
                     f"scale got {counted(workers, 'worker')}; expected 1 to {self.num_workers} (workers_per_node for "
                     "each of max_nodes nodes, at most one per environment)."
                 )
-            self._launched().server.scale_workers(workers)
+            self._scale_workers(workers)
             return
         assert nodes is not None
+        if self.config.coordinator is not None:
+            raise ConfigError(
+                f"scale got nodes={nodes}, but the coordinator decides how many workers of this run may run; use "
+                "scale(workers=...) to request more or fewer."
+            )
         low, high = self.config.fewest_nodes, self.config.most_nodes
         if not low <= check_count("nodes", nodes) <= high:
             raise ConfigError(
                 f"scale got {nodes} nodes; {type(self.config).__name__} allows {low} to {high} (min_nodes, max_nodes)."
             )
         self._launched().server.scale(nodes)
+
+    def _scale_workers(self, workers: int) -> None:
+        collector = self._launched()
+        if self._coordinator is None:
+            collector.server.scale_workers(workers)
+            return
+        if workers < self.config.min_workers:
+            raise ConfigError(f"scale got {counted(workers, 'worker')}; min_workers is {self.config.min_workers}.")
+        self._coordinator.want(workers)
 
     # ---- checkpoints ----
 
@@ -411,7 +483,8 @@ class ClusterEnv:
             self._events.emit("warned", f"restarting all episodes instead of resuming them: {reason}")
             workers = []
         self._launched().resume(agent, version, resumed_root(self.seed, version), workers, actions)
-        if (active := saved.get("active_workers")) is not None and active < self.num_workers:
+        active = saved.get("active_workers")
+        if active is not None and active < self.num_workers and self._coordinator is None:
             self.scale(workers=active)
 
     # ---- versions and statistics ----
@@ -503,6 +576,16 @@ class ClusterEnv:
         """
         check_kind(kind)
         self._events.emit(kind, text, worker=worker, node=node, traceback=traceback)
+
+
+def _close(collector: Collector | None, client: CoordinatorClient | None) -> None:
+    """End the workers, and then give their slots back."""
+    try:
+        if collector is not None:
+            collector.close()
+    finally:
+        if client is not None:
+            client.close()
 
 
 def collector_for(env: ClusterEnv, agent: Agent) -> Collector:

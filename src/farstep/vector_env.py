@@ -90,6 +90,11 @@ def make_vec(
             f"{type(launch).__name__} has min_nodes={launch.fewest_nodes}, nodes={launch.nodes} and "
             f"max_nodes={launch.most_nodes}. Leave min_nodes and max_nodes out."
         )
+    if launch.coordinator is not None:
+        raise ConfigError(
+            f"make_vec steps all of its {num_envs} environments together, so no coordinator can park its workers. "
+            "Leave coordinator out, or use a farstep.ClusterEnv."
+        )
     env_config = EnvConfig(
         type="factory" if callable(env_name) else "gymnasium",
         env_name=env_name,

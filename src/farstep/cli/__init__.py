@@ -27,6 +27,10 @@ Inspect the result:
   farstep plot runs/NAME runs/OTHER         plot return, throughput and staleness
   farstep metrics lag/                      explain metrics by a part of their name
 
+Share nodes between runs:
+  farstep coordinator start --slots 8       divide 8 workers among several scripts
+  farstep coordinator status                show which run holds what
+
 Prepare a cluster:
   farstep doctor --launcher slurm --nodes 4 check nodes, network and versions
   farstep slurm --print --nodes 4           print the batch script of a run
@@ -35,7 +39,7 @@ Prepare a cluster:
 Options: 'farstep COMMAND --help', for example 'farstep train ppo --help' or
 'farstep train ppo --launcher slurm --help'. Version: 'farstep --version'.
 """
-_COMMANDS = ("train", "eval", "watch", "plot", "metrics", "doctor", "slurm", "kubernetes")
+_COMMANDS = ("train", "eval", "watch", "plot", "metrics", "doctor", "slurm", "kubernetes", "coordinator")
 _LAUNCHING = ("train", "eval", "doctor")
 
 

@@ -19,7 +19,7 @@ import tyro
 
 from farstep.checkpoint import folder as checkpoint
 from farstep.cli.options.config_file import as_yaml, learner_in, read_options
-from farstep.cli.options.launchers import ENGINES, NoOptions, check_options, chosen_launcher
+from farstep.cli.options.launchers import ENGINES, SharingOptions, check_options, chosen_launcher
 from farstep.cli.options.parsing import check_belonging, parse, typed
 from farstep.cli.recording import check_recording, record
 from farstep.cli.trust import check_trusted
@@ -62,7 +62,7 @@ _FIXED = ("env", "env_type", "env_kwargs", "wrappers", "seed", "name", "folder")
 """Options that a resumed run cannot change."""
 _EXIT_STATUS = {"SIGINT": 130, "SIGTERM": 143}
 C = TypeVar("C")
-E = TypeVar("E", bound=EngineConfig | NoOptions)
+E = TypeVar("E", bound=EngineConfig | SharingOptions)
 
 
 @show_fields
@@ -170,7 +170,7 @@ def parse_options(name: str, arguments: Sequence[str]) -> Options[Any, Any]:
         run, learner, engine = read_options(config, name, learners, arguments)
         default = Options(run=run, learner=learner, nodes=engine)
     launcher = chosen_launcher(arguments, "local" if default is None else default.run.launcher)
-    nodes: Any = ENGINES.get(launcher, NoOptions)
+    nodes: Any = ENGINES.get(launcher, SharingOptions)
     if default is not None and type(default.nodes) is not nodes:  # resumed with another launcher
         default = replace(default, nodes=tyro.MISSING_NONPROP)
     kind: Any = Options[ALGORITHMS[name].config, nodes]  # type: ignore[misc]
@@ -206,7 +206,7 @@ def _cluster(options: Options[Any, Any]) -> ClusterEnv:
     run, nodes, info_keys = options.run, options.nodes, getattr(options.learner, "info_keys", ())
     if isinstance(nodes, EngineConfig):
         return ClusterEnv(run.env_config(envs_per_node=run.envs_per_node(nodes.nodes), info_keys=info_keys), nodes)
-    return ClusterEnv(run.env_config(info_keys=info_keys), run.launch_config())
+    return ClusterEnv(run.env_config(info_keys=info_keys), replace(run.launch_config(), **vars(nodes)))
 
 
 def _check_same(saved: Options[Any, Any], now: Options[Any, Any]) -> None:
@@ -253,11 +253,12 @@ def _saved_options(name: str, path: Path) -> tuple[Options[Any, Any], str]:
     return Options(run=run, learner=learner, nodes=_load_nodes(saved, run), resume=path), why_not
 
 
-def _load_nodes(saved: dict[str, Any], run: RunConfig) -> EngineConfig | NoOptions:
-    if run.launcher not in ENGINES:
-        return NoOptions()
+def _load_nodes(saved: dict[str, Any], run: RunConfig) -> EngineConfig | SharingOptions:
+    if run.launcher not in ENGINES and "nodes" not in saved:
+        return SharingOptions()
+    kind: type[EngineConfig | SharingOptions] = ENGINES.get(run.launcher, SharingOptions)
     try:
-        nodes: EngineConfig = msgspec.convert(saved["nodes"], ENGINES[run.launcher])
+        nodes = msgspec.convert(saved["nodes"], kind)
     except (KeyError, msgspec.ValidationError) as error:
         raise ConfigError(f"config.json does not match this version of farstep: {error}.") from error
     _check_known(saved["nodes"], vars(nodes), "nodes.")
@@ -315,7 +316,7 @@ def _folder(name: str, options: Options[Any, Any]) -> RunFolder:
 def _write_yaml(name: str, options: Options[Any, Any], folder: RunFolder) -> None:
     """Write the options as YAML, for people and for --config."""
     parts = {"run": options.run, "learner": options.learner}
-    cluster = {"cluster": options.nodes} if isinstance(options.nodes, EngineConfig) else {}
+    cluster = {"cluster": options.nodes} if options.nodes != SharingOptions() else {}
     with as_run_error(folder.yaml_file):
         replace_file(folder.yaml_file, as_yaml(name, parts | cluster).encode())
 
@@ -323,7 +324,7 @@ def _write_yaml(name: str, options: Options[Any, Any], folder: RunFolder) -> Non
 def _config(name: str, options: Options[Any, Any]) -> dict[str, Any]:
     """Return the contents of config.json."""
     config = {"algorithm": name, "run": options.run, "learner": options.learner}
-    return config | ({"nodes": options.nodes} if isinstance(options.nodes, EngineConfig) else {})
+    return config | ({"nodes": options.nodes} if options.nodes != SharingOptions() else {})
 
 
 def make_learner(name: str, run: RunConfig, config: Any, env: ClusterEnv) -> Learner:

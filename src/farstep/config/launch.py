@@ -80,6 +80,13 @@ class LaunchConfig(Options):
     """Number of failed workers or environments that are restarted in any ten minutes; the next failure raises. A start
     that fails because file descriptors, processes or memory ran out does not use the budget: it is retried for
     `Timeouts.connect_s` seconds, then raises `ResourceError`."""
+    coordinator: str | None = None
+    """Name or path of the coordinator whose slots this run shares with others (`farstep coordinator start`). Each
+    running worker takes a slot. None: all workers run."""
+    priority: int = 1
+    """Share of the coordinator's slots relative to other runs, from 1 to 100."""
+    min_workers: int = 1
+    """Number of workers without which the run waits for slots of the coordinator."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "timeouts", Timeouts.of(self.timeouts))
@@ -90,6 +97,22 @@ class LaunchConfig(Options):
         self._one_of("start_method", StartMethod)
         if self.workers_per_node is not None:
             self._at_least("workers_per_node", 1)
+        self._check_coordinator()
+
+    def _check_coordinator(self) -> None:
+        self._at_least("priority", 1)
+        self._at_least("min_workers", 1)
+        kind = type(self).__name__
+        if self.priority > 100:
+            raise ConfigError(f"{kind}.priority is {self.priority}; expected 1 to 100.")
+        if self.coordinator is None:
+            if (self.priority, self.min_workers) != (1, 1):
+                raise ConfigError(
+                    f"{kind} has priority={self.priority} and min_workers={self.min_workers}, which only a coordinator "
+                    "uses; also give coordinator='default'."
+                )
+        elif not isinstance(self.coordinator, str) or not self.coordinator:
+            raise ConfigError(f"{kind}.coordinator is {self.coordinator!r}; expected a name or a path, or None.")
 
     def num_workers(self, envs_per_node: int) -> int:
         """Return the total number of workers; at most one per environment."""
@@ -155,6 +178,11 @@ class InProcessConfig(_ThisMachine):
             raise ConfigError(
                 f"InProcessConfig.gpus_per_node is {self.gpus_per_node}, but workers in the caller's process act on "
                 "the CPU; leave it 0, or use LocalConfig."
+            )
+        if self.coordinator is not None:
+            raise ConfigError(
+                f"InProcessConfig.coordinator is {self.coordinator!r}, but workers in the caller's thread cannot be "
+                "parked; use LocalConfig."
             )
 
 
@@ -330,6 +358,9 @@ class SlurmConfig(EngineConfig):
             cpus_per_worker=self.cpus_per_worker,
             timeouts=self.timeouts,
             restart_budget=self.restart_budget,
+            coordinator=self.coordinator,
+            priority=self.priority,
+            min_workers=self.min_workers,
         )
 
 

@@ -95,6 +95,8 @@ class Server:
         """What a worker gets before its first ticket (agent, parameters, layout): numbers in the order of announcement,
         messages, frames and descriptors."""
         self._num_announced = 0
+        self._holds = False
+        """Whether no tickets are issued, because other runs use the slots of this run."""
         self._num_awake_calls = 0
         """Number of calls in `awake`."""
         self._reported_parked: set[int] = set()
@@ -161,11 +163,25 @@ class Server:
         """Change the number of workers that run. The last workers are parked."""
         with self.locked():
             self.raise_failure()
+            self._holds = False
             self.supervisor.launcher.make_room(workers)
             before = self.tickets.presence.wanted
             self._want(workers)
             if workers != before:
                 self.events.emit("scaled", f"scaled from {before} to {counted(workers, 'worker')}")
+
+    def hold(self) -> None:
+        """Issue no tickets until `scale_workers` is called. Workers finish their open tickets and are idle then."""
+        with self.locked():
+            self.raise_failure()
+            self._holds = True
+
+    def num_running(self) -> int:
+        """Return the number of workers that may be using a core: all that are not parked; 0 if a `hold` has made all
+        of them idle."""
+        with self.locked():
+            self.raise_failure()
+            return 0 if self._holds and not self.tickets.in_flight else len(self.present())
 
     def _want(self, workers: int) -> None:
         """Park all workers from number `workers` on, and unpark the others."""
@@ -602,7 +618,7 @@ class Server:
 
     def grant(self) -> None:
         """Issue and send all tickets that workers may get now."""
-        if self._failure is not None:
+        if self._failure is not None or self._holds:
             return
         for issued in self.tickets.grant(self, self._client.version()):
             ticket, frames = self._client.make_ticket(issued)

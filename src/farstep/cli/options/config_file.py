@@ -18,7 +18,7 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 import tyro
 
-from farstep.cli.options.launchers import ENGINES, NoOptions, chosen_launcher
+from farstep.cli.options.launchers import ENGINES, SharingOptions, chosen_launcher
 from farstep.config.launch import EngineConfig
 from farstep.errors import ConfigError
 from farstep.learners.options.run_config import RunConfig
@@ -41,7 +41,7 @@ _WORDS = ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
 
 def read_options(
     path: Path, algorithm: str, learners: Mapping[str, type[Any]], arguments: Sequence[str]
-) -> tuple[RunConfig, Any, EngineConfig | NoOptions]:
+) -> tuple[RunConfig, Any, EngineConfig | SharingOptions]:
     """Read the options of a run from a YAML file, as defaults for the command line.
 
     Required options that the file lacks are marked as missing. Options are not checked against each other yet, because
@@ -64,12 +64,12 @@ def read_options(
         other = _read(path)[_ALGORITHM]
         raise ConfigError(f"{path} is for {other}, not for {algorithm}; use 'farstep train {other} --config {path}'.")
     in_file = chosen_launcher(["--launcher", str(given.get("launcher", "local"))])
-    parts: list[type[Any]] = [RunConfig, learners[algorithm], ENGINES.get(in_file, NoOptions)]
+    parts: list[type[Any]] = [RunConfig, learners[algorithm], ENGINES.get(in_file, SharingOptions)]
     types = {name: hint for part in parts for name, hint in _options(part)}
     owners = {f"'farstep train {name}'": kind for name, kind in learners.items()}
     owners |= {f"launcher: {name}": kind for name, kind in ENGINES.items()}
     values = {name: _converted(path, name, value, types, owners) for name, value in given.items()}
-    nodes: type[EngineConfig | NoOptions] = ENGINES.get(chosen_launcher(arguments, in_file), NoOptions)
+    nodes: type[EngineConfig | SharingOptions] = ENGINES.get(chosen_launcher(arguments, in_file), SharingOptions)
     return _unchecked(RunConfig, values), _unchecked(learners[algorithm], values), _unchecked(nodes, values)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from farstep.cli.options.parsing import check_belonging
+from farstep.config.field_docs import show_fields
 from farstep.config.kubernetes import KubernetesConfig
 from farstep.config.launch import (
     EngineConfig,
@@ -53,6 +54,14 @@ def check_options(kind: Any, arguments: Sequence[str], command: str, launcher: s
     check_belonging(kind, arguments, f"'{command}' with --launcher {launcher}", others)
 
 
+@show_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NoOptions:
-    """Options of a launcher that needs only the options of the run."""
+class SharingOptions:
+    """Options of a launcher on this machine, in addition to the options of the run."""
+
+    coordinator: str | None = None
+    """Name or path of the coordinator whose slots this run shares with others (farstep coordinator start)."""
+    priority: int = 1
+    """Share of the coordinator's slots relative to other runs, from 1 to 100."""
+    min_workers: int = 1
+    """Number of workers without which the run waits for slots of the coordinator."""

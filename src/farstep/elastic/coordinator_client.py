@@ -1,0 +1,331 @@
+"""The connection of a run to its coordinator: a thread that applies allowances and sends heartbeats."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from farstep.elastic.coordinator import (
+    Allow,
+    AllowDevice,
+    Answer,
+    Heartbeat,
+    Leave,
+    Message,
+    NotRegistered,
+    Refused,
+    Register,
+    Released,
+    RequestDevice,
+    ReturnDevice,
+    Want,
+)
+from farstep.elastic.coordinator_server import PACKET_BYTES, connect, coordinator_folder, no_coordinator
+from farstep.errors import ClosedError, ConfigError, FarstepError, LaunchError, counted
+from farstep.event import Emit
+
+_HEARTBEAT_S = 0.25
+_POLL_S = 0.02
+"""Seconds between two checks whether workers are parked, while slots are to be released."""
+_CONNECT_S = 5.0
+_ANSWERS = msgspec.msgpack.Decoder(Answer)
+
+
+class WorkerPool(Protocol):
+    """The workers of a run."""
+
+    def scale_workers(self, workers: int) -> None:
+        """Run this number of workers, at least 1, and end a `hold`."""
+        ...
+
+    def hold(self) -> None:
+        """Let all workers become idle, until `scale_workers` is called."""
+        ...
+
+    def num_running(self) -> int:
+        """Return the number of workers that may be using a core."""
+        ...
+
+
+class CoordinatorClient:
+    """Keeps the number of running workers within what the coordinator allows.
+
+    If the coordinator ends, the run keeps its slots, and connects again when another coordinator has been started.
+
+    Args:
+        name: Name or path of the coordinator.
+        priority: Priority of the run, from 1 to 100.
+        minimum: Number of workers without which the run waits.
+        wanted: Number of workers that the run can use.
+        emit: Receives events.
+
+    Raises:
+        LaunchError: No coordinator can be reached.
+    """
+
+    def __init__(self, name: str, priority: int, minimum: int, wanted: int, emit: Emit) -> None:
+        self._name, self._folder, self._emit = name, coordinator_folder(name), emit
+        self._register = Register(secrets.token_hex(16), _run_name(), priority, minimum, wanted)
+        self._changed = threading.Condition()
+        self._allowed = self._round = self._acknowledged = 0
+        self._pool: WorkerPool | None = None
+        self._uses_slots = False
+        """Whether workers were started, or are being started."""
+        self._applied: int | None = None
+        """What the pool was last scaled to."""
+        self._refused = ""
+        self._closed = False
+        self._device: int | None = None
+        self._request = 0
+        self._requests_device = False
+        self._turns: deque[object] = deque()
+        """The threads of this run that use or want a device, in the order of their calls."""
+        self._socket: socket.socket | None = None
+        try:
+            self._socket = self._connected()
+        except OSError as error:
+            raise LaunchError(no_coordinator(name, error)) from None
+        self._wake, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        self._wake.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="farstep-coordinator", daemon=True)
+        self._thread.start()
+
+    def _connected(self) -> socket.socket:
+        client = connect(self._folder, _CONNECT_S)
+        try:
+            client.send(msgspec.msgpack.encode(self._register))
+            if self._requests_device:
+                client.send(msgspec.msgpack.encode(RequestDevice(self._register.workload, self._request)))
+        except OSError:
+            client.close()
+            raise
+        return client
+
+    # ---- calls of the run's threads ----
+
+    def wait(self, check_open: Callable[[], None]) -> int:
+        """Wait until the coordinator allows the minimum, and return how many workers may run.
+
+        Args:
+            check_open: Raises if the wait is to end. Called several times a second.
+
+        Raises:
+            ConfigError: The minimum is larger than what the coordinator has.
+        """
+        told = time.monotonic() + 1.0
+        with self._changed:
+            while not self._allowed:
+                check_open()
+                if self._refused:
+                    raise ConfigError(f"coordinator {self._name!r} refuses this run: {self._refused}.")
+                self._changed.wait(_HEARTBEAT_S)
+                if not self._allowed and time.monotonic() > told:
+                    told += 60.0
+                    needed = counted(self._register.minimum, "slot")
+                    self._emit(
+                        "warned",
+                        f"waiting for {needed} of coordinator {self._name!r}, which other runs are using; 'farstep "
+                        f"coordinator status{_option(self._name)}' lists them",
+                    )
+            self._uses_slots = True
+            return self._allowed
+
+    def drive(self, pool: WorkerPool) -> None:
+        """From now on, scale this pool."""
+        with self._changed:
+            self._pool = pool
+        self._wake_up()
+
+    def want(self, workers: int) -> None:
+        """Tell the coordinator how many workers the run can use."""
+        with self._changed:
+            self._register = msgspec.structs.replace(self._register, wanted=workers)
+        self._send(Want(self._register.workload, workers))
+
+    @contextlib.contextmanager
+    def device_token(self, check_open: Callable[[], None]) -> Iterator[int]:
+        """Context manager: wait for a device, yield its number, and return it at the end."""
+        turn = object()
+        with self._changed:
+            self._turns.append(turn)
+        try:
+            self._wait_for(lambda: self._turns[0] is turn, check_open)
+            with self._changed:
+                self._requests_device, self._request = True, self._request + 1
+                workload, request = self._register.workload, self._request
+            self._send(RequestDevice(workload, request))
+            self._wait_for(lambda: self._device is not None, check_open)
+            assert self._device is not None
+            yield self._device
+        finally:
+            with self._changed:
+                requested = self._turns[0] is turn and self._requests_device
+                if requested:
+                    self._requests_device, self._device = False, None
+                self._turns.remove(turn)
+                self._changed.notify_all()
+            if requested:
+                self._send(ReturnDevice(self._register.workload))
+
+    def _wait_for(self, is_done: Callable[[], bool], check_open: Callable[[], None]) -> None:
+        with self._changed:
+            while not is_done():
+                check_open()
+                if self._closed:
+                    raise ClosedError("the ClusterEnv was closed while a learner waited for a device.")
+                if self._refused:
+                    raise ConfigError(f"coordinator {self._name!r} refuses to lend a device: {self._refused}.")
+                self._changed.wait(_HEARTBEAT_S)
+
+    def close(self) -> None:
+        """Give everything back, and end the thread. Call it after the workers have ended."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        self._wake_up()
+        self._thread.join()
+        self._wake.close()
+        self._woken.close()
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        heartbeat = 0.0
+        while not self._closed:
+            if self._socket is None:
+                self._reconnect()
+            is_pending = self._acknowledged != self._round
+            sources = [self._woken, *([] if self._socket is None else [self._socket])]
+            readable, _, _ = select.select(sources, [], [], _POLL_S if is_pending else _HEARTBEAT_S)
+            if self._woken in readable:
+                with contextlib.suppress(BlockingIOError):
+                    self._woken.recv(4096)
+            if self._socket in readable:
+                self._receive()
+            self._apply()
+            if (now := time.monotonic()) > heartbeat + _HEARTBEAT_S:
+                heartbeat = now
+                self._send(Heartbeat(self._register.workload))
+        self._send(Leave(self._register.workload))
+        if self._socket is not None:
+            self._socket.close()
+
+    def _reconnect(self) -> None:
+        try:
+            self._socket = self._connected()
+        except OSError:
+            return
+        self._emit("warned", f"connected to coordinator {self._name!r} again")
+
+    def _receive(self) -> None:
+        assert self._socket is not None
+        try:
+            answer = _ANSWERS.decode(self._socket.recv(PACKET_BYTES))
+        except (OSError, msgspec.MsgspecError):
+            self._disconnect()
+            return
+        with self._changed:
+            if answer.workload == self._register.workload:
+                self._handle(answer)
+                self._changed.notify_all()
+
+    def _handle(self, answer: Answer) -> None:
+        match answer:
+            case Allow():
+                self._allowed, self._round = answer.slots, answer.round
+                self._acknowledged = -1
+            case AllowDevice() if self._requests_device and answer.request == self._request:
+                self._device = answer.device
+            case AllowDevice() if not self._requests_device:  # the coordinator ended before it knew
+                self._send(ReturnDevice(self._register.workload))
+            case Refused():
+                self._refused = answer.reason
+            case NotRegistered():
+                self._allowed, self._device = 0, None
+                self._register = msgspec.structs.replace(self._register, workload=secrets.token_hex(16))
+                self._emit(
+                    "warned",
+                    f"coordinator {self._name!r} heard nothing from this run for longer than its lease, and gave its "
+                    "slots to others; waiting for slots again",
+                )
+                self._send(self._register)
+                if self._requests_device:
+                    self._send(RequestDevice(self._register.workload, self._request))
+
+    def _apply(self) -> None:
+        """Scale the workers as allowed, and acknowledge as soon as no more of them run."""
+        with self._changed:
+            pool, allowed, this_round = self._pool, self._allowed, self._round
+        if pool is None:
+            running = 0 if not self._uses_slots else allowed + 1
+        else:
+            try:
+                if allowed != self._applied:
+                    self._scale(pool, allowed)
+                running = pool.num_running()
+            except FarstepError:
+                return  # the run has failed, and is going to be closed
+        if self._acknowledged != this_round and running <= allowed:
+            self._acknowledged = this_round
+            self._send(Released(self._register.workload, this_round))
+
+    def _scale(self, pool: WorkerPool, allowed: int) -> None:
+        if allowed:
+            pool.scale_workers(allowed)
+            if self._applied == 0:
+                self._emit("scaled", f"continuing with {counted(allowed, 'worker')}")
+        else:
+            pool.hold()
+            self._emit("scaled", f"paused: coordinator {self._name!r} has given all slots of this run to other runs")
+        self._applied = allowed
+
+    def _send(self, message: Message) -> None:
+        """Send a message. If this fails, the thread connects again, which repeats what the coordinator must know."""
+        if (client := self._socket) is None:
+            return
+        try:
+            client.send(msgspec.msgpack.encode(message))
+        except OSError:
+            with contextlib.suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)
+
+    def _disconnect(self) -> None:
+        assert self._socket is not None
+        self._socket.close()
+        self._socket = None
+        if not self._closed:
+            self._emit(
+                "warned",
+                f"coordinator {self._name!r} has ended; this run keeps its slots and connects again when you start it "
+                "with the same name",
+            )
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake.send(b"x")
+
+
+def _option(name: str) -> str:
+    return "" if name == "default" else f" --name {name}"
+
+
+def _run_name() -> str:
+    """Return the name of this run for people: the script and its process."""
+    script = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
+    plain = "".join(letter for letter in script if letter.isprintable())[:100] or "python"
+    return f"{plain} ({os.getpid()})"

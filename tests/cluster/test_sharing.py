@@ -1,0 +1,227 @@
+"""Runs that share a coordinator: real sockets and workers, with kills of runs and of the coordinator."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import farstep
+from farstep.cli import main
+from farstep.elastic.coordinator_server import CoordinatorServer, RunStatus, connect, read_status
+from farstep.testing import CountingEnv, TableAgent
+
+PATIENCE_S = 60.0
+SOURCE = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 4, "seed": 1}
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def serving(folder: Path, slots: int, devices: int = 0, turn_s: float = 30.0) -> Iterator[str]:
+    """A coordinator in a thread of this process."""
+    server = CoordinatorServer(folder, slots, devices, 2.0, turn_s)
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    try:
+        yield str(folder)
+    finally:
+        server.stop()
+        thread.join()
+
+
+@contextlib.contextmanager
+def started(*command: object) -> Iterator[subprocess.Popen[str]]:
+    """A process of Python that is killed at the end."""
+    arguments = [sys.executable, "-m", *map(str, command)]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def started_coordinator(folder: Path, *options: object) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    return started("farstep", "coordinator", "start", "--name", folder, "--lease-s", 2, *options)
+
+
+def shared(name: str, workers: int = 2, **options: object) -> farstep.ClusterEnv:
+    return farstep.ClusterEnv(
+        SOURCE,
+        farstep.LocalConfig(workers_per_node=workers, coordinator=name, **options),  # type: ignore[arg-type]
+    )
+
+
+def runs(name: str) -> list[RunStatus]:
+    return read_status(name)[1]
+
+
+def held(name: str) -> list[int]:
+    return [run.workload.held for run in runs(name)]
+
+
+def times(file: Path) -> list[float]:
+    """The ends of a run's rollouts."""
+    text = file.read_text() if file.exists() else ""
+    return [float(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def test_second_run_gets_its_share_and_the_first_gets_it_back(tmp_path: Path) -> None:
+    agent = TableAgent()
+    with serving(tmp_path / "c", slots=4) as name, shared(name, workers=4) as first:
+        assert len(first.collect(agent, steps=4).slots) == 4
+        with shared(name, workers=4) as second:
+            wait_until(lambda: held(name) == [2, 2])
+            assert len(first.collect(agent, steps=4).slots) == 2
+            assert len(second.collect(agent, steps=4).slots) == 2
+            second.scale(workers=1)
+            wait_until(lambda: held(name) == [3, 1])
+        wait_until(lambda: held(name) == [4])
+        wait_until(lambda: len(first.collect(agent, steps=4).slots) == 4)
+
+
+def test_two_runs_on_one_slot_take_turns_and_never_step_at_the_same_time(tmp_path: Path) -> None:
+    outs = [tmp_path / "a", tmp_path / "b"]
+    with contextlib.ExitStack() as stack:
+        name = stack.enter_context(serving(tmp_path / "c", slots=1, turn_s=0.3))
+        run = "tests.cluster.sharing_run"
+        processes = [stack.enter_context(started(run, name, out, tmp_path / "lock")) for out in outs]
+
+        def turns() -> str:
+            order = sorted((end, index) for index, out in enumerate(outs) for end in times(out))
+            return "".join(str(index) for _, index in order)
+
+        wait_until(lambda: turns().count("01") >= 3 and turns().count("10") >= 3)
+        assert [process.poll() for process in processes] == [None, None]  # otherwise a step has found the lock taken
+
+
+def test_slots_of_a_killed_run_are_reclaimed(tmp_path: Path) -> None:
+    with serving(tmp_path / "c", slots=2) as name, started("tests.cluster.sharing_run", name, tmp_path / "a") as run:
+        wait_until(lambda: len(times(tmp_path / "a")) > 2)
+        assert held(name) == [2]
+        os.kill(run.pid, signal.SIGKILL)
+        with shared(name, min_workers=2) as env:
+            assert held(name) == [2]
+            assert len(env.collect(TableAgent(), steps=4).slots) == 4
+
+
+def test_run_survives_a_killed_coordinator_and_keeps_its_slots(tmp_path: Path) -> None:
+    folder, agent = tmp_path / "c", TableAgent()
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(started_coordinator(folder, "--slots", 3))
+        assert first.stdout is not None and "3 slots" in first.stdout.readline()
+        env = stack.enter_context(shared(str(folder)))
+        first.kill()
+        first.wait()
+        assert len(env.collect(agent, steps=4).slots) == 4
+        second = stack.enter_context(started_coordinator(folder, "--slots", 3))
+        assert second.stdout is not None and "restored 1 run" in second.stdout.readline()
+        other = stack.enter_context(shared(str(folder), min_workers=1))
+        wait_until(lambda: sorted(held(str(folder))) == [1, 2])
+        assert len(other.collect(agent, steps=4).slots) == 2
+        second.terminate()
+        assert second.wait(PATIENCE_S) == 0
+
+
+def test_runs_take_a_device_in_turn(tmp_path: Path) -> None:
+    order: list[int] = []
+    with serving(tmp_path / "c", slots=2, devices=1) as name, contextlib.ExitStack() as stack:
+        envs = [stack.enter_context(shared(name, workers=1)) for _ in range(2)]
+        inside = threading.Semaphore(1)
+
+        def learn(index: int) -> None:
+            for _ in range(10):
+                with envs[index].device_token() as device:
+                    assert device == 0
+                    assert inside.acquire(blocking=False)
+                    order.append(index)
+                    if len(order) == 1:  # until the other run waits as well
+                        wait_until(lambda: any(run.device_position for run in runs(name)))
+                    time.sleep(0.02)
+                    inside.release()
+
+        threads = [threading.Thread(target=learn, args=[index]) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        assert sorted(order) == [0] * 10 + [1] * 10
+        assert order[:16] in ([0, 1] * 8, [1, 0] * 8)
+        assert [run.workload.device_uses for run in runs(name)] == [10, 10]
+        assert all(run.workload.device_s > 0 for run in runs(name))
+
+
+def test_launch_without_coordinator_says_how_to_start_one(tmp_path: Path) -> None:
+    with pytest.raises(farstep.LaunchError, match="farstep coordinator start --slots N --name"):
+        shared(str(tmp_path / "c")).launch()
+
+
+def test_run_that_needs_more_slots_than_there_are_is_refused(tmp_path: Path) -> None:
+    with serving(tmp_path / "c", slots=1) as name, pytest.raises(farstep.ConfigError, match="at least 2 slots"):
+        shared(name, min_workers=2).launch()
+
+
+def test_device_of_a_coordinator_without_devices_is_refused(tmp_path: Path) -> None:
+    with (
+        serving(tmp_path / "c", slots=1) as name,
+        shared(name) as env,
+        pytest.raises(farstep.ConfigError, match="--devices"),
+        env.device_token(),
+    ):
+        pass
+
+
+def test_second_coordinator_of_a_folder_is_refused(tmp_path: Path) -> None:
+    with serving(tmp_path / "c", slots=1), pytest.raises(farstep.LaunchError, match="another coordinator"):
+        CoordinatorServer(tmp_path / "c", 1)
+
+
+def test_malformed_messages_end_only_their_connection(tmp_path: Path) -> None:
+    with serving(tmp_path / "c", slots=1) as name, connect(tmp_path / "c", 5.0) as client:
+        client.send(b"\xff" * 100)
+        assert client.recv(10) == b""
+        assert held(name) == []
+        assert (tmp_path / "c" / "socket").stat().st_mode & 0o777 == 0o600
+
+
+def test_status_shows_which_run_holds_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(tmp_path / "c", slots=2, devices=1) as name, shared(name, workers=1) as env, env.device_token():
+        assert main(["coordinator", "status", "--name", name]) == 0
+    out = capsys.readouterr().out
+    assert "1 of 2 slots in use, 1 of 1 device in use" in out
+    assert f"({os.getpid()})" in out and "running, holds device 0" in out
+
+
+def test_vector_and_in_process_environments_refuse_a_coordinator() -> None:
+    with pytest.raises(farstep.ConfigError, match="LocalConfig"):
+        farstep.InProcessConfig(coordinator="default")
+    with pytest.raises(farstep.ConfigError, match="no coordinator"):
+        farstep.make_vec("CartPole-v1", num_envs=2, config=farstep.LocalConfig(coordinator="default"))
+    with pytest.raises(farstep.ConfigError, match="only a coordinator"):
+        farstep.LocalConfig(priority=2)
+
+
+def test_trained_run_with_parked_workers_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    train = ["train", "ppo", "--env", "CartPole-v1", "--workers", "2", "--num-envs", "4", "--num-steps", "16"]
+    saved = ["--folder", str(tmp_path), "--name", "run"]
+    with serving(tmp_path / "c", slots=1) as name:
+        assert main([*train, *saved, "--coordinator", name, "--total-steps", "64"]) == 0
+        assert main(["train", "ppo", "--resume", str(tmp_path / "run"), "--total-steps", "128"]) == 0
+        assert runs(name) == []
+    # A resumed run keeps its options, so now it finds no coordinator.
+    assert main(["train", "ppo", "--resume", str(tmp_path / "run"), "--total-steps", "256"]) == 1
+    assert "no coordinator can be reached" in capsys.readouterr().err
