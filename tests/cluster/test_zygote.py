@@ -152,7 +152,7 @@ def test_a_module_that_ends_the_process_is_reported_by_the_worker(module) -> Non
 
 
 def test_a_module_that_cannot_be_imported_is_reported_by_the_worker(module) -> None:
-    env = cluster(module("import no_such_module_at_all"), restart_budget=0)
+    env = cluster(module("import no_such_module_at_all"))
     with pytest.raises(RemoteEnvError, match="No module named 'no_such_module_at_all'"):
         env.launch()
     assert not [event for event in env.events() if "the zygote" in event.text]

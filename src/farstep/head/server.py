@@ -569,7 +569,7 @@ class Server:
         if self.spaces is None or (record.worker == 0 and not record.incarnation):
             self.frame_stack = message.frame_stack
             self.spaces = spaces  # prefer the spaces of slot 0, which have its random generators
-        record.ready, record.announced = True, 0
+        record.ready, record.has_been_ready, record.announced = True, True, 0
         retiring = self.supervisor.membership.members[record.worker].retiring
         if retiring and not self.tickets.must_finish(record.worker):
             self.tickets.park(record.worker)  # it is to be parked before its first ticket
@@ -598,7 +598,7 @@ class Server:
             self._client.on_error(record, failure, error)
             return
         record.error = error
-        first_time = failure.phase == "construct" and not record.incarnation and not record.ready
+        first_time = failure.phase == "construct" and not record.has_been_ready
         if failure.phase in ("act", "load") or (failure.ticket is None and first_time):
             self.fail(error)  # a retry would fail in the same way
         elif failure.ticket is None:

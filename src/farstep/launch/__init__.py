@@ -50,7 +50,8 @@ def launcher_for(config: LaunchConfig, workers: int, envs: int, modules: Sequenc
         gpus = [config.gpu_of(worker) for worker in range(workers)]
         with contextlib.ExitStack() as failed:
             warn = partial(emit, "warned")
-            starter = ProcessStarter(config.cpus_per_worker, config.start_method, modules, warn)
+            connect_s = config.timeouts.connect_s
+            starter = ProcessStarter(config.cpus_per_worker, config.start_method, modules, connect_s, warn)
             failed.callback(starter.close)
             launcher = (
                 LocalLauncher(workers, envs, starter, gpus)

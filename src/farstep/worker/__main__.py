@@ -44,7 +44,7 @@ def _fork_workers(bootstrap: dict[str, Any]) -> dict[str, Any]:
     from farstep.worker.zygote import Zygote
 
     zygote = Zygote(socket.socket(fileno=bootstrap["requests_fd"]))
-    zygote.import_modules(bootstrap["modules"])
+    zygote.import_modules(bootstrap["modules"], bootstrap["import_s"])
     return zygote.serve()
 
 

@@ -21,6 +21,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,6 @@ why no worker can be forked."""
 FAILED = "an import failed"
 """Why a zygote does not fork if the worker itself will report the cause."""
 MAX_FDS = 16
-_IMPORT_S = 20.0
 _BASE = ("farstep.worker.loop", "farstep.worker.connect", "farstep.wire.channels.dealer")
 _BLAS = ("openblas_set_num_threads", "openblas_set_num_threads64_", "scipy_openblas_set_num_threads64_")
 
@@ -93,18 +93,19 @@ class Zygote:
         """Workers by their pidfd, and by the descriptor of their reports."""
         self._refusal = ""
 
-    def import_modules(self, names: Sequence[str]) -> None:
-        """Import what workers need.
+    def import_modules(self, names: Sequence[str], limit_s: float) -> None:
+        """Import what workers need, within `limit_s` seconds.
 
         If an import fails or takes too long, modules may be half imported, so that a fork could not repeat the import.
         The zygote then refuses to fork, and a worker that starts cold reports the error.
         """
+        deadline = time.monotonic() + limit_s
         for name in (*_BASE, *names):
             try:
-                with _time_limit():
+                with _time_limit(deadline - time.monotonic()):
                     importlib.import_module(name)
             except _TooSlow:
-                self._refusal = f"importing {name} takes longer than {_IMPORT_S:g} s"
+                self._refusal = f"its imports take longer than {limit_s:g} s (the last one: {name})"
             except (Exception, SystemExit):
                 self._refusal = FAILED
             if len(list(Path("/proc/self/task").iterdir())) > 1:
@@ -205,12 +206,12 @@ class _TooSlow(BaseException):
 
 
 @contextlib.contextmanager
-def _time_limit() -> Iterator[None]:
+def _time_limit(seconds: float) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise _TooSlow
 
     signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, _IMPORT_S)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))
     try:
         yield
     finally:

@@ -42,6 +42,8 @@ class WorkerRecord:
     pid: int = 0
     ready: bool = False
     """Whether its environments are built, so that it may get tickets."""
+    has_been_ready: bool = False
+    """Whether any of its processes has built its environments."""
     error: WorkerError | None = None
     """Its last failure."""
     shortage: ResourceError | None = None

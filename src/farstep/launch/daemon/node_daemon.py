@@ -85,7 +85,7 @@ class NodeDaemon:
             shared_name: Memory that passes the daemon's name to its replacement (see `keep_alive`).
         """
         self._bootstrap, self._place, self._shared_name = bootstrap, place, shared_name
-        self._starter = ProcessStarter(1, bootstrap["start_method"], bootstrap["modules"])
+        self._starter = ProcessStarter(1, bootstrap["start_method"], bootstrap["modules"], bootstrap["connect_s"])
         self._leave_at: float | None = None
         self._reclaimed_by = ""
         """The signal with which the engine reclaimed the node; empty if the engine has not reclaimed it."""

@@ -29,6 +29,7 @@ class ProcessStarter:
         threads: Threads that torch and BLAS may use in one worker.
         method: How to start: fork a zygote that has imported `modules`, or `cold`, a new interpreter for each worker.
         modules: Modules that workers need.
+        connect_s: How long a worker may take to connect. The zygote may use most of it for its imports.
         warn: Called with a text if workers start cold instead.
     """
 
@@ -40,9 +41,11 @@ class ProcessStarter:
         threads: int,
         method: StartMethod = "zygote",
         modules: Sequence[str] = (),
+        connect_s: float = 60.0,
         warn: Callable[[str], object] = log.warning,
     ) -> None:
         self._threads, self._method, self._modules, self._warn = threads, method, modules, warn
+        self._import_s = 0.75 * connect_s
         self._zygote: ZygoteProcess | None = None
         self._refusals: list[str] = []
         """Why the zygote has not forked workers; each entry lets one worker start cold."""
@@ -111,8 +114,8 @@ class ProcessStarter:
                 os.close(null)
 
         with self._death_fd() as death:
-            bootstrap = {"threads": 1, "path": import_path(), "modules": list(self._modules), "death_fd": death}
-            return ZygoteProcess(start, bootstrap)
+            bootstrap = {"threads": 1, "path": import_path(), "modules": list(self._modules)}
+            return ZygoteProcess(start, {**bootstrap, "import_s": self._import_s, "death_fd": death})
 
     @contextlib.contextmanager
     def _death_fd(self) -> Iterator[int]:
