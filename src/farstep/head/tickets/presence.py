@@ -34,6 +34,11 @@ class Presence:
         return min(self._quorum, self._num_workers - len(self.parked))
 
     @property
+    def parked_or_retiring(self) -> frozenset[int]:
+        """All workers that are parked, or are about to be."""
+        return frozenset(self.parked | self.retiring)
+
+    @property
     def present(self) -> set[int]:
         """All workers that take part: those with a node that are neither draining, retiring nor parked."""
         return set(range(self._num_workers)) - self._out()
