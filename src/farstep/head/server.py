@@ -182,7 +182,7 @@ class Server:
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
-        """Suspend no process, and let the suspended ones run, for calls that also concern parked workers."""
+        """Context manager: inside, parked workers run, so that they can answer a call, and no process is suspended."""
         with self.locked():
             self._num_awake_calls += 1
             for record in self.records[self.tickets.presence.wanted :]:

@@ -68,7 +68,7 @@ class NodeBeat(msgspec.Struct, tag="node-beat"):
     node: Name
     workers: Annotated[list[tuple[int, int]], msgspec.Meta(max_length=MOST_WORKERS)] = []
     suspended: Annotated[list[tuple[int, int]], msgspec.Meta(max_length=MOST_WORKERS)] = []
-    """Which of these workers are suspended. The daemon thereby sends heartbeats for them."""
+    """Those of `workers` that are suspended. A suspended worker sends no heartbeats; this list replaces them."""
 
 
 class Leaving(msgspec.Struct, tag="leaving"):

@@ -30,8 +30,8 @@ Older = dict[str, tuple[Array, Array, Array]]
 class FrameStack:
     """Store each frame of stacked observations once, so that a row takes the memory of one frame.
 
-    Samples are equal to those of a buffer without this option, whatever the stacks contain: a row whose stack is not
-    that of the row before, shifted by one frame, is stored whole.
+    Samples are equal to those of a buffer without this option, whatever the stacks contain: if the stack
+    of a row is not the stack of the row before, shifted by one frame, all its frames are stored.
 
     Args:
         num_frames: Frames per stack, at least 2.
@@ -158,7 +158,7 @@ class Frames:
             older.drop(cells)
 
     def _count(self, follows: Array, older: Older) -> None:
-        """Warn once if most rows that follow another row are stored whole."""
+        """Warn once if most rows that follow another row need all frames of their stacks."""
         self._inserted += int(np.count_nonzero(follows))
         starts = follows.size - int(np.count_nonzero(follows))
         self._whole += max(len(step) for step, _, _ in older.values()) - starts

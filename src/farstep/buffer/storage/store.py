@@ -75,7 +75,7 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays that hold the rows, without tails."""
+        """Bytes of the arrays that hold rows and frames. The observations after episodes (`tails`) do not count."""
         older = 0 if self.frames is None else sum(rows.nbytes for rows in self.frames.older.values())
         return older + sum(array.nbytes for array in self.blocks.arrays.values())
 

@@ -58,7 +58,7 @@ class Listener(Protocol):
         ...
 
     def retire(self, record: WorkerRecord) -> None:
-        """Make the worker idle, because it is to be parked, unless this is under way. Report `membership.Idle` then."""
+        """Issue no new tickets to the worker, because it is to be parked; report `membership.Idle` when it is idle."""
         ...
 
     def parked(self, record: WorkerRecord) -> None:
