@@ -442,8 +442,14 @@ def test_mistakes_with_a_dispatcher(act: Any, words: str) -> None:
         (lambda: DataKeyTrigger(n=1, size=1, of="rows"), "Known: actors, windows"),  # type: ignore[arg-type]
         (lambda: DataKeyTrigger(n=0, size=1, of="windows"), "n is 0; expected a number of windows"),
         (lambda: DataKeyTrigger(n="all", size=1, of="windows"), "of='windows' needs a number n"),
-        (lambda: DataKeyTrigger(n=1, size=1, consume=False, min_new=1, of="windows"), "without stages and consume"),
-        (lambda: DataKeyTrigger(n=1, size=1, keys=[["a"], ["b"]], of="windows"), "without stages and consume"),
+        (
+            lambda: DataKeyTrigger(n=1, size=1, consume=False, min_new=1, of="windows"),
+            "allows neither stages nor consume=False",
+        ),
+        (
+            lambda: DataKeyTrigger(n=1, size=1, keys=[["a"], ["b"]], of="windows"),
+            "allows neither stages nor consume=False",
+        ),
         (lambda: DataKeyTrigger(n=1, size=1, keys="obs"), r"write \['obs'\]"),
         (lambda: DataKeyTrigger(n=1, size=1, keys=()), "or None for all"),
         (lambda: DataKeyTrigger(n=1, size=1, keys=("a", ("b",))), "expected names of arrays"),
