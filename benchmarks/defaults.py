@@ -226,7 +226,7 @@ def page(document: dict[str, Any]) -> str:
 def learner_page(document: dict[str, Any], learner: str) -> str:
     """The section of a learner's page: table and curves."""
     if not any(run["learner"] == learner and run["env"] in MAIN for run in document["runs"]):
-        return f"Not measured yet: `python benchmarks/defaults.py --learners {learner}` does it."
+        return f"Not measured yet. To measure it, run `python benchmarks/defaults.py --learners {learner}`."
     image = f"![evaluation returns over steps of {learner}, by task and number of environments]"
     return f"{learner_summary(document, learner)}\n\n{image}(images/defaults-{learner}.png)"
 

@@ -70,7 +70,7 @@ class Section:
         """The page, with this section generated from the results."""
         path = RESULTS / self.results
         if self.command is not None and not path.exists():
-            text = f"Not measured yet: `python benchmarks/{self.command}` does it."
+            text = f"Not measured yet. To measure it, run `python benchmarks/{self.command}`."
         else:
             text = self.summary(json.loads(path.read_text()))
         return put_between(page, text, (f"<!-- {self.mark}: begin -->", f"<!-- {self.mark}: end -->"))

@@ -373,11 +373,13 @@ class ClusterEnv:
         yield from collector.stream(steps, max_staleness, num_chunks, rollouts)
 
     def scale(self, nodes: int | None = None, *, workers: int | None = None) -> None:
-        """Change the number of workers or nodes during a run. The last call decides; any thread may call this.
+        """Change the number of workers or nodes during a run. The most recent call wins; any thread may call this.
 
         Workers that are not needed are parked: they finish and send their current chunks, then their processes are
-        suspended. They keep their memory, environments and episodes, use no core, and continue within milliseconds.
-        Their environments are missing from batches meanwhile (`batch.slots`). The call does not wait for this.
+        suspended. They keep their memory, environments and episodes, and use no core. They continue within
+        milliseconds, or after about 0.2 s over TCP if they have to reconnect. Their environments are missing from
+        batches meanwhile (`batch.slots`). The call does not wait until workers are parked or run. If more nodes are
+        needed, it waits until the engine has accepted or refused the request, at most a minute.
 
         Workers on released nodes first finish and send their current chunks, and then end. New nodes contribute to
         batches as soon as they have started.

@@ -28,6 +28,8 @@ import contextlib
 import difflib
 import errno
 import resource
+import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -321,6 +323,14 @@ def unknown_name(what: str, got: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(got, names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"unknown {what} {got!r}.{hint} Known: {', '.join(names)}."
+
+
+def warn_caller(text: str) -> None:
+    """Warn, and name as the origin the line of the user's code that called farstep."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
 
 
 def counted(number: int, noun: str) -> str:

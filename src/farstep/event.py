@@ -18,6 +18,7 @@ EventKind = Literal[
     "requeued",
     "resubmitted",
     "checkpointed",
+    "loaded",
     "evaluated",
     "warned",
 ]
@@ -37,7 +38,7 @@ class Event:
     Attributes:
         time: Unix time in seconds; times strictly increase within a run.
         kind: What happened: `joined`, `lost`, `restarted`, `stuck`, `parked`, `scaled`, `requeued`, `resubmitted`,
-            `checkpointed`, `evaluated` or `warned`.
+            `checkpointed`, `loaded`, `evaluated` or `warned`.
         text: The event in one sentence, as logged.
         worker: Index of the worker; None if the event concerns no worker, or several.
         node: Name of the host; empty if the event concerns no host.

@@ -248,7 +248,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         """
         return self._events.events(kinds, since)
 
-    def scale(self, *args: object, **kwargs: object) -> None:
+    def scale(self, nodes: int | None = None, *, workers: int | None = None) -> None:
         """Refuse: every step needs all environments, so no worker can be parked.
 
         Raises:

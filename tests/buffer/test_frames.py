@@ -217,4 +217,5 @@ def test_buffer_warns_if_stacks_are_not_shifted() -> None:
         warnings.simplefilter("always")
         for _ in range(70):
             buffer.insert(envs.chunk([0], 64))
-    assert len(heard) == 1 and "are stored whole" in str(heard[0].message)
+    assert len(heard) == 1 and "whole stacks are stored" in str(heard[0].message)
+    assert heard[0].filename == __file__

@@ -172,6 +172,25 @@ def test_parked_worker_on_a_node_that_is_killed_is_restarted_when_it_is_unparked
 
 
 @pytest.mark.timeout(120)
+def test_parked_worker_that_was_killed_is_not_restarted_because_its_node_leaves(tmp_path: Path) -> None:
+    with on_nodes(tmp_path, 2, 2, workers=1, env=TellingEnv) as env:
+        agent = TableAgent()
+        eventually(lambda: env.stats()["workers"]["alive"] == 2)
+        pid = int(env.step(agent)[4]["pid"][1])
+        env.scale(workers=1)
+        settled(env, parked=1)
+        eventually(lambda: state_of(pid) == "T")
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: env.events("lost"))
+        daemon = env.stats()["nodes"][1]["pid"]
+        os.kill(daemon, signal.SIGTERM)
+        eventually(lambda: not is_running(daemon), 30)
+        assert len(env.step(agent)[4]["pid"]) == 1
+        workers = env.stats()["workers"]
+        assert workers["parked"] == 1 and not workers["restarts"] and not env.events("restarted")
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("killed", ["head", "head on nodes", "daemon"])
 def test_no_stopped_process_outlives_a_killed_head_or_daemon(killed: str, tmp_path: Path) -> None:
     shell = "" if killed == "head" else shell_in(tmp_path)

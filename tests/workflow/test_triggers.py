@@ -441,9 +441,15 @@ def test_mistakes_with_a_dispatcher(act: Any, words: str) -> None:
         (lambda: DataKeyTrigger(n=1, size=1, keys=[["a"], ["b"]], consume=False, min_new=1), "one sequence"),
         (lambda: DataKeyTrigger(n=1, size=1, of="rows"), "Known: actors, windows"),  # type: ignore[arg-type]
         (lambda: DataKeyTrigger(n=0, size=1, of="windows"), "n is 0; expected a number of windows"),
-        (lambda: DataKeyTrigger(n="all", size=1, of="windows"), "expected n as a number of windows"),
-        (lambda: DataKeyTrigger(n=1, size=1, consume=False, min_new=1, of="windows"), "without stages and consume"),
-        (lambda: DataKeyTrigger(n=1, size=1, keys=[["a"], ["b"]], of="windows"), "without stages and consume"),
+        (lambda: DataKeyTrigger(n="all", size=1, of="windows"), "of='windows' needs a number n"),
+        (
+            lambda: DataKeyTrigger(n=1, size=1, consume=False, min_new=1, of="windows"),
+            "neither stages nor consume",
+        ),
+        (
+            lambda: DataKeyTrigger(n=1, size=1, keys=[["a"], ["b"]], of="windows"),
+            "neither stages nor consume",
+        ),
         (lambda: DataKeyTrigger(n=1, size=1, keys="obs"), r"write \['obs'\]"),
         (lambda: DataKeyTrigger(n=1, size=1, keys=()), "or None for all"),
         (lambda: DataKeyTrigger(n=1, size=1, keys=("a", ("b",))), "expected names of arrays"),

@@ -1,4 +1,4 @@
-"""The lock of a buffer, the condition on which threads wait for the limiter, and what a workflow tells the buffer."""
+"""The lock of a buffer, the condition on which threads wait for the limiter, and the settings of a workflow."""
 
 from __future__ import annotations
 

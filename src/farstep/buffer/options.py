@@ -18,7 +18,7 @@ from farstep.errors import ConfigError
 from farstep.schema import Schema, Structure
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BufferOptions:
     """Checked options of a buffer; `make_options` fills in the defaults."""
 
@@ -132,12 +132,12 @@ def make_options(
     """Check the arguments of `Buffer` and fill in their defaults; see its docstring."""
     uses = int(check_sampler("sampler", sampler).once) if max_times_sampled is None else max_times_sampled
     return BufferOptions(
-        check_count("capacity", capacity),
-        check_sampler("sampler", sampler),
-        check_sampler("remover", remover or FIFO()),
-        MinSize(1) if limiter is None else check_limiter(limiter),
-        None if max_bytes is None else check_count("max_bytes", max_bytes),
-        check_count("max_times_sampled", uses, minimum=0),
-        pooled,
-        frame_stack,
+        capacity=check_count("capacity", capacity),
+        sampler=check_sampler("sampler", sampler),
+        remover=check_sampler("remover", remover or FIFO()),
+        limiter=MinSize(1) if limiter is None else check_limiter(limiter),
+        max_bytes=None if max_bytes is None else check_count("max_bytes", max_bytes),
+        max_times_sampled=check_count("max_times_sampled", uses, minimum=0),
+        pooled=pooled,
+        frame_stack=frame_stack,
     )

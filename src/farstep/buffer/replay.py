@@ -50,15 +50,19 @@ class Buffer(BoundArrays):
             first insert.
         remover: Which rows a full buffer evicts; default: `FIFO()`, the oldest.
         limiter: When inserting and sampling are allowed; default: `MinSize(1)`. Each buffer needs its own.
-        max_bytes: Maximum number of bytes of all rows; lowers `capacity` if necessary. Keys, priorities and the
-            observations after the last row of an episode do not count. Default: no limit.
+        max_bytes: Maximum number of bytes of all rows; lowers `capacity` if necessary. Keys, priorities, the
+            observations after the last row of an episode, and frames that `frame_stack` stores separately do not
+            count. Default: no limit.
         max_times_sampled: Remove an item after this many samples; 0: never. Default: 1 for `FIFO`, `LIFO` and
             `FullBatch`, otherwise 0.
         pooled: Whether all environment slots share the capacity: the oldest rows are evicted first, whichever slot they
             are from, and slots may be added at any time. Otherwise each slot has an equal share, in which it evicts its
             own rows. Triggers that take rows, and other processes, cannot read pooled rows. Default: False.
         frame_stack: Stores stacked observations once per frame, in a fraction of the memory; samples stay the same.
-            Other processes read single frames. Default: None, observations are stored as they are.
+            `max_bytes` and the check of the available memory count one frame per row. The older frames of a row whose
+            stack is not that of the row before, shifted by one frame, are stored in addition: if this applies to all
+            rows, the buffer grows to up to 1.25 times the memory that it takes without `frame_stack`, and a warning
+            says so. Other processes read single frames. Default: None, observations are stored as they are.
         seed: Seed of random draws; default: a random seed.
 
     Raises:
@@ -158,9 +162,6 @@ class Buffer(BoundArrays):
                 self.limiter.has_starved_reader = True  # allows one insert, to avoid a deadlock
                 self.gate.notify_room()
             return chosen is not None
-
-        def explain(is_deadlock: bool) -> str:
-            return self._chooser.missing(self._contents, count, is_deadlock)
 
         with self.gate.between_updates(), self._lock:
             self.gate.wait(

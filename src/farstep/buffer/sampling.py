@@ -60,7 +60,7 @@ class SampleInfo:
 
 
 class Chooser:
-    """Draws the items of batches, as the options of a buffer ask for.
+    """Draws the items of batches according to the options of a buffer.
 
     Each item is drawn at most `max_times_sampled` times (0: no limit).
     """

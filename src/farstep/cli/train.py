@@ -39,6 +39,7 @@ from farstep.learners.networks.agent import NetworkAgent
 from farstep.learners.networks.encoders import VectorEncoder
 from farstep.learners.networks.nets import Space, make_agent
 from farstep.learners.options.run_config import RunConfig
+from farstep.learners.options.sizes import Defaults, rollout_steps
 from farstep.learners.ppo import PPO, PPOConfig
 from farstep.learners.sac import SAC, SACConfig, make_soft_actor
 from farstep.observe.diagnosis import Diagnosis
@@ -147,7 +148,8 @@ def main(arguments: Sequence[str]) -> int:
         )  # last, because a misspelled environment must not leave an empty run folder behind
         sys.stdout.write(f"run: {folder.path}\n{_normalized(options.learner.net, learner.agent)}\n")
         if isinstance(learner, PPO | AsyncPPO) and learner.agent.sees_images:
-            sys.stdout.write(f"defaults for images (--help has all): {learner.defaults}\n")
+            used = _sizes_in_use(learner, env.num_envs)
+            sys.stdout.write(f"observations are images, with other defaults (--help): {used}\n")
         sys.stdout.flush()
         try:
             progress = train(learner, name, options, env, folder)
@@ -156,6 +158,16 @@ def main(arguments: Sequence[str]) -> int:
             return _EXIT_STATUS[str(stopped)]
     sys.stdout.write(_summary(progress, folder))
     return 0
+
+
+def _sizes_in_use(learner: PPO | AsyncPPO, num_envs: int) -> Defaults:
+    """Return the learner's defaults, with the values that the user gave in place of theirs."""
+    config, defaults = learner.config, learner.defaults
+    return Defaults(
+        learning_rate=defaults.learning_rate if config.learning_rate is None else config.learning_rate,
+        update_epochs=config.update_epochs or defaults.update_epochs,
+        rollout_rows=rollout_steps(config.num_steps, num_envs, config.net.is_recurrent, defaults) * num_envs,
+    )
 
 
 def parse_options(name: str, arguments: Sequence[str]) -> Options[Any, Any]:

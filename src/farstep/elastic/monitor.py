@@ -14,7 +14,7 @@ CHANGE = 0.25
 
 
 class WorkloadMonitor:
-    """Measures starts of workers and updates of the learner, and predicts when to start workers for the next rollout.
+    """Measures how long workers start and updates take, and predicts when to start workers for the next rollout.
 
     It predicts only while updates are stable. The prediction is early enough for the slowest start and the fastest
     update of the window, minus the range of the differences between both:

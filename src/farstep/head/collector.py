@@ -128,11 +128,9 @@ class Collector:
 
     # ---- requests ----
 
-    def one_batch(
-        self, steps: int, *, infos: bool = False, reset: ResetRequest | None = None, rollouts: int = 1
-    ) -> Batch:
+    def one_batch(self, steps: int, *, infos: bool = False, rollouts: int = 1) -> Batch:
         """Collect a batch of `rollouts` chunks of every worker."""
-        request = self._open(Request(steps, None, rollouts, infos, reset), None, 1)
+        request = self._open(Request(steps, None, rollouts, infos), None, 1)
         try:
             return self._next_batch(request)
         finally:
@@ -140,9 +138,16 @@ class Collector:
 
     def reset(self, request: ResetRequest) -> Batch:
         """Reset environments, also those of parked workers, and return a batch of the other ones without rows."""
-        batch = self.one_batch(0, infos=True, reset=request)
-        parked = self.server.tickets.presence.parked
-        if any(parts := [_reset_arguments(request, r) if r.worker in parked else None for r in self.server.records]):
+        opened = self._open(Request(infos=True, reset=request), None, 1)
+        try:
+            batch = self._next_batch(opened)
+        finally:
+            self._end(opened)
+        with self.server.locked():  # another thread may have called `scale` meanwhile
+            was_reset = set(batch.slots.tolist())
+            records, parked = self.server.records, opened.parked | self.server.tickets.presence.parked_or_retiring
+            missed = {worker for worker in parked if records[worker].first not in was_reset}
+        if any(parts := [_reset_arguments(request, r) if r.worker in missed else None for r in records]):
             self._broadcast.call("reset", *parts)
         return batch
 
@@ -251,7 +256,8 @@ class Collector:
             if request.reset is not None:
                 self._note_reset(request.reset)
             incarnations = tuple(record.incarnation for record in self.server.records)
-            request = self._intake.request = replace(request, incarnations=incarnations)
+            parked = tickets.presence.parked_or_retiring
+            request = self._intake.request = replace(request, incarnations=incarnations, parked=parked)
             tickets.open(max_staleness, request.num_chunks, batches, request.feed, request.rollouts)
             return request
 

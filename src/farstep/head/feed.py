@@ -182,7 +182,7 @@ class Feed:
         return self._server.locked()
 
     def finishing(self, workers: Iterable[int]) -> frozenset[int]:
-        """Those of some workers, which are about to be parked, that still have to deliver chunks."""
+        """Return which of these workers, all about to be parked, still have to deliver chunks."""
         with self._server.locked():
             tickets = self._server.tickets
             return frozenset(w for w in workers if tickets.pending(w) or tickets.must_finish(w))

@@ -29,6 +29,8 @@ class Request:
     reset: ResetRequest | None = None
     incarnations: tuple[int, ...] = ()
     """Incarnation of each worker when the request was made."""
+    parked: frozenset[int] = frozenset()
+    """Workers that were parked, or about to be, when the request was made."""
     on_part: OnPart | None = None
     feed: FeedPlan | None = None
     """Set if a workflow takes chunks one by one."""

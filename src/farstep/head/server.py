@@ -198,11 +198,12 @@ class Server:
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
-        """Suspend no process, and let the suspended ones run, for calls that also concern parked workers."""
+        """Context manager: inside, parked workers run, so that they can answer a call, and no process is suspended."""
         with self.locked():
             self._num_awake_calls += 1
             for record in self.records[self.tickets.presence.wanted :]:
-                if self._is_parked(record) or self.supervisor.membership.members[record.worker].retiring:
+                members = self.supervisor.membership
+                if members.is_suspended(record.worker) or members.members[record.worker].retiring:
                     self.supervisor.act_on(membership.Unpark(record.worker))
         try:
             yield
@@ -211,11 +212,6 @@ class Server:
                 self._num_awake_calls -= 1
                 for record in self.records[self.tickets.presence.wanted :]:
                     self.supervisor.act_on(membership.Park(record.worker))
-
-    def _is_parked(self, record: WorkerRecord) -> bool:
-        """Whether a worker's process is suspended. Parked workers whose process has ended do not count."""
-        member = self.supervisor.membership.members[record.worker]
-        return member.state is State.PARKED and member.ended is None
 
     def present(self) -> list[WorkerRecord]:
         """All workers that have a node and are not parked."""
@@ -631,7 +627,7 @@ class Server:
         for record in self.records:
             if open_tickets and record.link is not None:
                 record.words[CANCEL] = upto
-                if not self._is_parked(record):
+                if not self.supervisor.membership.is_suspended(record.worker):
                     self.send(record, m.Cancel(upto))
 
 

@@ -140,7 +140,7 @@ class RemoteWorker:
     def send_suspended(self) -> None:
         """Send the node daemon whether the worker is to be suspended."""
         if self.node is not None and self._ended is None:
-            self.node.send(n.SuspendWorker(self.worker, self.incarnation, self.suspended))
+            self.node.send(n.SetSuspended(self.worker, self.incarnation, self.suspended))
 
     def dump_stacks(self) -> None:
         if self.node is not None:

@@ -185,7 +185,7 @@ class Impala(OnPolicy):
         """
         config = self.config
         steps, chunks = chunk_steps(config.num_steps, env.num_envs), min(config.num_chunks, env.num_workers)
-        # All chunks of an update may be from one worker. The loop inserts no chunk during an update.
+        # One worker may send all chunks of an update, so they must fit. No chunk is inserted during an update.
         with Buffer(chunks * steps * env.num_envs, FullBatch()) as buffer, ExitStack() as waiting:
             flow = Workflow(env, self.agent, buffer, max_staleness=config.max_staleness)
 

@@ -2,7 +2,7 @@
 
     node daemon                     head
     NodeHello ───────────────────►
-                    ◄────────────── StartWorker, ...          at any time: KillWorker, DumpStacks, SuspendWorker
+                    ◄────────────── StartWorker, ...          at any time: KillWorker, DumpStacks, SetSuspended
     Printed, WorkerEnded, ... ───►
     NodeBeat ────────────────────►                            heartbeat, once a second
                     ◄────────────── NodeBeat                  heartbeat, once a second
@@ -62,13 +62,13 @@ class NodeBeat(msgspec.Struct, tag="node-beat"):
     """Heartbeat in both directions. A daemon's heartbeat lists its running workers (id, incarnation).
 
     Other messages may get lost, so the head compares the list with its own. It kills unknown workers, resends a lost
-    `StartWorker` or `SuspendWorker`, and treats workers that are missing from the list as ended.
+    `StartWorker` or `SetSuspended`, and treats workers that are missing from the list as ended.
     """
 
     node: Name
     workers: Annotated[list[tuple[int, int]], msgspec.Meta(max_length=MOST_WORKERS)] = []
     suspended: Annotated[list[tuple[int, int]], msgspec.Meta(max_length=MOST_WORKERS)] = []
-    """Which of these workers are suspended. The daemon thereby sends heartbeats for them."""
+    """Those of `workers` that are suspended. A suspended worker sends no heartbeats; this list replaces them."""
 
 
 class Leaving(msgspec.Struct, tag="leaving"):
@@ -115,7 +115,7 @@ class KillWorker(msgspec.Struct, tag="kill-worker"):
     incarnation: int
 
 
-class SuspendWorker(msgspec.Struct, tag="suspend-worker"):
+class SetSuspended(msgspec.Struct, tag="set-suspended"):
     """Head to node daemon: suspend a worker, which is parked, and all processes that it started; or resume them."""
 
     worker: int
@@ -139,7 +139,7 @@ class Leave(msgspec.Struct, tag="leave"):
 
 
 FromNode = NodeHello | NodeBeat | Leaving | Printed | WorkerEnded
-ToNode = StartWorker | KillWorker | SuspendWorker | DumpStacks | NodeBeat | Leave
+ToNode = StartWorker | KillWorker | SetSuspended | DumpStacks | NodeBeat | Leave
 
 _from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
 _to_node: msgspec.msgpack.Decoder[ToNode] = msgspec.msgpack.Decoder(ToNode)

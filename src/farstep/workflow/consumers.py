@@ -197,7 +197,7 @@ class Guard:
         )
 
     def gaps_before(self, window: Mapping[str, Any]) -> list[tuple[int, int]]:
-        """Return actor and first row of the windows directly before which rows were dropped."""
+        """Return (actor, first row) of each window whose preceding rows were dropped."""
         pairs = zip(window["actor_ids"], window["start"], strict=True)
         return [(actor, start) for actor, start in pairs if self._gaps.get(actor) == start]
 

@@ -33,7 +33,7 @@ class Holder(Protocol):
         ...
 
     def gaps_before(self, window: Mapping[str, Any]) -> list[tuple[int, int]]:
-        """Return actor and first row of the windows directly before which rows were dropped."""
+        """Return (actor, first row) of each window whose preceding rows were dropped."""
         ...
 
     def unread_from(self, actor: int) -> int:

@@ -116,7 +116,7 @@ class Windows:
             actors: The actor of each window.
             starts: The first row of each window.
             size: Rows per window.
-            gaps: Actor and first row of the windows directly before which rows were dropped.
+            gaps: (actor, first row) of each window whose preceding rows were dropped.
 
         Returns:
             The batch.

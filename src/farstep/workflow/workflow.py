@@ -524,9 +524,10 @@ class Workflow:
 
     def _check_progress(self, feed: Feed, steps: int) -> None:
         """Raise `FarstepError` if the workflow is in a deadlock."""
-        parked = (
-            f" {counted(feed.num_parked, 'worker')} parked: env.scale wakes parked workers." if feed.num_parked else ""
-        )
+        parked = ""
+        if feed.num_parked:
+            are, them = ("is", "it") if feed.num_parked == 1 else ("are", "them")
+            parked = f" {counted(feed.num_parked, 'worker')} {are} parked; env.scale(workers=...) resumes {them}."
         if not feed.under_way:
             raise FarstepError(
                 "the workflow is in a deadlock: no worker is rolling, no chunk is waiting and no trigger has a "

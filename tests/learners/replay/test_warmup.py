@@ -54,7 +54,7 @@ def recording(path: Path, env: Any = Recall, episodes: int = 30, agent: Any = No
 
 
 def events_of(env: farstep.ClusterEnv) -> list[str]:
-    return [event.text for event in env.events("checkpointed")]
+    return [event.text for event in env.events("loaded")]
 
 
 def test_recorded_episodes_are_those_that_were_played(tmp_path: Path) -> None:
@@ -69,6 +69,13 @@ def test_recorded_episodes_are_those_that_were_played(tmp_path: Path) -> None:
     np.testing.assert_allclose(loaded.rows["logprob"], expected, rtol=1e-6)
     for name, array in found.rows.items():
         np.testing.assert_array_equal(loaded.rows[name], array)
+
+
+def test_recording_takes_at_most_max_steps_of_each_environment() -> None:
+    with make_env(Recall, 4, launcher="in-process") as cluster:
+        with pytest.raises(farstep.errors.RunError, match=r"only 0 of 8 episodes ended within 4 steps"):
+            record_episodes(cluster, Biased(), 8, max_steps=4)
+        assert len(record_episodes(cluster, Biased(), 8, max_steps=10)) == 8
 
 
 def test_replayed_rows_are_the_recorded_ones_with_their_final_observations(tmp_path: Path) -> None:

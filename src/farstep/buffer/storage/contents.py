@@ -6,7 +6,6 @@ the counters of the limiter.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from itertools import pairwise
 
@@ -23,7 +22,7 @@ from farstep.buffer.storage.free_cells import FreeCells
 from farstep.buffer.storage.rows import arrays_of, as_priorities, check_names, check_rows
 from farstep.buffer.storage.store import Store
 from farstep.core import Array
-from farstep.errors import ConfigError
+from farstep.errors import ConfigError, warn_caller
 from farstep.schema import Schema, Structure, leaves
 
 
@@ -142,10 +141,9 @@ class Contents:
     def warn_if_shared(self, batch: Batch) -> None:
         """Warn the caller of `Buffer.insert` if two slots share a column."""
         if batch.slots.max() >= self.store.num_slots and not self.is_pooled:
-            warnings.warn(
+            warn_caller(
                 f"slot {batch.slots.max()} was inserted into a buffer for {self.store.columns} slots and shares a "
-                "column with another slot, so sequences end at each chunk. Call buffer.bind for all slots first.",
-                stacklevel=5,
+                "column with another slot, so sequences end at each chunk. Call buffer.bind for all slots first."
             )
 
     def put_rows(self, values: Mapping[str, Array], count: int) -> tuple[Array, int]:

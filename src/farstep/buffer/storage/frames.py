@@ -9,7 +9,6 @@ overwritten or removed gets its older frames first. So every stack is restored e
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ import numpy as np
 from farstep.buffer.storage.sparse_rows import SparseRows
 from farstep.config.env import check_count
 from farstep.core import Array
-from farstep.errors import ConfigError, unknown_name
+from farstep.errors import ConfigError, unknown_name, warn_caller
 from farstep.schema import ArraySpec, Schema
 
 _WARN_ROWS = 4096  # rows after which a warning says that most stacks are not shifted by one frame
@@ -31,8 +30,8 @@ Older = dict[str, tuple[Array, Array, Array]]
 class FrameStack:
     """Store each frame of stacked observations once, so that a row takes the memory of one frame.
 
-    Samples are equal to those of a buffer without this option, whatever the stacks contain: a row whose stack is not
-    that of the row before, shifted by one frame, is stored whole.
+    Samples are equal to those of a buffer without this option, whatever the stacks contain: if the stack
+    of a row is not the stack of the row before, shifted by one frame, all its frames are stored.
 
     Args:
         num_frames: Frames per stack, at least 2.
@@ -81,7 +80,7 @@ class FrameStack:
             which = "first" if self.axis == 0 else "last"
             raise ConfigError(
                 f"frame_stack expects {self.num_frames} frames on the {which} axis of {name!r}, which is "
-                f"{schema[name]}. Give FrameStack the right num_frames and axis, or leave out frame_stack."
+                f"{schema[name]}. Give FrameStack the right num_frames and axis, or omit frame_stack."
             )
         shape[self.axis] //= self.num_frames
         return ArraySpec(tuple(shape), schema[name].dtype)
@@ -159,18 +158,17 @@ class Frames:
             older.drop(cells)
 
     def _count(self, follows: Array, older: Older) -> None:
-        """Warn once if most rows that follow another row are stored whole."""
+        """Warn once if most rows that follow another row need all frames of their stacks."""
         self._inserted += int(np.count_nonzero(follows))
         starts = follows.size - int(np.count_nonzero(follows))
         self._whole += max(len(step) for step, _, _ in older.values()) - starts
         if not self._has_warned and self._inserted >= _WARN_ROWS:
             self._has_warned = True
             if self._whole > self._inserted // 2:
-                warnings.warn(
-                    f"{self._whole} of {self._inserted} observations are not the one before, shifted by one of "
-                    f"{self._stack.num_frames} frames, and are stored whole, which takes more memory than a buffer "
-                    f"without frame_stack. Check {self._stack!r}, or leave it out (--frame-stack 0).",
-                    stacklevel=2,
+                warn_caller(
+                    f"{self._whole} of {self._inserted} observations are not the previous one shifted by one of "
+                    f"{self._stack.num_frames} frames, so their whole stacks are stored, which takes more memory than "
+                    f"a buffer without frame_stack. Check {self._stack!r}, or omit it (--frame-stack 0)."
                 )
 
     # ---- reading ----

@@ -22,7 +22,7 @@ class SparseRows:
         """Places of entries that were removed while `keep` is in effect; they are not reused yet."""
 
     def put(self, cells: Array, values: Mapping[str, Array]) -> None:
-        """Store one entry for each of these cells, which have none."""
+        """Store one entry for each of these cells. They must not have entries yet."""
         if len(self._free) < len(cells):
             self._grow(len(cells))
         places = np.array([self._free.pop() for _ in range(len(cells))], np.int32)
@@ -90,7 +90,7 @@ class SparseRows:
         return lambda name, some: pool[name][places[some]]
 
     def stop_keeping(self) -> None:
-        """Allow to overwrite removed entries again."""
+        """End the effect of `keep`: removed entries may be overwritten."""
         self._free += self._kept or []
         self._kept = None
 
@@ -100,10 +100,10 @@ class SparseRows:
         return np.flatnonzero(self._of >= 0)
 
     def empty_state(self, name: str) -> dict[str, Array]:
-        """Return the arrays that a checkpoint has under `name` if no cell has an entry."""
+        """Return the arrays that a checkpoint stores under `name` if there are no entries."""
         arrays = {f"{name}.{array}": np.zeros((0, *spec.shape), spec.dtype) for array, spec in self.schema.items()}
         return {name: np.zeros(0, np.int64), **arrays}
 
     def restore(self, name: str, state: Mapping[str, Array]) -> None:
-        """Store the entries of a checkpoint, which has them under `name`."""
+        """Restore the entries that a checkpoint stores under `name`."""
         self.put(state[name], {array: state[f"{name}.{array}"] for array in self.schema})

@@ -55,7 +55,7 @@ class Store:
         }
         self.cut: Array = np.ones((rows, columns), bool)
         self.flat_cut: Array = self.cut.reshape(-1)
-        self.open: Array = np.zeros(self.num_slots, bool)
+        self.is_open: Array = np.zeros(self.num_slots, bool)
         """For each slot, whether the episode of its newest row is still running."""
         self.newest: Array = np.full(self.num_slots, -1, np.int64)
         """For each slot, the cell of its newest row."""
@@ -75,7 +75,7 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays that hold the rows, without tails."""
+        """Bytes of the arrays that hold rows and frames. The observations after episodes (`tails`) do not count."""
         older = 0 if self.frames is None else sum(rows.nbytes for rows in self.frames.older.values())
         return older + sum(array.nbytes for array in self.blocks.arrays.values())
 
@@ -84,7 +84,7 @@ class Store:
     def add_slots(self, num_slots: int) -> None:
         """Extend a linked store to `num_slots` environment slots."""
         more = num_slots - self.num_slots
-        self.open = np.append(self.open, np.zeros(more, bool))
+        self.is_open = np.append(self.is_open, np.zeros(more, bool))
         self.newest = np.append(self.newest, np.full(more, -1, np.int64))
         self.num_slots = num_slots
 
@@ -145,10 +145,10 @@ class Store:
         begins = values.get("episode_start")
         if begins is not None:
             cut[(start + np.flatnonzero(begins[1:])) % self.rows] = True
-        if count < self.rows and self.open[0] and (begins is None or not begins[0]):
+        if count < self.rows and self.is_open[0] and (begins is None or not begins[0]):
             cut[place - 1] = False
         newest = (start + count - 1) % self.rows
-        self.open[0] = not cut[newest]
+        self.is_open[0] = not cut[newest]
         cut[newest] = True
         self.newest[0] = newest
         writer.commit(count)
@@ -209,7 +209,7 @@ class Store:
             self.tails.drop(newest[follows])
         self.links.join(newest[follows], cells[0, follows])
         ended = self.ended(cells[-1])
-        self.open[columns], self.newest[columns] = True if ended is None else ~ended, cells[-1]
+        self.is_open[columns], self.newest[columns] = True if ended is None else ~ended, cells[-1]
         return keys
 
     def _follows(self, values: Mapping[str, Array], columns: slice, continues: Array | None) -> Array:
@@ -219,7 +219,7 @@ class Store:
             follows[1:] &= ~values[name][:-1].astype(bool)
         if "episode_start" in values:
             follows &= ~values["episode_start"].astype(bool)
-        follows[0] &= self.open[columns]
+        follows[0] &= self.is_open[columns]
         if continues is not None:
             follows[0] &= continues
         return follows
@@ -251,7 +251,7 @@ class Store:
         for sparse in self.sparse.values():
             sparse.drop(cells)
         gone = is_free[self.newest] & (self.newest >= 0)
-        self.newest[gone], self.open[gone] = -1, False
+        self.newest[gone], self.is_open[gone] = -1, False
 
     def ended_in(self, rows: slice, columns: slice) -> Array | bool:
         ended: Array | bool = False
@@ -265,7 +265,7 @@ class Store:
         """Mark the rows that are cut after an append: rows before the start of an episode, and the newest of each
         column."""
         before, newest = (start - 1) % self.rows, (start + count - 1) % self.rows
-        follows = self.open[columns]
+        follows = self.is_open[columns]
         if begins is not None:  # the start of an episode cuts the row before it
             follows = follows & ~begins[0].astype(bool)
             t, k = np.nonzero(begins[1:])
@@ -276,7 +276,7 @@ class Store:
             self.cut[before, columns] &= ~follows
             if self.tails is not None and follows.any():
                 self.tails.drop(before * self.columns + columns.start + np.flatnonzero(follows))
-        np.logical_not(self.cut[newest, columns], out=self.open[columns])
+        np.logical_not(self.cut[newest, columns], out=self.is_open[columns])
         self.cut[newest, columns] = True
         self.newest[columns] = newest * self.columns + np.arange(columns.start, columns.stop)
 
@@ -368,7 +368,7 @@ class Store:
 
     def state(self) -> dict[str, Array]:
         """Return the state for a checkpoint, without rows, item table and tails."""
-        own = {"cut": self.cut, "open": self.open, "newest": self.newest, "written": self.blocks.written}
+        own = {"cut": self.cut, "open": self.is_open, "newest": self.newest, "written": self.blocks.written}
         links = {} if self.links is None else {"after": self.links.after}
         return {**own, **links}
 

@@ -19,7 +19,7 @@ def restore_store(store: Store, state: Mapping[str, Array]) -> None:
     if store.links is not None:
         store.flat_cut[:] = state["cut"].reshape(-1)
         store.links.restore(state["after"])
-    store.cut[:], store.open[:], store.newest[:] = state["cut"], state["open"], state["newest"]
+    store.cut[:], store.is_open[:], store.newest[:] = state["cut"], state["open"], state["newest"]
     store.blocks.written[:] = state["written"]
     store.blocks.claimed[:] = store.blocks.committed()
     for name, sparse in store.sparse.items():

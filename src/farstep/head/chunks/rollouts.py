@@ -61,7 +61,7 @@ class ChunkInfo:
     stage: int = 0
     """The first stage in the `Chunk` message; earlier stages arrived as parts."""
     rows: Batch | None = None
-    """A copy of its arrays, if its lane is used for another chunk."""
+    """A copy of its arrays if its lane was freed for another chunk; otherwise None."""
 
 
 class Rollouts:

@@ -223,6 +223,11 @@ class Membership:
     def count(self, *states: State) -> int:
         return sum(member.state in states for member in self.members)
 
+    def is_suspended(self, worker: int) -> bool:
+        """Whether the process of a worker is suspended. A parked worker whose process has ended does not count."""
+        member = self.members[worker]
+        return member.state is State.PARKED and member.ended is None
+
     def is_running(self, worker: int) -> bool:
         """Whether the worker's process runs and was not declared lost."""
         return self.members[worker].state in RUNNING

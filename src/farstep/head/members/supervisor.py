@@ -58,7 +58,7 @@ class Listener(Protocol):
         ...
 
     def retire(self, record: WorkerRecord) -> None:
-        """Make the worker idle, because it is to be parked, unless this is under way. Report `membership.Idle` then."""
+        """Issue no new tickets to the worker, because it is to be parked; report `membership.Idle` when it is idle."""
         ...
 
     def parked(self, record: WorkerRecord) -> None:
@@ -264,13 +264,13 @@ class Supervisor:
 
     def _stop_drained(self, record: WorkerRecord) -> None:
         """Stop a worker whose node is leaving and that has finished its work."""
-        was_parked = self.membership.members[record.worker].state is membership.State.PARKED
-        if was_parked:
+        was_suspended = self.membership.is_suspended(record.worker)
+        if was_suspended:
             self.act_on(membership.Unpark(record.worker))  # its environments are to be closed
         if record.ready and record.link is not None:
             record.ready = False  # so that it gets no ticket
             record.link.send([encode(Stop())])
-        if was_parked:
+        if was_suspended:
             self.act_on(membership.Park(record.worker))
 
     def act_on(self, event: membership.Event) -> None:

@@ -49,9 +49,9 @@ class WorkerRecord:
     shortage: ResourceError | None = None
     """Why its replacement could not be started yet."""
     owes_reply: bool = False
-    """Whether it has not yet answered a message with an agent or a call, or `ReturnTickets`."""
+    """Whether it still has to answer a message: an agent, a call or `ReturnTickets`."""
     returning: bool = False
-    """Whether it has not yet answered `ReturnTickets`. Until then it gets no ticket, so that its chunks stay in
+    """Whether it still has to answer `ReturnTickets`. Until then it gets no ticket, so that its chunks stay in
     order."""
     announced: int = 0
     """Number of the last announcement that it got (see `Server.announce`)."""

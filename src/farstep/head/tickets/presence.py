@@ -11,13 +11,13 @@ class Presence:
 
     Args:
         num_workers: Number of all workers of the run.
-        quorum: Number of workers that must be present to continue, unless fewer are not parked.
+        quorum: Number of workers that must be present to continue; at most the number of workers that are not parked.
     """
 
     def __init__(self, num_workers: int, quorum: int) -> None:
         self._num_workers, self._quorum = num_workers, quorum
         self.wanted = num_workers
-        """Number of workers that are not to be parked: the first ones."""
+        """Number of workers that run; those with higher numbers are parked, or are about to be."""
         self.absent: set[int] = set()
         """Workers that have no node."""
         self.parked: set[int] = set()
@@ -32,6 +32,11 @@ class Presence:
     def quorum(self) -> int:
         """Number of workers that must be present to continue."""
         return min(self._quorum, self._num_workers - len(self.parked))
+
+    @property
+    def parked_or_retiring(self) -> frozenset[int]:
+        """All workers that are parked, or are about to be."""
+        return frozenset(self.parked | self.retiring)
 
     @property
     def present(self) -> set[int]:

@@ -447,8 +447,10 @@ class Tickets:
         return sorted(batch, key=lambda accepted: (accepted.ticket.worker, accepted.ticket.seq))
 
     def crowded(self) -> list[AcceptedChunk]:
-        """The unread chunks that occupy all lanes of their worker, while all lanes of the present workers together are
-        too few for the session's batches, because workers were parked. The caller copies them and calls `set_aside`.
+        """Return the unread chunks of workers that have no free lane, if a batch cannot become complete otherwise.
+
+        This happens if workers were parked: the lanes of the others then hold fewer chunks than a batch. The caller
+        copies the chunks and calls `set_aside`.
         """
         session = self._session
         if session is None or session.num_chunks is None or session.feed is not None:

@@ -57,7 +57,7 @@ class _Child:
     closed_output: bool = False
     suspended: bool = False
 
-    def suspend(self, suspended: bool) -> None:
+    def set_suspended(self, suspended: bool) -> None:
         """Suspend the process, or let it continue."""
         self.suspended = suspended
         (self.process.suspend if suspended else self.process.resume)()
@@ -224,9 +224,9 @@ class NodeDaemon:
             case n.KillWorker():
                 if (child := self._children.get((message.worker, message.incarnation))) is not None:
                     child.process.kill()
-            case n.SuspendWorker():
+            case n.SetSuspended():
                 if (child := self._children.get((message.worker, message.incarnation))) is not None:
-                    child.suspend(message.suspended)
+                    child.set_suspended(message.suspended)
             case n.DumpStacks():
                 if (child := self._children.get((message.worker, message.incarnation))) is not None:
                     child.process.dump_stacks()

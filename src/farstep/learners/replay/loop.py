@@ -254,7 +254,7 @@ class _Session:
         recorded.check(path, self._buffer, self._algorithm.names, self._env.launch())
         recorded.insert_into(self._buffer)  # `CompleteEpisodes` does not bound inserts yet
         self._env.emit_event(
-            "checkpointed",
+            "loaded",
             f"inserted {counted(len(recorded), 'recorded episode')} of {recorded.lengths.sum():,} rows from {path} "
             f"into the replay buffer; their mean return is {recorded.returns.mean():.4g}",
         )

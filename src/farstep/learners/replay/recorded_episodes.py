@@ -208,7 +208,7 @@ class RecordedEpisodes:
 
 
 def _check_values(path: Path, name: str, values: Array, space: Space) -> None:
-    """Raise `ConfigError` if a value is none of a finite space. Boxes are not checked: many environments leave them."""
+    """Raise `ConfigError` if a value is not in its space. Boxes are not checked: many environments violate them."""
     if isinstance(space, Box):
         return
     for value in values:
@@ -295,8 +295,8 @@ def record_episodes(
     """
     env.reset(seed=seed)
     recorder = EpisodeRecorder(episode_quotas(episodes, env.num_envs))
-    for _ in range(0, max_steps, _STEPS):
-        recorder.add(env.collect(agent, _STEPS))
+    for start in range(0, max_steps, _STEPS):
+        recorder.add(env.collect(agent, min(_STEPS, max_steps - start)))
         if recorder.count == episodes:
             return recorder.result()
     raise RunError(

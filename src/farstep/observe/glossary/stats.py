@@ -50,7 +50,7 @@ STATS_GROUPS = (
             ),
             _head(
                 "rolled",
-                "tickets issued, also those of resets, without those that parked workers returned unused",
+                "tickets issued, including those of resets, except those that parked workers returned unused",
                 kind="counter",
                 unit="tickets",
             ),
@@ -85,7 +85,7 @@ STATS_GROUPS = (
             _head("workers/queued", "workers that wait for a node", unit="workers"),
             _head(
                 "workers/parked",
-                "workers that are suspended ([elasticity](elasticity.md)), or were killed meanwhile",
+                "parked workers ([elasticity](elasticity.md)), including those whose process was killed",
                 unit="workers",
             ),
             _head("workers/lost", "workers that are being ended", unit="workers"),

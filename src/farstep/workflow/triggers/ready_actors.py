@@ -127,10 +127,7 @@ class ArrivedWindows:
 
     def first(self, n: int) -> list[tuple[Actor, int]]:
         """Return actor and first step of the `n` windows that were complete first."""
-        found = [heapq.heappop(self._queue) for _ in range(n)]
-        for entry in found:
-            heapq.heappush(self._queue, entry)
-        return [(actor, start) for _, _, actor, start in found]
+        return [(actor, start) for _, _, actor, start in heapq.nsmallest(n, self._queue)]
 
     def remove(self, n: int) -> None:
         """Remove the first `n` windows."""

@@ -62,7 +62,7 @@ class DataKeyTrigger(Trigger):
         of: Counted = "actors",
     ) -> None:
         if of not in get_args(Counted):
-            raise ConfigError(unknown_name("of of DataKeyTrigger", str(of), get_args(Counted)))
+            raise ConfigError(unknown_name("argument 'of' of DataKeyTrigger", str(of), get_args(Counted)))
         self.of = of
         self.n: int | None = None if n == "all" else _whole(self, "n", n, f"a number of {of}", ' (or "all")')
         """Number of actors or windows to wait for; None: all present actors."""
@@ -84,8 +84,9 @@ class DataKeyTrigger(Trigger):
             )
         if of == "windows" and (self.n is None or self.staged or not consume):
             raise ConfigError(
-                f"DataKeyTrigger has of='windows' with n={n!r}, keys={keys!r} and consume={consume!r}; expected n as a "
-                "number of windows, without stages and consume=False. Leave out of to count actors."
+                f"DataKeyTrigger has of='windows' with n={n!r}, keys={keys!r} and consume={consume!r}. "
+                "of='windows' needs a number n, and allows neither stages nor consume=False. To count actors, omit the "
+                "argument 'of'."
             )
         self._consumed_to: dict[Actor, int] = {}
         """For each actor, the first step that was not consumed."""
