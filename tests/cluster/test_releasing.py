@@ -139,3 +139,16 @@ def test_workers_on_nodes_are_released_for_longer_than_their_connections_last(tm
         seen.add(batch)
         assert set(batch["version"].flat) == {env.version}
         assert not env.events(["lost", "stuck", "restarted"])
+
+
+@pytest.mark.timeout(120)
+def test_released_workers_end_by_themselves_with_the_node_that_they_are_on(tmp_path: Path) -> None:
+    with on_nodes(tmp_path, 2, 2, workers=1, release_idle=True) as env:
+        agent = TableAgent()
+        eventually(lambda: env.stats()["workers"]["alive"] == 2)
+        env.collect(agent, steps=2)
+        env.scale(nodes=1)
+        eventually(lambda: len(env.stats()["nodes"]) == 1)
+        assert env.collect(agent, steps=2).slots.tolist() == [0]
+        assert env.stats()["slots"]["held"] == 0
+        assert not env.events(["lost", "stuck", "restarted"])
