@@ -36,7 +36,7 @@ def shell_in(folder: Path) -> str:
 
 
 def on_nodes(
-    folder: Path, nodes: int, most: int, workers: int = 2, env: Any = CountingEnv, lease_s: float = 4.0
+    folder: Path, nodes: int, most: int, workers: int = 2, env: Any = CountingEnv, lease_s: float = 4.0, **options: Any
 ) -> farstep.ClusterEnv:
     """A cluster of nodes with one environment per worker; the episodes of `CountingEnv` never end."""
     config = SSHConfig(
@@ -48,7 +48,7 @@ def on_nodes(
         workers_per_node=workers,
         lease_s=lease_s,
     )
-    return cluster(env, envs=workers, config=config, env_kwargs=ENDLESS)
+    return cluster(env, envs=workers, config=config, env_kwargs=ENDLESS, **options)
 
 
 def is_running(pid: int) -> bool:

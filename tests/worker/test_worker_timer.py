@@ -112,3 +112,15 @@ def test_every_moment_belongs_to_one_part() -> None:
     got = [round(seconds * 1e9) for seconds in (times.env, times.inference, times.tickets, times.send, times.weights)]
     assert got == [0, 5, 50, 30, 20]
     assert timer.take().tickets == 0
+
+
+@pytest.mark.parametrize("suspended_in", ["tickets", "send"])
+def test_suspension_is_not_counted_wherever_it_fell(suspended_in: str) -> None:
+    clock = Clock()
+    timer = WorkerTimer(clock)
+    clock.ns += 3_000_000 + 10**9 * (suspended_in == "send")
+    timer.lap("send")
+    clock.ns += 2_000_000 + 10**9 * (suspended_in == "tickets")
+    timer.remove_suspension(1.0)
+    times = timer.take()
+    assert (times.send, times.tickets) == pytest.approx((0.003, 0.002))

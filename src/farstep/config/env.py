@@ -195,6 +195,9 @@ class EnvConfig(_Config):
     info_keys: Sequence[str] = ()
     """Entries of the environments' infos to record in every row, as arrays `info.<key>` (float32). An entry must be a
     number or a bool; where it is missing, the array has 0."""
+    release_idle: bool = False
+    """Suspend all workers while no rollout is in progress, so that the learner and other programs get their cores. They
+    keep their memory and continue with the next call that needs them. Batches are the same."""
 
     def __post_init__(self) -> None:
         self._one_of("type", EnvType)
@@ -237,8 +240,9 @@ class EnvConfig(_Config):
             self._check_threshold(self.kl_threshold)
         if self.sync is not None:
             check_rule("EnvConfig.sync", self.sync)
-        if not isinstance(self.seed_episodes, bool):
-            raise ConfigError(f"EnvConfig.seed_episodes is {self.seed_episodes!r}; expected True or False.")
+        for name in ("seed_episodes", "release_idle"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"EnvConfig.{name} is {getattr(self, name)!r}; expected True or False.")
 
     def _check_vector_stagger(self, stagger: Stagger) -> None:
         if stagger.init != "clock" or stagger.early != "partial":

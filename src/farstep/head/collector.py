@@ -62,7 +62,16 @@ class Collector:
             stagger=env_config.stagger,
             num_slots=config.most_nodes * env_config.envs_per_node,
         )
-        self.server = Server(config, program, env_config.envs_per_node, seed, config.restart_budget, self, events)
+        self.server = Server(
+            config,
+            program,
+            env_config.envs_per_node,
+            seed,
+            config.restart_budget,
+            self,
+            events,
+            release_idle=env_config.release_idle,
+        )
         self._num_workers = len(self.server.records)
         self.counters = Counters(self._num_workers)
         self.kl_threshold = threshold_of(rule)

@@ -65,6 +65,7 @@ class Server:
         restart_budget: Failures tolerated within ten minutes; one more fails the run.
         client: Handles the workers' answers.
         events: Receives the events of the run.
+        release_idle: Whether to suspend workers while no session of tickets is open.
     """
 
     def __init__(
@@ -76,6 +77,8 @@ class Server:
         restart_budget: int,
         client: Client,
         events: EventLog,
+        *,
+        release_idle: bool = False,
     ) -> None:
         refuse_nested_launch()
         self._pid = os.getpid()
@@ -84,9 +87,11 @@ class Server:
         engine = type(config).__name__.removesuffix("Config") if isinstance(config, EngineConfig) else ""
         self._slow_start = f"{engine} has not answered yet" if engine else "starting worker processes"
         self._client, self.events = client, events
+        self._release_idle = release_idle
         workers = config.num_workers(envs_per_node)
         self.records = split(config.most_nodes, envs_per_node, workers, root)
         per_node = workers // config.most_nodes
+        self.gpus_per_worker = config.gpus_per_node / per_node
         self.tickets = Tickets(workers, config.fewest_nodes * per_node)
         self.spaces: tuple[Any, Any] | None = None
         self.frame_stack = 0
@@ -195,6 +200,7 @@ class Server:
             if record.ready:  # otherwise it joins when it is ready
                 self.tickets.join(record.worker)
         self.grant()
+        self._release()
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
@@ -212,6 +218,15 @@ class Server:
                 self._num_awake_calls -= 1
                 for record in self.records[self.tickets.presence.wanted :]:
                     self.supervisor.act_on(membership.Park(record.worker))
+                self._release()
+
+    def _release(self) -> None:
+        """With `release_idle`, suspend all workers until the next message that they must act on (see `send`)."""
+        if not self._release_idle or self.tickets.is_open or self._num_awake_calls:
+            return
+        for record in self.records:
+            if record.ready and not record.owes_reply:
+                self.supervisor.act_on(membership.Release(record.worker))
 
     def present(self) -> list[WorkerRecord]:
         """All workers that have a node and are not parked."""
@@ -434,6 +449,9 @@ class Server:
         self.send(record, m.Resumed(clocks[0] if clocks else record.clock))
         self._send_announcements(record)
 
+    def continued(self, record: WorkerRecord, suspended_s: float) -> None:
+        self.send(record, m.Continued(suspended_s))
+
     def receive(self, worker: int, received: Received) -> None:
         if self._failure is not None and not self._closed:
             return  # the run has failed: ignore later messages
@@ -489,9 +507,14 @@ class Server:
     def send(
         self, record: WorkerRecord, message: m.FromHead, frames: Sequence[Any] = (), fds: Sequence[int] = ()
     ) -> int:
-        """Send a message to one worker and return its size in bytes; 0 if it could not be sent."""
+        """Send a message to one worker and return its size in bytes; 0 if it could not be sent.
+
+        A released worker continues with it. It reads news of published versions later, before its next ticket.
+        """
         if record.link is None:
             return 0
+        if not isinstance(message, (m.Newest, m.Probe)):
+            self.supervisor.act_on(membership.Acquire(record.worker))
         record.owes_reply = record.owes_reply or isinstance(message, (m.SendAgent, m.Call, m.ReturnTickets))
         encoded = [m.encode(message), *frames]
         try:
@@ -629,6 +652,7 @@ class Server:
                 record.words[CANCEL] = upto
                 if not self.supervisor.membership.is_suspended(record.worker):
                     self.send(record, m.Cancel(upto))
+        self._release()
 
 
 def _preloaded() -> list[str]:

@@ -17,6 +17,7 @@ in the usual order:
                     ◄────────────── ReturnTickets             before the worker is parked
     Idle ────────────────────────►                            its process is suspended
                     ◄────────────── Resumed                   its process continues
+                    ◄────────────── Continued                 after a suspension between two rollouts
                     ◄────────────── Stop
 
 A worker that shares no memory with the head sends and receives more:
@@ -45,7 +46,7 @@ from farstep.errors import WireError
 from farstep.schema import Schema
 from farstep.wire.codec import Limits
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Version of the protocol; head and worker must use the same. Increment it with every incompatible change."""
 Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Line = Annotated[str, msgspec.Meta(max_length=1024, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
@@ -391,6 +392,15 @@ class Resumed(msgspec.Struct, tag="resumed"):
     """The last `Chunk.clock` of a worker that was not suspended."""
 
 
+class Continued(msgspec.Struct, tag="continued"):
+    """Head to worker, after its process was suspended between two rollouts. It has missed nothing.
+
+    The worker does not count the time for which it was suspended.
+    """
+
+    suspended_s: Seconds = 0.0
+
+
 class Newest(msgspec.Struct, tag="newest"):
     """Head to workers without shared memory, after a publish: the newest version, for the sync rule."""
 
@@ -464,6 +474,7 @@ FromHead = (
     | Cancel
     | ReturnTickets
     | Resumed
+    | Continued
     | Taken
     | GrantSend
     | Newest

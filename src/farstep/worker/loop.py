@@ -181,6 +181,8 @@ class Worker:
                 self._send(m.Idle())
             case m.Resumed():
                 self._resumed(message)
+            case m.Continued():
+                self._timer.remove_suspension(message.suspended_s)
             case m.Newest():
                 if isinstance(self._sync.weights, RemoteWeights):
                     self._sync.weights.announced = message.version

@@ -53,6 +53,14 @@ class WorkerTimer:
         """Ignore the time since the last reading, in which the worker loaded an agent."""
         self._last = self._clock()
 
+    def remove_suspension(self, seconds: float) -> None:
+        """Do not count a suspension since the last `take`. It fell into the wait for tickets, if that was as long;
+        otherwise the worker was suspended earlier, such as just after it had sent its chunk."""
+        self.lap("tickets")
+        ns = seconds * 1e9
+        part = "tickets" if self._ns["tickets"] >= ns else max(self._ns, key=lambda part: self._ns[part])
+        self._ns[part] = max(0.0, self._ns[part] - ns)
+
     def restart(self) -> None:
         """Ignore all time until now, in which the worker started."""
         self._ns = dict.fromkeys(self._ns, 0)

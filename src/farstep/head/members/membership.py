@@ -1,11 +1,13 @@
 """The life cycle of each worker, as a state machine without I/O.
 
     starting ─hello─► constructing ─ready─► alive ─idle─► parked ─unpark─► alive
+                                            alive ─release─► released ─acquire─► alive
         └───────────────┴────── stuck, gone ──┴─► dying ─ended─► waiting ─back-off over─► starting (next incarnation)
 
 The supervisor reports events with `handle`, calls `tick` periodically, and performs the actions that both return. A
 worker is restarted only after its process has certainly ended, so that two incarnations never write to the same
-columns. A parked worker has no time limits. If its process ends, it is restarted when it is unparked.
+columns. A parked worker has no time limits. If its process ends, it is restarted when it is unparked. A released worker
+is suspended between two rollouts; unlike a parked one, it takes part in the next rollout. It has no time limits either.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from farstep.config.launch import RESTART_WINDOW_S
+from farstep.elastic.slot_ledger import SlotLedger
 
 STACKS_S = 2.0
 """Maximum seconds from the request for a stuck worker's stack traces to its kill; a remote worker needs this time to
@@ -30,13 +33,16 @@ class State(Enum):
     STARTING = "starting"
     CONSTRUCTING = "constructing"
     ALIVE = "alive"
+    RELEASED = "released"
     PARKED = "parked"
     DYING = "dying"
     WAITING = "waiting"
     STOPPED = "stopped"
 
 
-RUNNING = (State.STARTING, State.CONSTRUCTING, State.ALIVE)
+RUNNING = (State.STARTING, State.CONSTRUCTING, State.ALIVE, State.RELEASED)
+_HOLDING = (State.STARTING, State.CONSTRUCTING, State.ALIVE, State.DYING)
+"""States in which a worker holds its slot; a worker that waits for a node (phase `queued`) does not."""
 
 # ---- events ----
 
@@ -112,7 +118,21 @@ class Unpark:
     worker: int
 
 
-Event = Hello | Ready | Gone | Ended | NotStarted | Failed | Observed | Park | Idle | Unpark
+@dataclass(frozen=True)
+class Release:
+    """The worker has nothing to do before the next rollout, so that its process may be suspended."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Acquire:
+    """The worker must run, because it has something to do."""
+
+    worker: int
+
+
+Event = Hello | Ready | Gone | Ended | NotStarted | Failed | Observed | Park | Idle | Unpark | Release | Acquire
 
 # ---- actions ----
 
@@ -174,7 +194,22 @@ class Resume:
     worker: int
 
 
-Action = Start | Kill | Lost | GiveUp | RequestStacks | Retire | Suspend | Resume
+@dataclass(frozen=True)
+class Pause:
+    """The process of the worker, which is now released, must be suspended."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Continue:
+    """The suspended process of a released worker must continue."""
+
+    worker: int
+    suspended_s: float
+
+
+Action = Start | Kill | Lost | GiveUp | RequestStacks | Retire | Suspend | Resume | Pause | Continue
 
 
 @dataclass
@@ -216,6 +251,8 @@ class Membership:
     def __init__(self, workers: int, limits_s: dict[str, float], restart_budget: int) -> None:
         self.members = [Member() for _ in range(workers)]
         self.restarts = 0
+        self.slots = SlotLedger()
+        """The time in which workers hold their slots: while they run, from the start of each process."""
         self._limits_s, self.restart_budget = limits_s, restart_budget
         self._recent: deque[float] = deque()
         self.stopping = False
@@ -246,24 +283,31 @@ class Membership:
         match event:
             case Hello() if member.state is State.STARTING:
                 member.attempts = 0
-                self._enter(member, State.CONSTRUCTING, now)
+                self._enter(event.worker, State.CONSTRUCTING, now)
             case Ready() if member.state is State.CONSTRUCTING:
-                self._enter(member, State.ALIVE, now)
+                self._enter(event.worker, State.ALIVE, now)
                 member.failures = 0
                 return [Retire(event.worker)] if member.retiring else []
             case Park():
                 return self._park(event.worker, member)
             case Idle() if member.state is State.ALIVE and member.retiring and not self.stopping:
                 member.retiring = False
-                self._enter(member, State.PARKED, now)
+                self._enter(event.worker, State.PARKED, now)
                 return [Suspend(event.worker)]
+            case Release() if member.state is State.ALIVE and not member.retiring and not self.stopping:
+                self._enter(event.worker, State.RELEASED, now)
+                return [Pause(event.worker)]
+            case Acquire() if member.state is State.RELEASED:
+                suspended_s = now - member.since
+                self._enter(event.worker, State.ALIVE, now)
+                return [Continue(event.worker, suspended_s)]
             case Unpark():
                 return self._unpark(event.worker, member, now)
             case Ended() if member.state is State.PARKED and not self.stopping:
                 member.ended = event
                 return [Lost(event.worker)]
             case Gone() if member.state in RUNNING:  # a parked worker does not react; `Ended` reports its end
-                self._enter(member, State.DYING, now)
+                self._enter(event.worker, State.DYING, now)
                 return [Lost(event.worker), Kill(event.worker)]
             case Ended() if member.state not in (State.WAITING, State.STOPPED):
                 lost = [] if member.state is State.DYING else [Lost(event.worker)]
@@ -272,8 +316,8 @@ class Membership:
                 return self._not_started(event.worker, now)
             case Failed():
                 return self._spend(event.worker, now)
-            case Observed():
-                self._observed(member, event, now)
+            case Observed() if member.state is not State.RELEASED:
+                self._observed(event, now)
         return []
 
     def tick(self, now: float) -> Sequence[Action]:
@@ -290,10 +334,10 @@ class Membership:
             if member.state is State.STARTING and phase != "queued":
                 phase = "connect"
             limit = self._limits_s.get(phase)
-            if member.state not in RUNNING or limit is None:
+            if member.state not in RUNNING or member.state is State.RELEASED or limit is None:
                 continue
             if now - member.since > limit:
-                self._enter(member, State.DYING, now)
+                self._enter(worker, State.DYING, now)
                 actions += [Lost(worker), Kill(worker, stuck_in=phase)]
             elif now - member.since > max(limit / 2, limit - STACKS_S) and member.state is not State.STARTING:
                 actions += [] if member.stacks_requested else [RequestStacks(worker)]
@@ -304,42 +348,46 @@ class Membership:
         if member.state is State.PARKED or member.retiring:
             return []
         member.retiring = True
-        return [Retire(worker)] if member.state is State.ALIVE else []
+        return [Retire(worker)] if member.state in (State.ALIVE, State.RELEASED) else []
 
     def _unpark(self, worker: int, member: Member, now: float) -> Sequence[Action]:
         member.retiring = False
         if member.state is not State.PARKED:
             return []
         if member.ended is None:
-            self._enter(member, State.ALIVE, now)
+            self._enter(worker, State.ALIVE, now)
             return [Resume(worker)]
         ended, member.ended = member.ended, None
         return self._ended(ended, now)  # only now does its end use the restart budget
 
-    def _observed(self, member: Member, event: Observed, now: float) -> None:
-        seen = (event.phase, event.count)
+    def _observed(self, event: Observed, now: float) -> None:
+        member, seen = self.members[event.worker], (event.phase, event.count)
+        if member.state is State.STARTING:
+            (self.slots.release if event.phase == "queued" else self.slots.acquire)(event.worker, now)
         if seen != member.seen:
             member.seen, member.since, member.stacks_requested = seen, now, False
 
-    def _enter(self, member: Member, state: State, now: float) -> None:
+    def _enter(self, worker: int, state: State, now: float) -> None:
+        member = self.members[worker]
         member.state, member.since, member.stacks_requested = state, now, False
+        (self.slots.acquire if state in _HOLDING else self.slots.release)(worker, now)
 
     def _start(self, worker: int, now: float) -> Start:
         member = self.members[worker]
         member.incarnation += 1
         member.seen = ("", ())
-        self._enter(member, State.STARTING, now)
+        self._enter(worker, State.STARTING, now)
         return Start(worker, member.incarnation)
 
     def _not_started(self, worker: int, now: float) -> Sequence[Action]:
         """Retry until the time limit of a start. This uses no restart budget, because the worker did not fail."""
         member = self.members[worker]
         if self.stopping:
-            self._enter(member, State.STOPPED, now)
+            self._enter(worker, State.STOPPED, now)
             return []
         if not member.attempts:
             member.short_since = now
-        self._enter(member, State.WAITING, now)
+        self._enter(worker, State.WAITING, now)
         self.restarts -= not member.blameless
         member.incarnation -= 1
         member.restart_at = now + _BACKOFF_S[min(1 + member.attempts, len(_BACKOFF_S) - 1)]
@@ -352,9 +400,9 @@ class Membership:
     def _ended(self, event: Ended, now: float) -> Sequence[Action]:
         member = self.members[event.worker]
         if self.stopping:
-            self._enter(member, State.STOPPED, now)
+            self._enter(event.worker, State.STOPPED, now)
             return []
-        self._enter(member, State.WAITING, now)
+        self._enter(event.worker, State.WAITING, now)
         member.blameless = event.blameless
         if event.blameless:
             member.restart_at = now

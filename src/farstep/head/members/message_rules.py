@@ -19,7 +19,7 @@ from farstep.wire import messages as m
 class Rule:
     """When one type of message is valid."""
 
-    states: tuple[State, ...] = (State.ALIVE,)
+    states: tuple[State, ...] = (State.ALIVE, State.RELEASED)
     only_remote: bool = False
     """Whether only workers without shared memory send it."""
     heartbeat: bool = False
@@ -34,7 +34,7 @@ class Rule:
 RULES: Mapping[type, Rule] = {
     m.Hello: Rule((State.STARTING,)),
     m.Ready: Rule((State.CONSTRUCTING,)),
-    m.Failure: Rule((State.CONSTRUCTING, State.ALIVE)),
+    m.Failure: Rule((State.CONSTRUCTING, State.ALIVE, State.RELEASED)),
     m.AgentReady: Rule(),
     m.Reply: Rule(frames=(1, 1)),
     m.Idle: Rule(),

@@ -69,6 +69,10 @@ class Listener(Protocol):
         """Send the worker what it missed, because its process continues."""
         ...
 
+    def continued(self, record: WorkerRecord, suspended_s: float) -> None:
+        """Send the worker for how long it was suspended, because its process continues after it was released."""
+        ...
+
     def fail(self, error: FarstepError) -> None:
         """End the run with this error."""
         ...
@@ -116,7 +120,8 @@ class Supervisor:
     def resume_all(self) -> None:
         """Let suspended processes continue, so that they can stop by themselves."""
         for record in self.records:
-            if record.handle is not None and self.membership.members[record.worker].state is membership.State.PARKED:
+            state = self.membership.members[record.worker].state
+            if record.handle is not None and state in (membership.State.PARKED, membership.State.RELEASED):
                 record.handle.resume()
 
     def ended(self) -> bool:
@@ -267,6 +272,7 @@ class Supervisor:
         was_suspended = self.membership.is_suspended(record.worker)
         if was_suspended:
             self.act_on(membership.Unpark(record.worker))  # its environments are to be closed
+        self.act_on(membership.Acquire(record.worker))
         if record.ready and record.link is not None:
             record.ready = False  # so that it gets no ticket
             record.link.send([encode(Stop())])
@@ -308,6 +314,13 @@ class Supervisor:
                     if record.handle is not None:
                         record.handle.resume()
                     self._listener.resumed(record)
+                case membership.Pause():
+                    if record.handle is not None:
+                        record.handle.suspend()
+                case membership.Continue():
+                    if record.handle is not None:
+                        record.handle.resume()
+                    self._listener.continued(record, action.suspended_s)
                 case membership.Lost():
                     record.ready = False
                     self._listener.lost(record)
@@ -350,6 +363,7 @@ class Supervisor:
         for fd, reader in readers:
             self._event_loop.register(fd, lambda reader=reader: reader(record))  # type: ignore[misc]
         if record.phase == "queued":
+            self.act_on(membership.Observed(record.worker, "queued", ()))
             self._listener.absent(record)
 
     def _not_started(self, record: WorkerRecord, error: ResourceError) -> None:

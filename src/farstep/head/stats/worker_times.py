@@ -54,6 +54,10 @@ class WorkerTimes:
         """The seconds of each part, summed over all workers."""
         return {part: sum(seconds[part] for seconds in self._seconds) for part in _PARTS}
 
+    def used_s(self) -> float:
+        """The seconds in which workers did not wait for tickets, summed over all workers."""
+        return sum(seconds for part, seconds in self.total().items() if part != "tickets")
+
     def per_worker(self) -> list[dict[str, float]]:
         """The seconds of each part, by worker."""
         return [dict(seconds) for seconds in self._seconds]

@@ -53,6 +53,9 @@ class RunConfig:
     nats. None: they pull before every chunk."""
     stagger: str | None = None
     """Staggered resets, as JSON: '{"horizon": 1000}'; None: off."""
+    release_idle: bool = False
+    """Suspend all workers during updates of a learner that waits for its rollouts, such as ppo; learners that collect
+    all the time release none."""
     device: str = "cpu"
     """Device of the learner: cpu, cuda, cuda:1."""
     threads: int | None = None
@@ -123,6 +126,7 @@ class RunConfig:
             "envs_per_node": self.num_envs,
             "seed": self.seed,
             "kl_threshold": self.kl_threshold,
+            "release_idle": self.release_idle,
         }
         if self.stagger is not None:
             options["stagger"] = _json_object("stagger", self.stagger)

@@ -98,6 +98,28 @@ STATS_GROUPS = (
         ),
     ),
     Namespace(
+        "slots/",
+        "A worker holds a slot while its process runs: from its start until it ends, is parked, or is released "
+        "between two rollouts ([elasticity](elasticity.md)). Suspended workers keep their memory.",
+        (
+            _head("slots/held", "slots that are held now", unit="slots"),
+            _head("slots/held_seconds", "time in which slots were held, summed over slots", kind="counter", unit="s"),
+            _workers(
+                "slots/used_seconds",
+                "time in which workers stepped, acted, pulled or sent, summed over workers: `time/workers` without "
+                "`tickets`",
+                kind="counter",
+                unit="s",
+            ),
+            _head(
+                "slots/gpu_seconds",
+                "`held_seconds` times the GPUs per worker (`gpus_per_node`); 0 if workers have none",
+                kind="counter",
+                unit="s",
+            ),
+        ),
+    ),
+    Namespace(
         "nodes/",
         "A list with one entry per node of a cluster; empty on this machine.",
         (
