@@ -154,17 +154,19 @@ def rule_of(text: str) -> Rule:
     name, *numbers = text.split(":")
     if name not in _FORMS:
         raise ConfigError(unknown_name("scaling rule", name, _FORMS))
+    refused = ConfigError(f"scaling is {text!r}; expected {_FORMS[name]}.")
     try:
-        match name, [int(number) if name == "schedule" else float(number) for number in numbers]:
-            case "schedule", [first, last, add, every]:
-                return Schedule(int(first), int(last), int(add), int(every))
-            case "noise", [] | [_] as factor:
-                return NoiseScale(*factor)
-            case "fill", [] | [_, _] as bounds:
-                return Fill(*bounds)
+        values = [int(number) if name == "schedule" else float(number) for number in numbers]
     except ValueError:
-        pass
-    raise ConfigError(f"scaling is {text!r}; expected {_FORMS[name]}.")
+        raise refused from None
+    match name, values:
+        case "schedule", [first, last, add, every]:
+            return Schedule(int(first), int(last), int(add), int(every))
+        case "noise", [] | [_]:
+            return NoiseScale(*values)
+        case "fill", [] | [_, _]:
+            return Fill(*values)
+    raise refused
 
 
 class Scaling:
@@ -189,7 +191,12 @@ class Scaling:
         """Workers that run now."""
 
     def choose(
-        self, update: int, rows_per_worker: float, buffer_fill: float | None = None, noise_scale: float | None = None
+        self,
+        update: int,
+        rows_per_worker: float,
+        buffer_fill: float | None = None,
+        noise_scale: float | None = None,
+        min_workers: int = 1,
     ) -> int:
         """Ask the rule, and make its result the current number of workers.
 
@@ -198,9 +205,10 @@ class Scaling:
             rows_per_worker: As in `Signals`.
             buffer_fill: As in `Signals`.
             noise_scale: As in `Signals`.
+            min_workers: Number of workers without which the run could not continue; default 1.
 
         Returns:
-            The number of workers, from 1 to `max_workers`.
+            The number of workers, from `min_workers` to `max_workers`.
 
         Raises:
             ConfigError: The rule returned something other than an integer, or needs a signal that does not exist.
@@ -216,7 +224,7 @@ class Scaling:
         found = self._rule(signals)
         if not isinstance(found, Integral) or isinstance(found, bool):
             raise ConfigError(f"the scaling rule {self._rule!r} returned {found!r}; expected a number of workers.")
-        self.workers = min(max(1, int(found)), self._max_workers)
+        self.workers = min(max(min_workers, int(found)), self._max_workers)
         return self.workers
 
 
@@ -231,8 +239,8 @@ def no_effect(rule: Rule, max_workers: int) -> str:
         return "the scaling rule has no effect, since the run has only 1 worker; use more workers"
     if isinstance(rule, Schedule) and (most := max(rule.first, rule.last)) > max_workers:
         return (
-            f"{rule} asks for up to {most} workers, but the run has {counted(max_workers, 'worker')}, so it never "
-            "uses more; start more workers, or lower the schedule's numbers"
+            f"the scaling rule {rule} asks for up to {most} workers, but the run has only "
+            f"{counted(max_workers, 'worker')}; start more workers, or lower the schedule's numbers"
         )
     return ""
 

@@ -23,10 +23,15 @@ class _Saved(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Journal:
-    """The actions of each slot's current episode, taken from the batches of a synchronous run."""
+    """The actions of each slot's current episode, taken from the batches of a synchronous run.
 
-    def __init__(self) -> None:
-        self._segments: list[list[dict[str, Array]]] = []
+    Args:
+        num_slots: Number of slots of the run; those of parked workers may be in no batch. Default 0: as many as the
+            batches have.
+    """
+
+    def __init__(self, num_slots: int = 0) -> None:
+        self._segments: list[list[dict[str, Array]]] = [[] for _ in range(num_slots)]
         """For each slot, the actions of its current episode, one entry per batch."""
 
     def add(self, batch: Batch) -> None:
