@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Mapping
@@ -12,9 +13,11 @@ import numpy as np
 import pytest
 
 import farstep
+from farstep.checkpoint.files import Refused
 from farstep.elastic import Signals
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.loop.training import Limits, Stopped, Training
+from farstep.learners.loop.worker_scaling import check_scaling
 from farstep.learners.networks.nets import ActorCritic, NetConfig, make_agent
 from farstep.learners.ppo import PPO, PPOConfig
 from tests.cluster.checks import worker_pids
@@ -164,3 +167,12 @@ def test_rules_that_cannot_work_are_refused() -> None:
         PPOConfig(scaling="fill")
     with pytest.raises(farstep.ConfigError, match="which fixes the rows of an update"):
         AsyncPPOConfig(scaling="noise", num_chunks=2)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [{"workers": 0}, {"workers": 2, "trace": -1.0}, {"workers": 2, "squared_norm": math.inf}, {"workers": 2, "x": 1}],
+)
+def test_forged_state_is_refused(forged: dict[str, object]) -> None:
+    with pytest.raises(Refused):
+        check_scaling(forged)

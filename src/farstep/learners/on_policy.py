@@ -220,11 +220,12 @@ class OnPolicy:
 
     def state(self) -> dict[str, object]:
         """Return the learner's state for a checkpoint; the agent's parameters are saved separately."""
+        scaling = None if self._scaling is None else self._scaling.state()
         return {
             "optimizer": self._optimizer.state(),
             "statistics": self._statistics.state(),
             "updates": self._updates,
-            "scaling": None if self._scaling is None else self._scaling.state(),
+            **({} if scaling is None else {"scaling": scaling}),
         }
 
     def load(self, state: Mapping[str, object]) -> None:

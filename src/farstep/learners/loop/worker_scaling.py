@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
 
-from farstep.checkpoint.checks import converted
+from farstep.checkpoint.checks import Finite, converted
 from farstep.cluster_env import ClusterEnv
 from farstep.elastic.noise_scale import GradientNoise
 from farstep.elastic.scaling import Fill, Rule, Scaling, no_effect, rule_of, uses_noise_scale
@@ -19,8 +20,8 @@ class SavedScaling(msgspec.Struct, forbid_unknown_fields=True):
     """The state of `WorkerScaling`."""
 
     workers: Annotated[int, msgspec.Meta(ge=1)]
-    trace: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    squared_norm: float = 0.0
+    trace: Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)] = 0.0
+    squared_norm: Finite = 0.0
 
 
 class WorkerScaling:
