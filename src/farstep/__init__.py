@@ -1,7 +1,8 @@
 """farstep runs Gymnasium environments on workers, local or on a cluster, for a learner in one process.
 
 Start with `ClusterEnv` (workers act with a copy of the agent) or `make_vec` (a Gymnasium VectorEnv; you act). All
-errors derive from `FarstepError`. `farstep.buffer`, `farstep.learners`, `farstep.sync` and `farstep.testing` have more.
+errors derive from `FarstepError`. `farstep.buffer`, `farstep.elastic`, `farstep.learners`, `farstep.sync` and
+`farstep.testing` have more.
 
 Names are imported on first use, so that a worker can set its number of threads before NumPy or torch is imported.
 """
@@ -15,6 +16,7 @@ from farstep.version import VERSION
 TYPE_CHECKING = False  # `from typing import` would import a typing.py in the current folder under `python -m`
 if TYPE_CHECKING:
     from farstep import buffer as buffer
+    from farstep import elastic as elastic
     from farstep import learners as learners
     from farstep import sync as sync
     from farstep import testing as testing
@@ -103,7 +105,7 @@ _HOMES = {
 }
 
 __all__ = list(_HOMES)
-_FOLDERS = ("buffer", "learners", "sync", "testing")
+_FOLDERS = ("buffer", "elastic", "learners", "sync", "testing")
 
 
 def __getattr__(name: str) -> object:

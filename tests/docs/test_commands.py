@@ -85,6 +85,17 @@ def test_the_page_of_training_has_every_option():
         assert f"`--{field.name.replace('_', '-')}" in page, field.name
 
 
+def test_command_with_a_scaling_rule_changes_the_number_of_workers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program, *words = shlex.split(commands("elasticity.md"))
+    assert program == "farstep" and main(words) == 0
+    logged = metrics(tmp_path / "runs" / "adaptive")
+    rows = [(row["step"], row["workers/active"]) for row in logged]
+    assert rows == [(128, 1), (256, 1), (512, 2), (768, 2), (1024, 2)]
+    again = parse_options("ppo", ["--config", str(tmp_path / "runs" / "adaptive" / "config.yaml")])
+    assert again.learner.scaling == "schedule:1:2:1:2"
+
+
 def test_a_run_is_trained_resumed_evaluated_watched_plotted_and_repeated(tmp_path):
     output = shell(commands("training.md"), tmp_path)
     assert "version 3, after 12,288 steps; 5 episodes" in output

@@ -109,6 +109,7 @@ def seen(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         target_kl=1e-9,
         value_clip=0.1,
         anneal_lr=True,
+        scaling="noise",
         net=NetConfig(recurrent="gru"),
     )
     env = make_env("CartPole-v1", 4, launcher="in-process", kl_threshold=0.01, stagger={"horizon": 16})

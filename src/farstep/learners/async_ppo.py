@@ -22,9 +22,11 @@ from torch import Tensor
 from farstep.batch import Batch
 from farstep.cluster_env import ClusterEnv
 from farstep.config.field_docs import show_fields
+from farstep.elastic.scaling import Rule
 from farstep.errors import ConfigError
 from farstep.learners import losses
 from farstep.learners.loop.timing import Timer
+from farstep.learners.loop.worker_scaling import check_rule, chosen_rule
 from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import OnPolicy, rollouts
 from farstep.learners.optimizing import Schedule, prefixed
@@ -115,6 +117,11 @@ class AsyncPPOConfig:
     target_kl: float | None = None
     """Stop an update early: after the epoch in which the policy's mean KL divergence from the start of the update
     exceeds this, in nats. None: run all epochs."""
+    scaling: str | None = None
+    """Rule that changes the number of workers, and so the rows per update, after each update:
+    schedule:FIRST:LAST:ADD:EVERY (workers of the first and the last updates, workers to add, updates between changes),
+    or noise[:FACTOR] (rows per update = FACTOR * gradient noise scale; FACTOR 1 by default). num_steps and the
+    minibatch size stay. None: all workers run."""
     net: NetConfig = DEFAULT_NET
     """the agent's network"""
 
@@ -132,6 +139,12 @@ class AsyncPPOConfig:
         upper = inf if self.behave_weight_threshold is None else self.behave_weight_threshold
         check_numbers(self, behave_weight_lower=(0, upper))
         check_critic(self, "value_coef")
+        check_rule(self.scaling)
+        if self.scaling is not None and self.num_chunks is not None:
+            raise ConfigError(
+                f"scaling is {self.scaling!r} with num_chunks={self.num_chunks}, which fixes the rows of an update, so "
+                "that more workers would not enlarge it. Leave out one of them."
+            )
         for name in ("global_batch_size", "micro_batch_size"):
             size = getattr(self, name)
             steps = self.num_steps or 1
@@ -162,10 +175,14 @@ class AsyncPPO(OnPolicy):
         config: Options of asynchronous PPO.
         seed: Seed for the order of rows in minibatches.
         device: Device of the learner, as torch names it.
+        scaling: Rule that chooses the number of workers after each update: one of `farstep.elastic`, or a function of
+            `Signals`. None: `config.scaling`.
     """
 
-    def __init__(self, agent: ActorCritic, config: AsyncPPOConfig, seed: int, device: str = "cpu") -> None:
-        super().__init__(agent, config, seed, device)
+    def __init__(
+        self, agent: ActorCritic, config: AsyncPPOConfig, seed: int, device: str = "cpu", scaling: Rule | None = None
+    ) -> None:
+        super().__init__(agent, config, seed, device, chosen_rule(config.scaling, scaling))
         self.config = config
         self._version = 0
 
@@ -243,6 +260,21 @@ class AsyncPPO(OnPolicy):
         with timer("actor_training"):
             return self.learn(batch, rollout, columns, self._loss, schedule)
 
+    def _num_steps(self, env: ClusterEnv) -> int:
+        config = self.config
+        return rollout_steps(config.num_steps, env.num_envs, config.net.is_recurrent, self.defaults)
+
+    def update_rows(self, env: ClusterEnv) -> int:
+        """Return the rows of an update in which all workers take part.
+
+        Args:
+            env: The environments to collect from.
+
+        Returns:
+            The number of rows.
+        """
+        return self._num_steps(env) * self.config.rollout_epochs * env.num_envs
+
     def batches(self, env: ClusterEnv) -> Iterator[Batch]:
         """Collect rollouts from all workers; with `num_chunks`, from the first workers that finish.
 
@@ -253,7 +285,7 @@ class AsyncPPO(OnPolicy):
             An endless iterator of batches. No row is older than `staleness_threshold` versions.
         """
         config = self.config
-        steps = rollout_steps(config.num_steps, env.num_envs, config.net.is_recurrent, self.defaults)
+        steps = self._num_steps(env)
         if self.synchronous:
             return rollouts(env, self.agent, steps, config.rollout_epochs)
         return env.stream(

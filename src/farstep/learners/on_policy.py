@@ -13,9 +13,11 @@ from torch import Tensor
 from farstep.batch import Batch
 from farstep.checkpoint.checks import Count, converted
 from farstep.cluster_env import ClusterEnv
+from farstep.elastic.scaling import Rule
 from farstep.learners.loop.iteration import Iteration, Loop
 from farstep.learners.loop.statistics import Statistics, check_rewards
 from farstep.learners.loop.timing import Timer
+from farstep.learners.loop.worker_scaling import WorkerScaling, check_scaling
 from farstep.learners.networks.nets import ActorCritic
 from farstep.learners.optimizing import Loss, Optimizer, Schedule, onednn_for_images
 from farstep.learners.options.sizes import defaults_for
@@ -46,6 +48,8 @@ class _Saved(msgspec.Struct, forbid_unknown_fields=True):
     statistics: dict[str, Any]
     updates: Count = 0
     """Number of updates so far; missing in checkpoints of versions without critic warm-up."""
+    scaling: dict[str, Any] | None = None
+    """None if the run had no scaling rule."""
 
 
 class OnPolicy:
@@ -62,9 +66,12 @@ class OnPolicy:
         config: Learning rates, gradient norm and critic warm-up.
         seed: Seed for the order of rows in minibatches.
         device: Device of the learner, as torch names it.
+        scaling: Rule that chooses the number of workers after each update; None: it does not change.
     """
 
-    def __init__(self, agent: ActorCritic, config: OptimizerOptions, seed: int, device: str) -> None:
+    def __init__(
+        self, agent: ActorCritic, config: OptimizerOptions, seed: int, device: str, scaling: Rule | None = None
+    ) -> None:
         self.device = torch.device(device)
         self.agent = agent.to(self.device)
         self.defaults = defaults_for(agent.sees_images)
@@ -75,6 +82,9 @@ class OnPolicy:
         self._anneal_lr = config.anneal_lr
         self._critic_warmup_updates = config.critic_warmup_updates
         self._updates = 0
+        self._scaling = None if scaling is None else WorkerScaling(scaling)
+        self._had_scaling = False
+        """Whether the loaded checkpoint is from a run with a scaling rule, so that workers may be parked."""
 
     def batches(self, env: ClusterEnv) -> Iterator[Batch]:
         """Return an endless iterator of batches.
@@ -84,6 +94,17 @@ class OnPolicy:
 
         Returns:
             The iterator.
+        """
+        raise NotImplementedError
+
+    def update_rows(self, env: ClusterEnv) -> int:
+        """Return the rows of an update in which all workers take part. Only learners with a scaling rule need it.
+
+        Args:
+            env: The environments to collect from.
+
+        Returns:
+            The number of rows.
         """
         raise NotImplementedError
 
@@ -108,6 +129,10 @@ class OnPolicy:
             env: The environments to train in.
             loop: The training loop.
         """
+        if self._scaling is not None:
+            self._scaling.start(env, self._updates, self.update_rows(env))
+        elif self._had_scaling:
+            env.scale(workers=env.num_workers)
         batches, going = self.batches(env), True
         while going:
             with loop.collecting():
@@ -130,6 +155,7 @@ class OnPolicy:
         metrics = self.update(batch, version, loop.fraction_done, loop.timer)
         with loop.timer("publish"):
             env.publish(self.agent)
+        counters = None if self._scaling is None else self._scaling.apply(env, self._updates)
         return loop.report(
             Iteration(
                 metrics=metrics,
@@ -139,6 +165,7 @@ class OnPolicy:
                 lengths=batch.episodes["length"].tolist(),
                 lags=lags,
                 batch=batch,
+                counters=counters,
             )
         )
 
@@ -181,19 +208,24 @@ class OnPolicy:
             Metrics by name, without the prefix `train/`.
         """
         warmup = self._updates < self._critic_warmup_updates
+        noise = None if self._scaling is None or warmup else self._scaling.noise
         with onednn_for_images(self.agent):
-            metrics = self._optimizer.learn(rollout, columns, loss, schedule, critic_only=warmup)
+            metrics = self._optimizer.learn(rollout, columns, loss, schedule, critic_only=warmup, noise=noise)
             if not warmup:
                 self._statistics.observe(batch)
         self._updates += 1
+        if self._scaling is not None and not warmup:
+            metrics |= self._scaling.end_update()
         return metrics | ({"critic/warmup": 1.0} if warmup else {})
 
     def state(self) -> dict[str, object]:
         """Return the learner's state for a checkpoint; the agent's parameters are saved separately."""
+        scaling = None if self._scaling is None else self._scaling.state()
         return {
             "optimizer": self._optimizer.state(),
             "statistics": self._statistics.state(),
             "updates": self._updates,
+            **({} if scaling is None else {"scaling": scaling}),
         }
 
     def load(self, state: Mapping[str, object]) -> None:
@@ -207,9 +239,13 @@ class OnPolicy:
         """
         saved = converted("learner", state, _Saved)
         optimizer, statistics = self._optimizer.check(saved.optimizer), self._statistics.check(saved.statistics)
+        scaling = check_scaling(saved.scaling)
         self._optimizer.load(optimizer)
         self._statistics.load(statistics)
         self._updates = saved.updates
+        self._had_scaling = scaling is not None
+        if self._scaling is not None and scaling is not None:
+            self._scaling.load(scaling)
 
 
 def rollouts(env: ClusterEnv, agent: ActorCritic, steps: int, epochs: int) -> Iterator[Batch]:

@@ -15,6 +15,7 @@ from torch.optim.adam import adam
 
 from farstep.checkpoint.checks import check_keys, check_torch_generator, converted
 from farstep.checkpoint.files import Refused
+from farstep.elastic.noise_scale import GradientNoise
 from farstep.learners.loop.saving import check_tensor
 from farstep.learners.networks.agent import NetworkAgent
 from farstep.learners.networks.nets import ActorCritic
@@ -133,6 +134,7 @@ class Optimizer:
         schedule: Schedule,
         *,
         critic_only: bool = False,
+        noise: GradientNoise | None = None,
     ) -> dict[str, float]:
         """Optimize the agent on a rollout.
 
@@ -142,6 +144,7 @@ class Optimizer:
             loss: Loss of a minibatch.
             schedule: Epochs, minibatch sizes and early stopping.
             critic_only: Whether to change only the critic's own parameters (critic warm-up).
+            noise: Receives the gradients of the first epoch, before clipping; None: no noise scale is estimated.
 
         Returns:
             The mean of each metric over all minibatches, the number of epochs, and the learning rates.
@@ -153,6 +156,8 @@ class Optimizer:
                 if schedule.normalize:
                     minibatch = minibatch.normalized()
                 metrics = self._accumulate(minibatch, loss, schedule.micro_batch_size)
+                if noise is not None and epochs == 0:
+                    noise.add(self._gradient, int(minibatch.num_valid))
                 means.add({**metrics, **self._step(critic_only)}, len(minibatch))
                 epoch_kl.add({_KL: metrics.get(_KL, 0.0)}, len(minibatch))
             epochs += 1

@@ -19,8 +19,10 @@ from torch import Tensor
 from farstep.batch import Batch
 from farstep.cluster_env import ClusterEnv
 from farstep.config.field_docs import show_fields
+from farstep.elastic.scaling import Rule
 from farstep.learners import losses
 from farstep.learners.loop.timing import Timer
+from farstep.learners.loop.worker_scaling import check_rule, chosen_rule
 from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import OnPolicy, rollouts
 from farstep.learners.optimizing import Schedule, prefixed
@@ -91,6 +93,11 @@ class PPOConfig:
     target_kl: float | None = None
     """Stop an update early: after the epoch in which the policy's mean KL divergence from the start of the update
     exceeds this, in nats. None: run all epochs."""
+    scaling: str | None = None
+    """Rule that changes the number of workers, and so the rows per update, after each update:
+    schedule:FIRST:LAST:ADD:EVERY (workers of the first and the last updates, workers to add, updates between changes),
+    or noise[:FACTOR] (rows per update = FACTOR * gradient noise scale; FACTOR 1 by default). num_steps and the
+    minibatch size stay. None: all workers run."""
     net: NetConfig = DEFAULT_NET
     """the agent's network"""
 
@@ -102,6 +109,7 @@ class PPOConfig:
         check_above(self, max_grad_norm=0, target_kl=0, value_clip=0)
         check_numbers(self, behave_weight_threshold=(1, inf))
         check_critic(self, "vf_coef")
+        check_rule(self.scaling)
 
 
 class PPO(OnPolicy):
@@ -112,6 +120,8 @@ class PPO(OnPolicy):
         config: Options of PPO.
         seed: Seed for the order of rows in minibatches.
         device: Device of the learner, as torch names it.
+        scaling: Rule that chooses the number of workers after each update: one of `farstep.elastic`, or a function of
+            `Signals`. None: `config.scaling`.
 
     Example:
         >>> config = PPOConfig(learning_rate=1e-3)
@@ -121,8 +131,10 @@ class PPO(OnPolicy):
 
     synchronous = True
 
-    def __init__(self, agent: ActorCritic, config: PPOConfig, seed: int, device: str = "cpu") -> None:
-        super().__init__(agent, config, seed, device)
+    def __init__(
+        self, agent: ActorCritic, config: PPOConfig, seed: int, device: str = "cpu", scaling: Rule | None = None
+    ) -> None:
+        super().__init__(agent, config, seed, device, chosen_rule(config.scaling, scaling))
         self.config = config
 
     def _loss(self, minibatch: Minibatch) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -179,6 +191,21 @@ class PPO(OnPolicy):
         with timer("actor_training"):
             return self.learn(batch, rollout, columns, self._loss, schedule)
 
+    def _num_steps(self, env: ClusterEnv) -> int:
+        config = self.config
+        return rollout_steps(config.num_steps, env.num_envs, config.net.is_recurrent, self.defaults)
+
+    def update_rows(self, env: ClusterEnv) -> int:
+        """Return the rows of an update in which all workers take part.
+
+        Args:
+            env: The environments to collect from.
+
+        Returns:
+            The number of rows.
+        """
+        return self._num_steps(env) * self.config.rollout_epochs * env.num_envs
+
     def batches(self, env: ClusterEnv) -> Iterator[Batch]:
         """Collect rollouts from all environments.
 
@@ -189,5 +216,5 @@ class PPO(OnPolicy):
             An endless iterator of batches, each collected with the newest weights.
         """
         config = self.config
-        steps = rollout_steps(config.num_steps, env.num_envs, config.net.is_recurrent, self.defaults)
+        steps = self._num_steps(env)
         return rollouts(env, self.agent, steps, config.rollout_epochs)

@@ -220,6 +220,25 @@ class ModelBlock:
         """
         return self._find(name).read()
 
+    def number(self, name: str) -> float | None:
+        """Return the newest version of an object that is a number; None if nothing was published under this name.
+
+        Args:
+            name: Its name.
+
+        Returns:
+            The number.
+
+        Raises:
+            ConfigError: The object is not a number.
+        """
+        if name not in self._objects or self._objects[name].version < 0:
+            return None
+        _, value = self._objects[name].read()
+        if np.size(value) != 1:
+            raise ConfigError(f"the object {name!r} has the value {value!r}; expected a number.")
+        return float(np.asarray(value).item())
+
     def path(self, name: str) -> str:
         """Return the path of an object, for `SharedObject.attach(path)` in another process.
 

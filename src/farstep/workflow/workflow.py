@@ -26,6 +26,7 @@ from farstep.buffer.replay import Buffer
 from farstep.cluster_env import ClusterEnv, collector_for
 from farstep.config.env import check_count, is_number
 from farstep.core import Agent, Array, Nested
+from farstep.elastic.scaling import Rule, Scaling, no_effect
 from farstep.errors import ClosedError, ConfigError, FarstepError, counted, described
 from farstep.head.chunks.incoming_chunks import EarlyPart
 from farstep.head.collector import Collector
@@ -60,6 +61,9 @@ class Workflow:
         max_staleness: Maximum age in versions of rows that a consuming trigger delivers. None: any age; workers roll
             while the buffer has room.
         end_s: Maximum time in seconds that `publish` and the end of a run wait for consumers to return; default 300.
+        scaling: Rule that chooses the number of workers after each update (`ledger.learner_steps`): one of
+            `farstep.elastic`, or a function of its `Signals`. It reads the noise scale from the object `noise_scale`,
+            which a consumer publishes with `put`. None: the number of workers does not change.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -91,6 +95,7 @@ class Workflow:
         steps: int | None = None,
         max_staleness: int | None = None,
         end_s: float = 300.0,
+        scaling: Rule | None = None,
     ) -> None:
         if not isinstance(env, ClusterEnv):
             raise ConfigError(
@@ -106,6 +111,11 @@ class Workflow:
             raise ConfigError(f"end_s is {end_s!r}; expected a number of seconds.")
         self._end_s = end_s
         self.objects = ModelBlock()
+        self._scaling = None if scaling is None else Scaling(scaling, env.num_workers)
+        self._scaled_at: int | None = None
+        """Number of updates when the scaling rule last chose; None before the first run."""
+        self._scaling_problem = "" if scaling is None else no_effect(scaling, env.num_workers)
+        """Why the rule has no effect, until the run was warned of it."""
         self._dispatcher = Dispatcher()
         self._by_data: list[DataKeyTrigger] = []
         self._consuming: list[DataKeyTrigger] = []
@@ -285,8 +295,33 @@ class Workflow:
         self._in_loop(self._request_rollout)
 
     def _request_rollout(self) -> None:
+        self._rescale()  # first, so that workers that are unparked take part in this rollout
         if (feed := self._state.feed) is not None:
             self._requests.request(feed)
+
+    def _rescale(self) -> None:
+        """Let the scaling rule choose the number of workers, if there was an update since it last chose."""
+        updates = self.ledger.learner_steps
+        if self._scaling is None or updates == self._scaled_at:
+            return
+        if self._scaling_problem:
+            self.env.emit_event("warned", self._scaling_problem)
+            self._scaling_problem = ""
+        before, is_first = self._scaling.workers, self._scaled_at is None
+        self._scaled_at = updates
+        window = max((leaf.size for leaf in self._consuming), default=self._chunk_steps)
+        rows = window * self.env.num_envs / self.env.num_workers
+        noise_scale = self.objects.number("noise_scale")
+        fewest = max((leaf.min_actors or 1 for leaf in self._by_data), default=1)  # with fewer, a trigger never fires
+        workers = self._scaling.choose(updates, rows, self._unread_fraction(), noise_scale, fewest)
+        if is_first or workers != before:
+            self.env.scale(workers=workers)
+
+    def _unread_fraction(self) -> float | None:
+        """Return the fraction of the buffer that holds rows which a consumer has not read; None for replay."""
+        if not self._consuming:
+            return None
+        return min(1.0, max(self._state.retention.backlog(), default=0) * self.env.num_envs / self.buffer.capacity)
 
     def put(self, name: str, value: Nested) -> int:
         """Publish another object, such as a noise scale or a target network. This fires `ObjectKeyTrigger(name)`.
@@ -360,6 +395,7 @@ class Workflow:
         collector = state.collector = collector_for(self.env, self.agent)
         steps = self._chunk_steps
         self._bind(collector, steps)
+        self._rescale()
         plan = self._requests.plan(steps, self._max_staleness)
         failure: BaseException | None = None
         try:
@@ -455,6 +491,8 @@ class Workflow:
         while self._calls:
             self._calls.popleft()()
             self._dispatcher.check(self.ledger)
+        if not self.stopped:
+            self._rescale()
         self._requests.warn_if_absent(self.ledger.now)
 
     def _fires_early(self, steps: int) -> bool:

@@ -26,7 +26,8 @@ class Journal:
     """The actions of each slot's current episode, taken from the batches of a synchronous run.
 
     Args:
-        num_slots: Number of slots, including those whose workers are parked from the start.
+        num_slots: Number of slots of the run; those of parked workers may be in no batch. Default 0: as many as the
+            batches have.
     """
 
     def __init__(self, num_slots: int = 0) -> None:

@@ -154,7 +154,8 @@ class Training:
         """The newest checkpoint that this process wrote or resumed from."""
         self._is_finished = False
         """Whether the last checkpoint of the run was written."""
-        self._journal = Journal(env.num_envs) if checkpoints and learner.synchronous and not env.cannot_replay else None
+        replays = checkpoints and learner.synchronous and not env.cannot_replay
+        self._journal = Journal(env.num_envs) if replays else None
         """None if the run cannot resume exactly."""
         self.progress = Progress()
         self._signals = StopSignals(self._journal is not None, self._drop_journal, env.emit_event)

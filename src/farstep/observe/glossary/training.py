@@ -232,6 +232,14 @@ NAMESPACES = (
                 unit="epochs",
                 when=_ON_POLICY,
             ),
+            _learner(
+                "train/actor/noise_scale",
+                "gradient noise scale: the number of rows above which a larger batch hardly improves the gradient. "
+                "Estimated from the first epochs of about 10 updates; missing while the noise hides the gradient",
+                unit="rows",
+                when="ppo, async-ppo with `--scaling noise`",
+                healthy="grows while the policy learns",
+            ),
             _learner("train/actor/lr", "learning rate of the policy; 0 during critic warm-up", when=_ON_POLICY),
             _learner(
                 "train/actor/epsilon",
@@ -469,6 +477,12 @@ NAMESPACES = (
         "Worker processes; the same counters as in `env.stats()`.",
         (
             _head("workers/alive", "workers that run", unit="workers"),
+            _learner(
+                "workers/active",
+                "workers that were to roll for this update, as the scaling rule chose",
+                unit="workers",
+                when="ppo, async-ppo with `--scaling`",
+            ),
             _head(
                 "workers/restarts",
                 "restarts after failures",

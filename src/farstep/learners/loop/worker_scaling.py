@@ -1,0 +1,128 @@
+"""Changes the number of workers of a training after each update, as a scaling rule decides."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+
+from farstep.checkpoint.checks import Finite, converted
+from farstep.cluster_env import ClusterEnv
+from farstep.elastic.noise_scale import GradientNoise
+from farstep.elastic.scaling import Fill, Rule, Scaling, no_effect, rule_of, uses_noise_scale
+from farstep.errors import ConfigError
+
+
+class SavedScaling(msgspec.Struct, forbid_unknown_fields=True):
+    """The state of `WorkerScaling`."""
+
+    workers: Annotated[int, msgspec.Meta(ge=1)]
+    trace: Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)] = 0.0
+    squared_norm: Finite = 0.0
+
+
+class WorkerScaling:
+    """Applies a scaling rule to the workers of a run.
+
+    Args:
+        rule: The rule.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self.noise = GradientNoise() if uses_noise_scale(rule) else None
+        """Receives the gradients of the first epoch of each update; None: the rule does not need them."""
+        self._scaling: Scaling | None = None
+        self._rows_per_worker = 0.0
+        self._saved_workers: int | None = None
+        """Workers that ran when the loaded checkpoint was written."""
+        self._lacks_noise_scale = self._was_warned = False
+
+    def start(self, env: ClusterEnv, update: int, rows: int) -> None:
+        """Set the number of workers before the first rollout: as the rule decides, or as in the loaded checkpoint.
+
+        Args:
+            env: The environments.
+            update: Updates so far.
+            rows: Rows of an update in which all workers take part.
+        """
+        if reason := no_effect(self._rule, env.num_workers):
+            env.emit_event("warned", reason)
+        scaling = self._scaling = Scaling(self._rule, env.num_workers)
+        self._rows_per_worker = rows / env.num_workers
+        if self._saved_workers is None:
+            self._choose(update)
+        else:
+            scaling.workers, self._saved_workers = min(self._saved_workers, env.num_workers), None
+        env.scale(workers=scaling.workers)
+
+    def apply(self, env: ClusterEnv, update: int) -> dict[str, float]:
+        """Change the number of workers after an update.
+
+        Args:
+            env: The environments.
+            update: Updates so far.
+
+        Returns:
+            The number of workers that rolled for this update, as a metric.
+        """
+        assert self._scaling is not None
+        if self._lacks_noise_scale and not self._was_warned:
+            self._was_warned = True
+            env.emit_event(
+                "warned",
+                f"the gradient noise scale is unknown after update {update}, so the scaling rule cannot use it: an "
+                "update needs at least two minibatches; lower the minibatch size, or raise --num-steps",
+            )
+        before = self._scaling.workers
+        self._choose(update)
+        if self._scaling.workers != before:
+            env.scale(workers=self._scaling.workers)
+        return {"workers/active": before}
+
+    def _choose(self, update: int) -> None:
+        assert self._scaling is not None
+        noise_scale = None if self.noise is None else self.noise.value
+        self._scaling.choose(update, self._rows_per_worker, noise_scale=noise_scale)
+
+    def end_update(self) -> dict[str, float]:
+        """Update the noise scale with the gradients of an update; return it as a metric, if it is finite."""
+        if self.noise is None:
+            return {}
+        value = self.noise.end_update()
+        self._lacks_noise_scale = value is None
+        return {} if value is None or math.isinf(value) else {"actor/noise_scale": value}
+
+    def state(self) -> dict[str, object] | None:
+        """Return the state for a checkpoint; None before the rule has chosen a number of workers."""
+        workers = self._saved_workers if self._scaling is None else self._scaling.workers
+        noise = {} if self.noise is None else {"trace": self.noise.trace, "squared_norm": self.noise.squared_norm}
+        return None if workers is None else {"workers": workers, **noise}
+
+    def load(self, saved: SavedScaling) -> None:
+        """Restore a checked state. `start` applies it."""
+        self._saved_workers = saved.workers
+        if self.noise is not None:
+            self.noise.trace, self.noise.squared_norm = saved.trace, saved.squared_norm
+
+
+def check_scaling(state: Mapping[str, object] | None) -> SavedScaling | None:
+    """Check a saved state; None if the run had no rule. Raise `Refused` if it is malformed."""
+    return None if state is None else converted("scaling", state, SavedScaling)
+
+
+def chosen_rule(text: str | None, rule: Rule | None) -> Rule | None:
+    """Return a user's rule; without one, the rule that the option `scaling` describes."""
+    return rule if rule is not None or text is None else rule_of(text)
+
+
+def check_rule(text: str | None) -> None:
+    """Raise `ConfigError` unless the option `scaling` is None or a rule that a learner without a buffer can follow."""
+    if text is not None and isinstance(rule_of(text), Fill):
+        raise ConfigError(
+            f"scaling is {text!r}, but this learner has no buffer that fills. Use schedule:FIRST:LAST:ADD:EVERY or "
+            "noise here; fill works in a Workflow."
+        )
