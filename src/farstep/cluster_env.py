@@ -243,7 +243,7 @@ class ClusterEnv:
                 )
         root = self.env_config.check_reset(seed, mask is not None)
         roots = None if root is None else [root] * self.num_envs
-        request = ResetRequest(roots, mask, cloudpickle.dumps(rest) if rest else None)
+        request = ResetRequest(roots, mask, cloudpickle.dumps(rest) if rest else None, rest or None)
         batch = self._launched().reset(request).copy()
         return batch.last_obs, _merged(batch)
 

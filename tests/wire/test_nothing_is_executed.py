@@ -52,6 +52,7 @@ ALLOWED = {
     ("worker/loop.py", "_construct"): FROM_THE_HEAD,
     ("worker/loop.py", "_call"): FROM_THE_HEAD,
     ("worker/rolling.py", "_reset"): FROM_THE_HEAD,
+    ("learners/replay/recorded_episodes.py", "load"): "a file that the user names, without pickles",
     ("worker/zygote.py", "import_modules"): "modules that the head names in the bootstrap",
     ("worker/zygote.py", "_use_threads"): "a library that this process has loaded already",
     ("rollout/sources.py", "_callable"): FROM_THE_HEAD,

@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import cloudpickle
 import gymnasium
 import numpy as np
 
@@ -402,7 +401,7 @@ def _reset_arguments(request: ResetRequest, record: WorkerRecord) -> tuple[Any, 
     mask = None if request.mask is None else request.mask[record.columns]
     if mask is not None and not mask.any():
         return None
-    return mask, request.part(record).seeds, cloudpickle.loads(request.options) if request.options else None
+    return mask, request.part(record).seeds, request.rest
 
 
 def _superseded() -> ClosedError:

@@ -160,7 +160,9 @@ class ResetRequest:
     mask: Array | None
     """For each slot, whether to reset it; None: reset all."""
     options: bytes | None
-    """Packed options for `Env.reset`."""
+    """Pickled options for `Env.reset`."""
+    rest: Any = None
+    """The same options, not pickled, for workers that are reset by a call."""
 
     def part(self, record: WorkerRecord) -> Reset:
         """The part that concerns one worker."""
