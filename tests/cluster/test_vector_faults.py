@@ -107,7 +107,9 @@ def test_vector_ends_when_its_node_is_lost(tmp_path: Path) -> None:
     shell = tmp_path / "shell"
     shell.write_text(SHELL)
     shell.chmod(0o755)
-    config = farstep.SSHConfig(hosts=["host"], ssh=(str(shell),), workers_per_node=1, lease_s=2)
+    ssh = (str(shell),)
+    # The parent of a worker that starts cold is the node daemon.
+    config = farstep.SSHConfig(hosts=["host"], ssh=ssh, workers_per_node=1, lease_s=2, start_method="cold")
     with contextlib.closing(farstep.make_vec(TroubledEnv, 1, config)) as vector:
         vector.reset(seed=1)
         os.kill(vector.get_attr("parent")[0], signal.SIGKILL)

@@ -75,7 +75,7 @@ class BoundArrays:
         Raises:
             ConfigError: The rows of this buffer are not in the order of their cells.
         """
-        self.options.check_in_place(self.contents)
+        self.options.check_in_place(self.is_cyclic and self.contents.is_linked)
         self.contents.is_pinned = True
 
     @property

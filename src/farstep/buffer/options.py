@@ -102,13 +102,16 @@ class BufferOptions:
             schema, self.capacity, columns, structures, self.sampler, remover, rng, self.is_pooled, self.frame_stack
         )
 
-    def check_in_place(self, contents: Contents) -> None:
+    def check_in_place(self, is_linked: bool) -> None:
         """Check that rows are in the order of their cells, for readers that access the cells directly.
+
+        Args:
+            is_linked: Whether a list of links holds the order of rows.
 
         Raises:
             ConfigError: They are not.
         """
-        if self.is_cyclic and not contents.is_linked:
+        if self.is_cyclic and not is_linked:
             return
         reason = "rows were removed by delete() or max_times_sampled" if self.is_cyclic else self.unordered_reason
         reason = "the buffer is pooled" if self.is_pooled else reason
