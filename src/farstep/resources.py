@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,26 @@ def usable_cpus() -> int:
     for quota in _cgroup_quotas():
         cores = min(cores, quota)
     return max(1, int(cores))
+
+
+def parse_cores(text: str) -> set[int]:
+    """Parse the kernel's notation of cores, e.g. `0-3,8`."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
+def core_ranges(cores: Iterable[int]) -> str:
+    """Write cores in the kernel's notation, e.g. `0-3,8`."""
+    parts: list[list[int]] = []
+    for core in sorted(cores):
+        if parts and core == parts[-1][-1] + 1:
+            parts[-1].append(core)
+        else:
+            parts.append([core])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,11 @@ BOOTSTRAP = {
     "grace_s": 1.0,
     "start_method": "cold",
     "modules": [],
+    "cpu_affinity": "off",
+    "cpus_per_worker": 1,
+    "workers": 1,
 }
-ORDER = n.StartWorker(0, 3, json.dumps({"envs": 1}).encode())
+ORDER = n.StartWorker(0, 3, json.dumps({"envs": 1, "rank": 0}).encode())
 
 
 class Link:

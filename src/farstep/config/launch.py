@@ -22,6 +22,7 @@ from farstep.resources import usable_cpus
 log = logging.getLogger("farstep")
 LocalTransport = Literal["shm", "ipc", "tcp"]
 StartMethod = Literal["zygote", "cold"]
+CpuAffinity = Literal["off", "auto"] | Sequence[int]
 RESTART_WINDOW_S = 600.0
 """Seconds for which a failure counts against `restart_budget`, so that rare failures do not add up in a long run."""
 
@@ -66,6 +67,10 @@ class LaunchConfig(Options):
     """Worker processes per node. None: one per usable core; local nodes share the cores of this machine."""
     cpus_per_worker: int = 1
     """Threads that torch and BLAS may use in one worker."""
+    cpu_affinity: CpuAffinity = "off"
+    """Pin each worker to `cpus_per_worker` cores of its own. `off`: the kernel moves workers between cores. `auto`: out
+    of the cores that the job may use, on one NUMA node if it has enough. A list: out of these cores, in this order, on
+    every node. If there are more workers than cores, workers share cores."""
     gpus_per_node: int = 0
     """GPUs per node, shared by its workers for acting; local nodes share this machine's GPUs. 0: act on the CPU."""
     time_limit: str | None = None
@@ -95,9 +100,23 @@ class LaunchConfig(Options):
         self._at_least("gpus_per_node", 0)
         self._at_least("restart_budget", 0)
         self._one_of("start_method", StartMethod)
+        self._check_affinity()
         if self.workers_per_node is not None:
             self._at_least("workers_per_node", 1)
         self._check_coordinator()
+
+    def _check_affinity(self) -> None:
+        cores = self.cpu_affinity
+        if cores in ("off", "auto"):
+            return
+        numbers = () if isinstance(cores, str) or not isinstance(cores, Sequence) else tuple(cores)
+        valid = all(isinstance(core, int) and not isinstance(core, bool) and core >= 0 for core in numbers)
+        if not numbers or not valid or len(set(numbers)) < len(numbers):
+            raise ConfigError(
+                f"{type(self).__name__}.cpu_affinity is {cores!r}; expected 'off', 'auto' or a list of different core "
+                "numbers, e.g. [0, 1, 2, 3]."
+            )
+        object.__setattr__(self, "cpu_affinity", numbers)
 
     def _check_coordinator(self) -> None:
         self._at_least("priority", 1)
@@ -178,6 +197,11 @@ class InProcessConfig(_ThisMachine):
             raise ConfigError(
                 f"InProcessConfig.gpus_per_node is {self.gpus_per_node}, but workers in the caller's process act on "
                 "the CPU; leave it 0, or use LocalConfig."
+            )
+        if self.cpu_affinity != "off":
+            raise ConfigError(
+                f"InProcessConfig.cpu_affinity is {self.cpu_affinity!r}, but workers in the caller's thread use its "
+                "cores; leave it 'off', or use LocalConfig."
             )
         if self.coordinator is not None:
             raise ConfigError(

@@ -142,6 +142,8 @@ def _node(
             f"{place}: Python {about['python']}, here {platform.python_version()}", "install the same version."
         )
     yield _resources(place, about, config, needed)
+    if config.cpu_affinity != "off":
+        yield ok(f"{place}: workers are pinned to cores, here to {about['cores']}")
     offset, uncertainty = run.clock_of(record)
     if abs(offset) - uncertainty > _CLOCK_S:
         yield warning(
@@ -256,8 +258,8 @@ class ProbeRun:
         )
 
     def refused(self) -> Iterator[Finding]:
-        for host, different in (self._launcher.refused if self._launcher else {}).items():
-            yield problem(f"{host} does not fit: {different}", "install the same versions there.")
+        for host, (why, remedy) in (self._launcher.refused if self._launcher else {}).items():
+            yield problem(f"{host} does not fit: {why}", remedy)
 
     def _complete(self) -> bool | None:
         ready = len(self.ready())

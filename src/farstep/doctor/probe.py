@@ -16,7 +16,7 @@ import numpy as np
 
 from farstep.doctor.programs import Program
 from farstep.launch.daemon.process import import_path
-from farstep.resources import available_memory, usable_cpus
+from farstep.resources import available_memory, core_ranges, usable_cpus
 
 
 class Probe(gymnasium.Env[Any, Any]):
@@ -40,6 +40,7 @@ class Probe(gymnasium.Env[Any, Any]):
             "python": platform.python_version(),
             "executable": sys.executable,
             "cpus": usable_cpus(),
+            "cores": core_ranges(os.sched_getaffinity(0)),
             "memory": float(available_memory()),
             "gpus": _gpus(),
         }

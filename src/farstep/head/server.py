@@ -555,7 +555,7 @@ class Server:
         different = mismatches(hello.versions)
         if hello.run != self.supervisor.run or hello.worker != record.worker or hello.incarnation != record.incarnation:
             different.append("it belongs to another run or incarnation")
-        record.host, record.pid = hello.host, hello.pid
+        record.host, record.pid, record.cores = hello.host, hello.pid, hello.cores
         if different:
             reason = f"worker {record.worker} on {hello.host} does not fit: {'; '.join(different)}."
             self.send(record, m.Refuse(reason))

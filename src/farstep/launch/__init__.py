@@ -20,6 +20,7 @@ from farstep.core import Launcher
 from farstep.errors import ConfigError
 from farstep.event import Emit
 from farstep.launch.cluster import ClusterLauncher
+from farstep.launch.daemon.affinity import assign_cores
 from farstep.launch.daemon.process import ProcessStarter
 from farstep.launch.engines.engine import Engine
 from farstep.launch.engines.kubernetes.engine import KubernetesEngine
@@ -51,7 +52,13 @@ def launcher_for(config: LaunchConfig, workers: int, envs: int, modules: Sequenc
         with contextlib.ExitStack() as failed:
             warn = partial(emit, "warned")
             connect_s = config.timeouts.connect_s
-            starter = ProcessStarter(config.cpus_per_worker, config.start_method, modules, connect_s, warn)
+            cores = assign_cores(config.cpu_affinity, config.cpus_per_worker, workers)
+            if cores is not None and workers > len(cores):
+                warn(
+                    f"cpu_affinity: {workers} workers share the cores of {len(cores)}, since each is pinned to "
+                    f"cpus_per_worker={config.cpus_per_worker} cores; at most {len(cores)} should run at the same time"
+                )
+            starter = ProcessStarter(config.cpus_per_worker, config.start_method, modules, connect_s, warn, cores)
             failed.callback(starter.close)
             launcher = (
                 LocalLauncher(workers, envs, starter, gpus)

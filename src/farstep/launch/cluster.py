@@ -30,6 +30,8 @@ from farstep.wire.channels.zmq import Hub
 from farstep.wire.versions import mismatches
 
 _FILES_PER_WORKER, _OTHER_FILES = 8, 1024
+_SAME_VERSIONS = "Install the same versions on all nodes."
+_DO_NOT_PIN = "Or leave cpu_affinity='off'."
 _MAX_REFUSED = 64
 """Maximum number of refused hosts that are stored and emitted, because a peer could invent any number of hosts."""
 _SILENT_S = 3 * n.BEAT_S
@@ -56,8 +58,8 @@ class ClusterLauncher(Launcher):
         self._groups = Groups(engine, config, self._daemon_bootstrap, emit)
         self._ticked_at = self._enough_at = time.monotonic()
         self._next_beat, self._stopping = 0.0, False
-        self.refused: dict[str, str] = {}
-        """Hosts that connected with different versions, and the differences."""
+        self.refused: dict[str, tuple[str, str]] = {}
+        """Hosts whose nodes were refused: why, and what to do."""
         _raise_file_limit(_FILES_PER_WORKER * workers, emit)
         self._invalid: Counter[int] = Counter()
         """Number of invalid messages of each group."""
@@ -94,6 +96,7 @@ class ClusterLauncher(Launcher):
             "threads": self._config.cpus_per_worker,
             "encrypted": self._config.encrypted,
             "gpu": self._config.gpu_of(worker % self._per_node),
+            "rank": worker % self._per_node,
         }
         words = private_words(self._envs)
         handle = RemoteWorker(worker, incarnation, json.dumps(bootstrap).encode(), words, self._forget_worker)
@@ -118,7 +121,7 @@ class ClusterLauncher(Launcher):
                 self._on_message(group, n.decode_from_node(received.frames))
             except WireError as error:
                 if (versions := n.versions_in(received.frames)) and (different := mismatches(versions)):
-                    self._refuse("(unnamed)", "; ".join(different))
+                    self._refuse("(unnamed)", "; ".join(different), _SAME_VERSIONS)
                 else:
                     self._on_invalid(group, error)
 
@@ -229,6 +232,9 @@ class ClusterLauncher(Launcher):
             "grace_s": self._engine.grace_s,
             "start_method": self._config.start_method,
             "modules": list(self._modules),
+            "cpu_affinity": self._config.cpu_affinity,
+            "cpus_per_worker": self._config.cpus_per_worker,
+            "workers": self._per_node,
         }
         return json.dumps(bootstrap).encode()
 
@@ -268,14 +274,14 @@ class ClusterLauncher(Launcher):
             number = self._invalid[group]
             self._emit("warned", f"a node daemon sent a message that cannot be accepted ({number}): {error}")
 
-    def _refuse(self, host: str, different: str) -> None:
-        """Refuse a node whose versions differ from the head's."""
-        text = f"the node {host} does not fit: {different}. Install the same versions on all nodes."
+    def _refuse(self, host: str, why: str, remedy: str) -> None:
+        """Refuse a node whose versions differ from the head's, or whose workers cannot be pinned."""
+        text = f"the node {host} does not fit: {why}. {remedy}"
         if self._config.fewest_nodes == self._config.nodes:
             self._refusal = LaunchError(text)
         if host not in self.refused and len(self.refused) < _MAX_REFUSED:
             self._emit("warned", f"{text} Continuing without it.", node=host)
-            self.refused[host] = different
+            self.refused[host] = (why, remedy)
 
     def _admit(self, group: int, hello: n.NodeHello) -> None:
         if hello.run != self._run:
@@ -283,11 +289,11 @@ class ClusterLauncher(Launcher):
         if group >= len(self._groups):  # the engine started this node although the request raised an error
             send_to_node(self._hub, hello.node, n.Leave("this node was not requested"))
             return
-        if different := mismatches(hello.versions):
-            differences = "; ".join(different)
-            send_to_node(self._hub, hello.node, n.Leave(f"does not fit: {differences}"))
+        different = "; ".join(mismatches(hello.versions))
+        if unfit := different or hello.cannot_pin.removesuffix("."):
+            send_to_node(self._hub, hello.node, n.Leave(f"does not fit: {unfit}"))
             self._groups[group].rejected(hello.node, hello.place)
-            self._refuse(hello.host, differences)
+            self._refuse(hello.host, unfit, _SAME_VERSIONS if different else _DO_NOT_PIN)
             return
         killed = self._nodes.get(hello.replaces or "")
         if killed is not None and killed.group == group:

@@ -37,7 +37,7 @@ class LocalLauncher(Launcher):
         }
         try:
             with theirs:
-                handle = self._starter.start(bootstrap, [theirs.fileno(), memory.fd])
+                handle = self._starter.start(bootstrap, [theirs.fileno(), memory.fd], worker)
         except BaseException:
             link.close()
             raise

@@ -35,7 +35,7 @@ class NetworkLauncher(Launcher):
         }
         words = private_words(self._envs)
         words[PHASE] = Phase.CONNECT
-        handle = self._starter.start(bootstrap)
+        handle = self._starter.start(bootstrap, rank=worker)
         return Started(handle, HubLink(self._hub, worker), words, socket.gethostname())
 
     def filenos(self) -> Sequence[int]:

@@ -68,6 +68,8 @@ class Hello(msgspec.Struct, tag="hello"):
     host: Line
     pid: int
     versions: Lines
+    cores: Line = ""
+    """The cores that the process may use, e.g. `0-3,8`."""
 
 
 class Ready(msgspec.Struct, tag="ready"):

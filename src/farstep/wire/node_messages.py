@@ -38,8 +38,8 @@ Name = Annotated[str, msgspec.Meta(pattern=rf"\A[0-9a-f]{{{NAME_BYTES}}}\Z")]
 class NodeHello(msgspec.Struct, tag="node-hello"):
     """Node daemon to head, repeated until the first answer: the daemon can start workers.
 
-    The head answers `NodeBeat` and starts workers on the node. If it needs no node, or if versions differ, it answers
-    `Leave`.
+    The head answers `NodeBeat` and starts workers on the node. If it needs no node, if versions differ, or if
+    workers cannot be pinned, it answers `Leave`.
     """
 
     node: Name
@@ -56,6 +56,8 @@ class NodeHello(msgspec.Struct, tag="node-hello"):
     """The last `setup` command that failed on the node; empty if all succeeded."""
     replaces: Name | None = None
     """The name of the killed daemon that this daemon replaces on the same node."""
+    cannot_pin: Line = ""
+    """Why workers cannot be pinned to cores as requested (`cpu_affinity`); empty if they can."""
 
 
 class NodeBeat(msgspec.Struct, tag="node-beat"):

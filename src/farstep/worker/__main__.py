@@ -56,6 +56,8 @@ def _start(bootstrap: dict[str, Any]) -> None:
     if "death_fd" in bootstrap:
         _die_with_the_head(bootstrap["death_fd"])
     _limit_threads(int(bootstrap["threads"]))
+    if "cores" in bootstrap:
+        os.sched_setaffinity(0, bootstrap["cores"])  # threads that libraries start later inherit it
     sys.path[:] = list(dict.fromkeys(bootstrap.get("path", []) + sys.path))
 
 

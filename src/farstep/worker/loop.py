@@ -25,6 +25,7 @@ from gymnasium.vector import AutoresetMode
 from farstep.agents.divergence import Comparison, comparing_method
 from farstep.core import BytesLike, Link, Received
 from farstep.errors import WireError, described, printable
+from farstep.resources import core_ranges
 from farstep.rollout.program import Program
 from farstep.rollout.progress import COUNT, PHASE, ROLLED, SLOT, Phase
 from farstep.rollout.rows import Slots
@@ -92,7 +93,8 @@ class Worker:
     def hello(self) -> None:
         worker, incarnation, run = self._id
         self._words[PHASE] = Phase.CONNECT
-        self._send(m.Hello(worker, incarnation, run, socket.gethostname(), os.getpid(), versions()))
+        cores = core_ranges(os.sched_getaffinity(0))[:1000]
+        self._send(m.Hello(worker, incarnation, run, socket.gethostname(), os.getpid(), versions(), cores))
 
     def serve(self) -> None:
         """Handle messages and tickets until `Stop`. Raise `EOFError` if the head closed the connection."""

@@ -40,6 +40,8 @@ class WorkerRecord:
     link: HeadLink | None = None
     host: str = "?"
     pid: int = 0
+    cores: str = ""
+    """The cores that its process may use, e.g. `0-3,8`; empty until it has connected."""
     ready: bool = False
     """Whether its environments are built, so that it may get tickets."""
     has_been_ready: bool = False

@@ -103,6 +103,7 @@ class Counters:
                 "parked": members.count(State.PARKED),
                 "lost": members.count(State.DYING),
                 "restarts": members.restarts,
+                "cores": [record.cores for record in server.records],
                 "steps_per_second": self.workers.rates(now),
             },
             "slots": {

@@ -25,7 +25,8 @@ from typing import Any
 
 import zmq
 
-from farstep.errors import FarstepError
+from farstep.errors import FarstepError, LaunchError
+from farstep.launch.daemon.affinity import CoreAssignment, assign_cores
 from farstep.launch.daemon.process import ProcessStarter, WorkerProcess
 from farstep.launch.daemon.supervisor import keep_alive
 from farstep.launch.engines.engine import RECLAIMED, RESTARTS, SETUP_FAILED
@@ -85,7 +86,9 @@ class NodeDaemon:
             shared_name: Memory that passes the daemon's name to its replacement (see `keep_alive`).
         """
         self._bootstrap, self._place, self._shared_name = bootstrap, place, shared_name
-        self._starter = ProcessStarter(1, bootstrap["start_method"], bootstrap["modules"], bootstrap["connect_s"])
+        cores, self._cannot_pin = _assignment(bootstrap)
+        how = (bootstrap["start_method"], bootstrap["modules"], bootstrap["connect_s"])
+        self._starter = ProcessStarter(1, *how, assignment=cores)
         self._leave_at: float | None = None
         self._reclaimed_by = ""
         """The signal with which the engine reclaimed the node; empty if the engine has not reclaimed it."""
@@ -214,6 +217,7 @@ class NodeDaemon:
         failed = "".join(letter for letter in os.environ.get(SETUP_FAILED, "")[:200] if letter.isprintable())
         hello = n.NodeHello(self._node, self._bootstrap["run"], *machine, self._place, self._address, failed)
         hello.replaces = self._replaces or None
+        hello.cannot_pin = self._cannot_pin
         return hello
 
     def _handle(self, link: DealerLink, message: n.ToNode) -> None:
@@ -252,7 +256,7 @@ class NodeDaemon:
             board = ProgressBoard(1, int(bootstrap["envs"]))
             board.words(0)[PHASE] = Phase.CONNECT
             contents = {**bootstrap, **board.bootstrap(0), "address": self._address, "has_daemon": True}
-            process = self._starter.start(contents, [board.memory.fd])
+            process = self._starter.start(contents, [board.memory.fd], int(bootstrap["rank"]))
         except OSError as error:
             self._report_end(link, n.WorkerEnded(self._node, *key, 127, repr(error)[:1000]))
             return
@@ -286,6 +290,14 @@ class NodeDaemon:
         while self._children and time.monotonic() < deadline:
             self._report_workers(link)
             time.sleep(0.01)
+
+
+def _assignment(bootstrap: Mapping[str, Any]) -> tuple[CoreAssignment | None, str]:
+    """The cores of each worker, or why workers cannot be pinned."""
+    try:
+        return assign_cores(bootstrap["cpu_affinity"], bootstrap["cpus_per_worker"], bootstrap["workers"]), ""
+    except LaunchError as error:
+        return None, str(error)[:1000]
 
 
 def _send(link: DealerLink, message: n.FromNode) -> None:

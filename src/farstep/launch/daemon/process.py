@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from farstep.config.launch import StartMethod
 from farstep.core import Ended
+from farstep.launch.daemon.affinity import CoreAssignment
 from farstep.launch.daemon.child import Child, spawn
 from farstep.launch.daemon.zygote import ForkedProcess, ZygoteBusy, ZygoteEnded, ZygoteProcess
 from farstep.worker.zygote import FAILED
@@ -31,6 +32,7 @@ class ProcessStarter:
         modules: Modules that workers need.
         connect_s: How long a worker may take to connect. The zygote may use most of it for its imports.
         warn: Called with a text if workers start cold instead.
+        assignment: Cores of each worker; None: workers are not pinned.
     """
 
     shared: ClassVar[ZygoteProcess | None] = None
@@ -43,8 +45,10 @@ class ProcessStarter:
         modules: Sequence[str] = (),
         connect_s: float = 60.0,
         warn: Callable[[str], object] = log.warning,
+        assignment: CoreAssignment | None = None,
     ) -> None:
         self._threads, self._method, self._modules, self._warn = threads, method, modules, warn
+        self._assignment = assignment
         self._import_s = 0.75 * connect_s
         self._zygote: ZygoteProcess | None = None
         self._refusals: list[str] = []
@@ -54,9 +58,21 @@ class ProcessStarter:
         self._death_read, self._death_write = os.pipe()
         _starters.add(self)
 
-    def start(self, bootstrap: Mapping[str, object], fds: Sequence[int] = ()) -> WorkerProcess:
+    def start(self, bootstrap: Mapping[str, object], fds: Sequence[int] = (), rank: int = 0) -> WorkerProcess:
+        """Start a worker.
+
+        Args:
+            bootstrap: What the worker reads first (see `worker/bootstrap.py`).
+            fds: Descriptors that it inherits.
+            rank: Its number on this machine, which decides on its cores.
+
+        Returns:
+            The process.
+        """
         environ = {**_environ(), **_with_gpu(bootstrap.get("gpu"))}
         contents = {"threads": self._threads, **bootstrap, "path": import_path()}
+        if self._assignment is not None:
+            contents["cores"] = self._assignment.cores_of(rank)
         with contextlib.ExitStack() as opened, contextlib.ExitStack() as kept:
             death = opened.enter_context(self._death_fd())
             output_read, output_write = os.pipe()

@@ -90,6 +90,11 @@ STATS_GROUPS = (
             ),
             _head("workers/lost", "workers that are being ended", unit="workers"),
             METRICS["workers/restarts"],
+            _launcher(
+                "workers/cores/<worker>",
+                "cores that one worker may use, such as `0-3,8`; its own if `cpu_affinity` is set",
+                kind="info",
+            ),
             _head(
                 "workers/steps_per_second/<worker>",
                 "environment steps of one worker that arrived, per second over the last 10 s",
