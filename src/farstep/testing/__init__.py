@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from farstep.testing.envs import SpacesEnv as SpacesEnv
     from farstep.testing.envs import TableAgent as TableAgent
     from farstep.testing.launcher import check_launcher as check_launcher
+    from farstep.testing.start_backend import check_start_backend as check_start_backend
     from farstep.testing.sync_rule import check_sync_rule as check_sync_rule
     from farstep.testing.transport import Ends as Ends
     from farstep.testing.transport import check_transport as check_transport
@@ -34,6 +35,7 @@ _HOMES = {
     "TableAgent": "envs",
     "check_buffer": "buffer",
     "check_launcher": "launcher",
+    "check_start_backend": "start_backend",
     "check_sync_rule": "sync_rule",
     "check_transport": "transport",
     "check_vector_env": "vector_env",
