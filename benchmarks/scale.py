@@ -1,19 +1,23 @@
 """Cost of a growing number of workers for one head, up to its limit.
 
     python benchmarks/scale.py [--workers 10 100 300 1000] [--seconds 10] [--out benchmarks/results/scale.json]
+    python benchmarks/scale.py --relay [--nodes 200] [--workers 1000 10000] [--seconds 10]
 
 Workers are simulated (see `crowd.py`): they have the connections of real workers and send the same messages, encrypted
 and with heartbeats, but have no environments, so that the head is what is measured. They run in two processes of this
-machine. Each row has chunks per second, CPU seconds of the head per thousand chunks and per idle second, its memory,
-and the duration of a round from the first ticket to the last chunk.
+machine. With `--relay`, they are workers of 200 simulated nodes whose daemons relay for them, so that the head has two
+connections per node instead of three per worker. Each row has chunks per second, CPU seconds of the head per thousand
+chunks and per idle second, its memory, and the duration of a round from the first ticket to the last chunk.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import resource
 import stat
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +35,8 @@ import farstep
 from farstep.config.launch import SSHConfig
 
 MARKS = ("<!-- scale: begin -->", "<!-- scale: end -->")
-NODES = 2
+PROCESSES = 2
+"""Processes that simulate workers. Without a relay, each is a node."""
 
 
 class UnusedAgent:
@@ -47,6 +52,8 @@ class UnusedAgent:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[10, 100, 300, 1000])
+    parser.add_argument("--relay", action="store_true", help="node daemons relay for their workers")
+    parser.add_argument("--nodes", type=int, default=200, help="simulated nodes, with --relay")
     parser.add_argument("--envs", type=int, default=8, help="environments of each worker")
     parser.add_argument("--steps", type=int, default=128, help="steps of each environment per chunk")
     parser.add_argument("--seconds", type=float, default=10.0, help="seconds of each measurement")
@@ -55,12 +62,17 @@ def main() -> int:
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     document: dict[str, Any] = {**header("scale.py"), "rows": []}
-    with tempfile.TemporaryDirectory() as folder:
-        shell = Path(folder, "crowd")
-        shell.write_text(f"#!/bin/sh\nexec {sys.executable} {BENCHMARKS / 'crowd.py'}\n")
-        shell.chmod(stat.S_IRWXU)
-        for workers in options.workers:
-            found = measure(str(shell), workers, options.envs, options.steps, options.seconds)
+    for workers in options.workers:
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as crowds:
+            nodes = options.nodes if options.relay else PROCESSES
+            shell = Path(folder, "crowd")
+            shell.write_text(_shell(Path(folder), options.relay))
+            shell.chmod(stat.S_IRWXU)
+            if options.relay:
+                command = [sys.executable, str(BENCHMARKS / "crowd.py"), "relay", folder]
+                for _ in range(PROCESSES):
+                    crowds.callback(_end, subprocess.Popen(command))
+            found = measure(str(shell), nodes, workers, options.relay, options.envs, options.steps, options.seconds)
             document["rows"].append(found)
             print(found, flush=True)
             write_document(options.out, document)
@@ -71,10 +83,25 @@ def main() -> int:
     return 0
 
 
-def measure(shell: str, workers: int, envs: int, steps: int, seconds: float) -> dict[str, Any]:
-    per_node = -(-workers // NODES)
+def _shell(folder: Path, relay: bool) -> str:
+    """What is started in place of ssh for each node."""
+    if not relay:
+        return f"#!/bin/sh\nexec {sys.executable} {BENCHMARKS / 'crowd.py'}\n"
+    file = f'"{folder}/$$"'
+    return f"#!/bin/sh\numask 077\ncat > {file}.new\nmv {file}.new {file}.json\nexec sleep 1000000\n"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+def measure(shell: str, nodes: int, workers: int, relay: bool, envs: int, steps: int, seconds: float) -> dict[str, Any]:
+    per_node = -(-workers // nodes)
     config = SSHConfig(
-        hosts=[f"crowd{i}" for i in range(NODES)],
+        hosts=[f"crowd{i}" for i in range(nodes)],
+        relay=relay,
+        lease_s=120.0 if relay else 10.0,  # a process that simulates many nodes may be silent for a while
         ssh=[shell],
         workers_per_node=per_node,
         head_address="127.0.0.1",
@@ -99,10 +126,12 @@ def measure(shell: str, workers: int, envs: int, steps: int, seconds: float) -> 
             rounds.append(time.monotonic() - start)
         elapsed, cpu = time.monotonic() - clock, _cpu_s() - cpu
         stats = env.stats()
-        chunks = len(rounds) * per_node * NODES
+        chunks = len(rounds) * per_node * nodes
         row_bytes = sum(array[0, 0].nbytes for array in batch.arrays.values())
         return {
-            "workers": per_node * NODES,
+            "workers": per_node * nodes,
+            "nodes": nodes,
+            "relay": relay,
             "launch_s": round(launched, 1),
             "chunks_per_second": round(chunks / elapsed, 1),
             "megabytes_per_second": round(chunks * steps * envs * row_bytes / elapsed / 1e6, 1),

@@ -122,6 +122,11 @@ class Launcher(Protocol):
     def drain(self, receive: Callable[[int, Received], None]) -> bool:
         """Call `receive(worker, message)` for messages of shared connections; return True if there were any."""
 
+    def changed(self) -> Sequence[int]:
+        """Return the workers without descriptors that have printed or ended since the last call. If there are any, one
+        of `filenos` is readable. The default returns none."""
+        return ()
+
     def tick(self) -> None:
         """Check deadlines; raise `LaunchError` if the run cannot continue. The head calls it periodically."""
         return
@@ -154,7 +159,8 @@ class Launcher(Protocol):
 
 
 class WorkerHandle(Protocol):
-    """A started worker. `exit_fd` is readable once the worker has ended, `output_fd` when it has printed; -1: none."""
+    """A started worker. `exit_fd` is readable once the worker has ended, `output_fd` when it has printed; -1: none (see
+    `Launcher.changed`)."""
 
     leaving: bool
     """Whether the worker must end after its current chunk, because its node is being released or preempted."""

@@ -110,8 +110,9 @@ def far_head(
             head.process.end()
 
 
-def test_a_broken_link_that_comes_back_within_the_lease_loses_nothing(tmp_path: Path) -> None:
-    with far_head(tmp_path, size=100_000, lease_s=30) as (net, head):
+@pytest.mark.parametrize("relay", [False, True], ids=["direct", "relay"])
+def test_a_broken_link_that_comes_back_within_the_lease_loses_nothing(tmp_path: Path, relay: bool) -> None:
+    with far_head(tmp_path, size=100_000, lease_s=30, relay=relay) as (net, head):
         head.wait_for(5, columns=4)
         for _ in range(3):
             net.cut("h2")
@@ -123,8 +124,9 @@ def test_a_broken_link_that_comes_back_within_the_lease_loses_nothing(tmp_path: 
         assert not stats["dropped"]
 
 
-def test_a_host_that_is_cut_off_for_longer_is_lost_and_joins_again(tmp_path: Path) -> None:
-    with far_head(tmp_path, min_nodes=1, lease_s=4) as (net, head):
+@pytest.mark.parametrize("relay", [False, True], ids=["direct", "relay"])
+def test_a_host_that_is_cut_off_for_longer_is_lost_and_joins_again(tmp_path: Path, relay: bool) -> None:
+    with far_head(tmp_path, min_nodes=1, lease_s=4, relay=relay) as (net, head):
         head.wait_for(5, columns=4)
         net.cut("h3")
         head.wait_for(3, columns=2)  # the others go on
@@ -161,9 +163,10 @@ def test_a_node_behind_a_router_that_translates_addresses(tmp_path: Path) -> Non
             head.process.end()
 
 
-def test_a_slow_lossy_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("relay", [False, True], ids=["direct", "relay"])
+def test_a_slow_lossy_line(tmp_path: Path, relay: bool) -> None:
     slow = {"delay_ms": 25, "loss": 0.01, "rate_mbit": 100}
-    with far_head(tmp_path, size=20_000, network=slow) as (_, head):
+    with far_head(tmp_path, size=20_000, network=slow, relay=relay) as (_, head):
         head.wait_for(10, columns=4)
         stats = head.finish()
         assert stats["workers"]["restarts"] == 0

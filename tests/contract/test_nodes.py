@@ -49,9 +49,10 @@ def wait_for_columns(env: farstep.ClusterEnv, columns: int) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_daemons_in_place_of_nodes(tmp_path: Path) -> None:
-    make = functools.partial(config, tmp_path)
-    scarce = functools.partial(SSHConfig, hosts=["host", "nowhere"], ssh=make().ssh)
+@pytest.mark.parametrize("relay", [False, True], ids=["direct", "relay"])
+def test_daemons_in_place_of_nodes(tmp_path: Path, relay: bool) -> None:
+    make = functools.partial(config, tmp_path, relay=relay)
+    scarce = functools.partial(SSHConfig, hosts=["host", "nowhere"], ssh=make().ssh, relay=relay)
     check_launcher(make, kill_node=kill_daemon, scarce=scarce)
 
 

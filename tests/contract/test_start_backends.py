@@ -22,8 +22,9 @@ def test_workers_of_this_machine(method: Any) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_workers_of_a_node_daemon(tmp_path: Path) -> None:
-    check_start_backend(functools.partial(node_config, tmp_path))
+@pytest.mark.parametrize("relay", [False, True], ids=["direct", "relay"])
+def test_workers_of_a_node_daemon(tmp_path: Path, relay: bool) -> None:
+    check_start_backend(functools.partial(node_config, tmp_path, relay=relay))
 
 
 def test_check_notices_a_parked_worker_that_is_not_suspended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,6 +226,9 @@ class EngineConfig(LaunchConfig):
     ends its workers and exits."""
     queue_s: float = 24 * 3600.0
     """Seconds to wait for `min_nodes` nodes before giving up."""
+    relay: bool = False
+    """Workers send through their node daemon, over shared memory, so that the head has one control and one bulk
+    connection per node. False: each worker connects to the head itself."""
     encrypted: bool = True
     """Encrypt rollouts and weights. Use False only on a private network. Control messages are always encrypted."""
     python: str | None = None

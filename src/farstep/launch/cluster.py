@@ -26,10 +26,11 @@ from farstep.launch.hub import HubLink, admit, admit_worker, drain
 from farstep.launch.nodes import Node, RemoteWorker, send_to_node
 from farstep.rollout.progress import PHASE, Phase, copy_words, private_words
 from farstep.wire import node_messages as n
-from farstep.wire.channels.zmq import Hub
+from farstep.wire.channels.zmq import NODE, Hub
 from farstep.wire.versions import mismatches
 
-_FILES_PER_WORKER, _OTHER_FILES = 8, 1024
+_FILES_PER_PEER, _OTHER_FILES = 8, 1024
+"""Descriptors for each worker, or for each node whose daemon relays for its workers, and for all else."""
 _SAME_VERSIONS = "Install the same versions on all nodes."
 _DO_NOT_PIN = "Or leave cpu_affinity='off'."
 _MAX_REFUSED = 64
@@ -60,13 +61,19 @@ class ClusterLauncher(Launcher):
         self._next_beat, self._stopping = 0.0, False
         self.refused: dict[str, tuple[str, str]] = {}
         """Hosts whose nodes were refused: why, and what to do."""
-        _raise_file_limit(_FILES_PER_WORKER * workers, emit)
+        peers = config.most_nodes if config.relay else workers
+        _raise_file_limit(_FILES_PER_PEER * peers, emit)
         self._invalid: Counter[int] = Counter()
         """Number of invalid messages of each group."""
         self._refusal: LaunchError | None = None
         """The error about a refused node. It ends the run unless enough other nodes are connected."""
+        self._changed: dict[int, None] = {}
+        """Workers that have printed or ended since the last call of `changed`."""
+        self._changed_fd = -1
+        """Readable if there are any."""
         try:
             self._hub = self._listen(engine.listen_on())
+            self._changed_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except BaseException:
             engine.close()
             raise
@@ -99,7 +106,8 @@ class ClusterLauncher(Launcher):
             "rank": worker % self._per_node,
         }
         words = private_words(self._envs)
-        handle = RemoteWorker(worker, incarnation, json.dumps(bootstrap).encode(), words, self._forget_worker)
+        encoded = json.dumps(bootstrap).encode()
+        handle = RemoteWorker(worker, incarnation, encoded, words, self._notify, self._forget_worker)
         node = self._blocks[worker // self._per_node]
         if node is None or node.leaving:
             words[PHASE] = Phase.QUEUED
@@ -109,7 +117,20 @@ class ClusterLauncher(Launcher):
         return Started(handle, HubLink(self._hub, worker), words, node.host if node else "?")
 
     def filenos(self) -> Sequence[int]:
-        return self._hub.filenos()
+        return [*self._hub.filenos(), self._changed_fd]
+
+    def _notify(self, worker: int) -> None:
+        """Note that a worker has printed or ended, and wake the event loop."""
+        if not self._changed:
+            os.eventfd_write(self._changed_fd, 1)
+        self._changed[worker] = None
+
+    def changed(self) -> Sequence[int]:
+        if not self._changed:
+            return ()
+        os.eventfd_read(self._changed_fd)
+        changed, self._changed = list(self._changed), {}
+        return changed
 
     def drain(self, receive: Callable[[int, Received], None]) -> bool:
         def dispatch(peer: int, received: Received) -> None:
@@ -118,7 +139,7 @@ class ClusterLauncher(Launcher):
                 return
             group = -1 - peer
             try:
-                self._on_message(group, n.decode_from_node(received.frames))
+                self._on_message(group, n.decode_from_node(received.frames), receive)
             except WireError as error:
                 if (versions := n.versions_in(received.frames)) and (different := mismatches(versions)):
                     self._refuse("(unnamed)", "; ".join(different), _SAME_VERSIONS)
@@ -218,6 +239,7 @@ class ClusterLauncher(Launcher):
         self._groups.end()
         self._engine.close()
         self._hub.close(linger_ms=1000)
+        os.close(self._changed_fd)
 
     # ---- nodes ----
 
@@ -238,7 +260,7 @@ class ClusterLauncher(Launcher):
         }
         return json.dumps(bootstrap).encode()
 
-    def _on_message(self, group: int, message: n.FromNode) -> None:
+    def _on_message(self, group: int, message: n.FromNode, receive: Callable[[int, Received], None]) -> None:
         node = self._nodes.get(message.node)
         if isinstance(message, n.NodeHello):
             if node is None:
@@ -255,6 +277,7 @@ class ClusterLauncher(Launcher):
         match message:
             case n.NodeBeat():
                 node.reconcile(set(message.workers), set(message.suspended), node.heard_at)
+                node.store_progress(message, receive)
             case n.Printed():
                 if (worker := node.worker(message.worker, message.incarnation)) is not None:
                     worker.printed(message.data)
@@ -313,6 +336,7 @@ class ClusterLauncher(Launcher):
             address=hello.address,
             heard_at=time.monotonic(),
             block=free,
+            relay=self._relay_keys(hello.node),
         )
         self._nodes[node.name] = self._blocks[free] = node
         self._groups[group].joined(hello.place)
@@ -340,11 +364,24 @@ class ClusterLauncher(Launcher):
     def _lose(self, node: Node, why: str) -> None:
         """Declare a node lost: revoke the keys of its workers, mark them as ended, and free its block."""
         self._emit("lost", f"{node} {why}", node=node.host)
-        del self._nodes[node.name]
-        self._blocks[node.block] = None
+        self._forget_node(node)
         self._groups[node.group].left(node.place, for_good=True)
         for worker in node.workers.values():
             worker.end(Ended(1, f"its {node} {why}", blameless=True))
+
+    def _relay_keys(self, name: str) -> n.RelayKeys | None:
+        """Keys for the daemon of a new node, if daemons are to relay."""
+        if not self._config.relay:
+            return None
+        pair = self._hub.admit_relay(name.encode() + NODE)
+        return n.RelayKeys(pair.public, pair.secret, self._hub.bulk_port)
+
+    def _forget_node(self, node: Node) -> None:
+        """Free the block of a node, and revoke its key."""
+        del self._nodes[node.name]
+        self._blocks[node.block] = None
+        if node.relay is not None:
+            self._hub.expel_relay(node.relay.public)
 
     def _forget_worker(self, worker: RemoteWorker) -> None:
         """Remove an ended worker after the head has closed its handle."""
@@ -358,8 +395,7 @@ class ClusterLauncher(Launcher):
         """Release a draining node when its workers have ended."""
         if node.leaving and not node.workers and node.name in self._nodes:
             node.send(n.Leave("its workers are done"))
-            del self._nodes[node.name]
-            self._blocks[node.block] = None
+            self._forget_node(node)
             self._groups[node.group].left(node.place, for_good=node.released)
 
 

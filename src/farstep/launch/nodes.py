@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from farstep.core import Ended
-from farstep.rollout.progress import PHASE, Phase
+from farstep.core import Ended, Received
+from farstep.errors import WireError
+from farstep.rollout.progress import PHASE, Phase, check_words, copy_words
 from farstep.wire import node_messages as n
 from farstep.wire.channels.zmq import NODE, Hub
+from farstep.wire.messages import Progress, encode
 
 _TAIL_BYTES = 16 * 1024
 _UNREAD_BYTES = 1 << 20
@@ -43,6 +44,8 @@ class Node:
     workers: dict[int, RemoteWorker] = field(default_factory=dict)
     leaving: bool = False
     """Whether the node is draining. It is released when its workers have sent their chunks and ended."""
+    relay: n.RelayKeys | None = None
+    """The keys with which its daemon relays for its workers; None if these connect to the head themselves."""
     released: bool = False
     """Whether the head released the node. In contrast, a node that its engine reclaimed may return."""
 
@@ -53,6 +56,9 @@ class Node:
         worker.words[PHASE] = Phase.CONNECT
         worker.node, worker.sent_at = self, now
         self.workers[worker.worker] = worker
+        worker.start_message.relay = self.relay
+        if self.relay is not None:
+            self.hub.relay_for(worker.worker, self.relay.public)
         self.send(worker.start_message)
 
     def reconcile(self, running: set[tuple[int, int]], suspended: set[tuple[int, int]], now: float) -> None:
@@ -80,6 +86,24 @@ class Node:
         for stray in list(strays)[:_STRAYS]:  # later heartbeats list the others again
             self.send(n.KillWorker(*stray))
 
+    def store_progress(self, beat: n.NodeBeat, receive: Callable[[int, Received], None]) -> None:
+        """Store the progress words in a heartbeat of a daemon that relays.
+
+        Args:
+            beat: The heartbeat.
+            receive: Receives invalid words as a message of the worker, which is then replaced, since it has written
+                these words itself.
+        """
+        for key, words in zip(beat.workers, beat.progress, strict=False):
+            if (worker := self.worker(*key)) is None:
+                continue
+            try:
+                check_words(words, len(worker.words))
+            except WireError:
+                receive(worker.worker, Received([encode(Progress(words))], heartbeat=True))
+            else:
+                copy_words(words, worker.words)
+
     def worker(self, number: int, incarnation: int) -> RemoteWorker | None:
         """The worker, or None if the number is unknown or the incarnation is not the current one."""
         worker = self.workers.get(number)
@@ -90,7 +114,12 @@ class Node:
 
 
 class RemoteWorker:
-    """A worker that runs on a node, or waits for a node (see `core.WorkerHandle`)."""
+    """A worker that runs on a node, or waits for a node (see `core.WorkerHandle`).
+
+    It has no descriptors, because there may be thousands of workers. It calls `on_change` when it has printed or ended.
+    """
+
+    exit_fd = output_fd = -1
 
     def __init__(
         self,
@@ -98,14 +127,14 @@ class RemoteWorker:
         incarnation: int,
         bootstrap: bytes,
         words: memoryview,
+        on_change: Callable[[int], None],
         on_close: Callable[[RemoteWorker], None],
     ) -> None:
-        self.worker, self.incarnation, self.words, self._on_close = worker, incarnation, words, on_close
+        self.worker, self.incarnation, self.words = worker, incarnation, words
+        self._on_change, self._on_close = on_change, on_close
         self.start_message = n.StartWorker(worker, incarnation, bootstrap)
         self.node: Node | None = None
         self.sent_at, self.seen, self.leaving, self.killed, self.suspended = 0.0, False, False, False, False
-        # Readable when the worker has ended or printed, like the descriptors of a local process.
-        self.exit_fd, self.output_fd = (os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2))
         self._new, self._tail = b"", b""
         self._ended: Ended | None = None
 
@@ -119,7 +148,7 @@ class RemoteWorker:
     def end(self, how: Ended) -> None:
         if self._ended is None:
             self._ended = how
-            os.eventfd_write(self.exit_fd, 1)
+            self._on_change(self.worker)
 
     def kill(self) -> None:
         self.killed = True
@@ -148,13 +177,10 @@ class RemoteWorker:
 
     def printed(self, data: bytes) -> None:
         self._new = (self._new + data)[-_UNREAD_BYTES:]
-        os.eventfd_write(self.output_fd, 1)
+        if self._ended is None:  # otherwise its end, which is reported once, was a change already
+            self._on_change(self.worker)
 
     def read_output(self) -> bytes | None:
-        try:
-            os.eventfd_read(self.output_fd)
-        except BlockingIOError:
-            return b""
         new, self._new = self._new, b""
         self._tail = (self._tail + new)[-_TAIL_BYTES:]
         return new
@@ -165,5 +191,3 @@ class RemoteWorker:
 
     def close(self) -> None:
         self._on_close(self)
-        os.close(self.exit_fd)
-        os.close(self.output_fd)

@@ -13,9 +13,10 @@ from enum import IntEnum
 from farstep.errors import WireError
 from farstep.wire.channels.memory import SharedMemory
 
-PHASE, COUNT, SLOT, CANCEL, ROLLED = range(5)
+PHASE, COUNT, SLOT, CANCEL, ROLLED, RATE = range(6)
 """Indices of words: the `Phase`; a counter that increases with progress; the current slot; the id of the last cancelled
-ticket (the head writes this word); the id of the last ticket whose chunk is being sent."""
+ticket (the head writes this word); the id of the last ticket whose chunk is being sent; the throughput of the relay in
+bytes per second, or 0 if unknown (the node daemon writes this word)."""
 EPISODES = 8
 """Index of the first of the words for environments, one each: its episode plus one, or 0 if unknown."""
 BEAT_S = 1.0
@@ -69,6 +70,10 @@ class ProgressBoard:
         copy_words([0] * self._width, words)
         return words
 
+    def write(self, worker: int, index: int, word: int) -> None:
+        """Write one of the words of a worker."""
+        self._all[self.range(worker)[0] + index] = word
+
     def read(self, worker: int) -> list[int]:
         return self._all[slice(*self.range(worker))].tolist()
 
@@ -91,5 +96,5 @@ def check_words(words: Sequence[int], count: int | None = None) -> None:
 
 def copy_words(source: Sequence[int], target: memoryview) -> None:
     """Copy words into `target`, up to the shorter of both lengths."""
-    for i, word in enumerate(source[: len(target)]):
-        target[i] = word
+    count = min(len(source), len(target))
+    target[:count] = memoryview(array("q", source[:count]))

@@ -46,7 +46,7 @@ from farstep.errors import WireError
 from farstep.schema import Schema
 from farstep.wire.codec import Limits
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Version of the protocol; head and worker must use the same. Increment it with every incompatible change."""
 Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Line = Annotated[str, msgspec.Meta(max_length=1024, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]

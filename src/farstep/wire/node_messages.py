@@ -71,6 +71,8 @@ class NodeBeat(msgspec.Struct, tag="node-beat"):
     workers: Annotated[list[tuple[int, int]], msgspec.Meta(max_length=MOST_WORKERS)] = []
     suspended: Annotated[list[tuple[int, int]], msgspec.Meta(max_length=MOST_WORKERS)] = []
     """Those of `workers` that are suspended. A suspended worker sends no heartbeats; this list replaces them."""
+    progress: Annotated[list[list[Word]], msgspec.Meta(max_length=MOST_WORKERS)] = []
+    """The progress words of each of `workers`, if the daemon relays for them: they send no heartbeats themselves."""
 
 
 class Leaving(msgspec.Struct, tag="leaving"):
@@ -101,6 +103,14 @@ class WorkerEnded(msgspec.Struct, tag="worker-ended"):
     """The worker's last progress words (see `rollout/progress.py`); they are newer than its last `Progress` message."""
 
 
+class RelayKeys(msgspec.Struct):
+    """The keys with which a node daemon opens the bulk connection of its workers, and the head's port for it."""
+
+    public: bytes
+    secret: bytes
+    bulk_port: str
+
+
 class StartWorker(msgspec.Struct, tag="start-worker"):
     """Head to node daemon: start a worker process."""
 
@@ -108,6 +118,8 @@ class StartWorker(msgspec.Struct, tag="start-worker"):
     incarnation: int
     bootstrap: bytes
     """JSON (see `worker/bootstrap.py`)."""
+    relay: RelayKeys | None = None
+    """Set if the daemon is to relay the worker's messages (see `channels/relay.py`); the same for all its workers."""
 
 
 class KillWorker(msgspec.Struct, tag="kill-worker"):

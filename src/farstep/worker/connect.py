@@ -1,13 +1,14 @@
-"""Connects a worker to its head, over shared memory or ZeroMQ."""
+"""Connects a worker to its head: over shared memory, over ZeroMQ, or through the relay of its node daemon."""
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 from typing import Any
 
 from farstep.errors import LaunchError
-from farstep.rollout.progress import BEAT_S, private_words
+from farstep.rollout.progress import BEAT_S, RATE, private_words
 from farstep.wire.channels.local import LocalLink
 from farstep.wire.channels.memory import SharedMemory
 from farstep.wire.messages import Progress, encode
@@ -22,6 +23,9 @@ def connect(bootstrap: dict[str, Any]) -> Worker:
         case "shm":
             link = LocalLink(socket.socket(fileno=bootstrap["link_fd"]))
             return Worker(link, *identity, _words(bootstrap), has_gpu)
+        case "relay":
+            words = _words(bootstrap)
+            return Worker(RelayedLink(socket.socket(fileno=bootstrap["link_fd"]), words), *identity, words, has_gpu)
         case "ipc" | "tcp":
             from farstep.wire.channels.dealer import DealerLink
             from farstep.wire.channels.zmq import MAIN
@@ -38,6 +42,18 @@ def connect(bootstrap: dict[str, Any]) -> Worker:
             return Worker(link_to_head, *identity, words, has_gpu)
         case other:
             raise LaunchError(f"bootstrap with unknown transport {other!r}.")
+
+
+class RelayedLink(LocalLink):
+    """The worker's end of a link to its node daemon, which relays to the head."""
+
+    def __init__(self, sock: socket.socket, words: memoryview) -> None:
+        super().__init__(sock)
+        self._words = words
+
+    def rate(self) -> float:
+        """The throughput between daemon and head in bytes per second; infinite before the first measurement."""
+        return float(self._words[RATE]) or math.inf
 
 
 def _words(bootstrap: dict[str, Any]) -> memoryview:

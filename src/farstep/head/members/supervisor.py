@@ -101,7 +101,7 @@ class Supervisor:
         self.membership = membership.Membership(len(records), limits, restart_budget)
         self.run = f"{time.time_ns():x}"
         for fd in launcher.filenos():
-            event_loop.register(fd, lambda: None)
+            event_loop.register(fd, self._read_changed)
 
     def start(self) -> None:
         try:
@@ -221,6 +221,12 @@ class Supervisor:
             output = record.handle.output() if record.handle is not None else ""
             self._emit("lost", text, worker=record.worker, node=record.host, traceback=output)
         self.act_on(membership.Gone(record.worker))
+
+    def _read_changed(self) -> None:
+        """Check workers without descriptors that have printed or ended."""
+        for worker in self.launcher.changed():
+            self._read_output(self.records[worker])
+            self._process_ended(self.records[worker])
 
     def _read_output(self, record: WorkerRecord) -> None:
         if record.handle is None:

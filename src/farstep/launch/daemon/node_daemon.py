@@ -1,6 +1,7 @@
 """`python -m farstep.launch.daemon.node_daemon`: the process that an engine starts on each node.
 
-The daemon connects to the head, and starts, watches and ends workers as the head requests. If the daemon ends, a pipe
+The daemon connects to the head, and starts, watches and ends workers as the head requests. With `relay`, it also passes
+messages between its workers and the head, and reports their progress. If the daemon ends, a pipe
 ends its workers. If the head is silent for the duration of the lease, the daemon ends. It runs no user code that could
 block these checks.
 """
@@ -11,6 +12,7 @@ import argparse
 import contextlib
 import json
 import logging
+import math
 import mmap
 import os
 import signal
@@ -25,15 +27,18 @@ from typing import Any
 
 import zmq
 
-from farstep.errors import FarstepError, LaunchError
+from farstep.core import Ended
+from farstep.errors import FarstepError, LaunchError, WireError
 from farstep.launch.daemon.affinity import CoreAssignment, assign_cores
 from farstep.launch.daemon.process import ProcessStarter, WorkerProcess
 from farstep.launch.daemon.supervisor import keep_alive
 from farstep.launch.engines.engine import RECLAIMED, RESTARTS, SETUP_FAILED
 from farstep.resources import usable_cpus
-from farstep.rollout.progress import PHASE, Phase, ProgressBoard
+from farstep.rollout.progress import PHASE, RATE, Phase, ProgressBoard
 from farstep.wire import node_messages as n
 from farstep.wire.channels.dealer import DealerLink
+from farstep.wire.channels.local import LocalLink, local_pair
+from farstep.wire.channels.relay import Relay
 from farstep.wire.channels.zmq import NODE
 from farstep.wire.keys import KeyPair
 from farstep.wire.versions import versions
@@ -41,6 +46,12 @@ from farstep.worker.bootstrap import read_bootstrap
 
 log = logging.getLogger("farstep.node")
 UNANSWERED = "the head answers at none of"
+_KEYS = ("server_key", "public", "secret", "bulk_port", "address")
+"""Entries of a bootstrap that a worker needs only for connections of its own."""
+_MESSAGES_AT_ONCE, _LAST_MESSAGES = 16, 4096
+"""Maximum number of messages to read from a worker before the next worker's turn, and after its end."""
+_LINGER_S = 2.0
+"""Maximum seconds from the end of a worker to the report, so that its last messages arrive first."""
 
 
 class Unreachable(FarstepError):
@@ -57,6 +68,12 @@ class _Child:
     printed: bytearray = field(default_factory=bytearray)
     closed_output: bool = False
     suspended: bool = False
+    link: LocalLink | None = None
+    """The daemon's end of its link, if the daemon relays for it; None after its end."""
+    ended: Ended | None = None
+    """How the process ended, if this was not reported yet."""
+    report_at: float = 0.0
+    """When to report the end at the latest."""
 
     def set_suspended(self, suspended: bool) -> None:
         """Suspend the process, or let it continue."""
@@ -70,8 +87,11 @@ class _Child:
         del self.printed[: -n.OUTPUT_BYTES]  # if a worker prints too much at a time, send only the end
 
     def fds(self) -> list[int]:
-        """Descriptors to wait for. A closed output is left out, because it would always be readable."""
-        return [self.process.exit_fd] if self.closed_output else [self.process.exit_fd, self.process.output_fd]
+        """Descriptors to wait for, except the link. A closed output would always be readable, and an end is known."""
+        return [
+            *([] if self.ended else [self.process.exit_fd]),
+            *([] if self.closed_output else [self.process.output_fd]),
+        ]
 
 
 class NodeDaemon:
@@ -106,6 +126,7 @@ class NodeDaemon:
         """All workers ever started, and how they ended. Needed because start messages may repeat and replies may be
         lost."""
         self._running, self._is_known, self._reconnects = True, False, False
+        self._relay: Relay | None = None
 
     def run(self) -> int:
         """Serve until the head ends this daemon. Return the exit status.
@@ -128,10 +149,15 @@ class NodeDaemon:
         next_beat = 0.0
         try:
             while self._running:
-                link.wait([fd for child in self._children.values() for fd in child.fds()], n.BEAT_S / 4)
+                ready = self._wait(link)
                 while (received := link.receive(0.0)) is not None:
-                    self._handle(link, n.decode_to_node(received.frames))
-                self._report_workers(link)
+                    if len(received.frames) == 1:
+                        self._handle(link, n.decode_to_node(received.frames))
+                    elif self._relay is not None:
+                        self._relay.receive(received.frames)
+                if self._relay is not None:
+                    self._relay_messages(self._relay, ready)
+                self._report_workers(link, ready)
                 if self._reclaimed_by and self._leave_at is None:
                     _send(link, n.Leaving(self._node, self._reclaimed_by))
                     self._leave_at, self._status = time.monotonic() + self._grace_s, RECLAIMED
@@ -146,11 +172,32 @@ class NodeDaemon:
                     raise Unreachable(f"the head at {self._address} no longer answers")
         finally:
             self._end_children(link)
+            if self._relay is not None:
+                self._relay.close()
+                self._relay = None
             link.close()
+
+    def _wait(self, link: DealerLink) -> set[int]:
+        """Wait until something is to be done. Return the descriptors of workers that are readable."""
+        fds = [fd for child in self._children.values() for fd in child.fds()]
+        if self._relay is None:
+            return link.wait(fds, n.BEAT_S / 4)
+        if not self._relay.has_backlog:
+            fds += [child.link.fileno() for child in self._children.values() if child.link is not None]
+        return self._relay.wait(fds, n.BEAT_S / 4)
 
     def _beat(self) -> n.NodeBeat:
         suspended = [key for key, child in self._children.items() if child.suspended]
-        return n.NodeBeat(self._node, self.running(), suspended)
+        return n.NodeBeat(self._node, self.running(), suspended, self.progress())
+
+    def progress(self) -> list[list[int]]:
+        """The progress words of each worker, in the order of `running`, if this daemon relays for them."""
+        if self._relay is None:
+            return []
+        for key, child in self._children.items():
+            if math.isfinite(rate := self._relay.rate(key)):
+                child.board.write(0, RATE, int(rate))
+        return [child.board.read(0) for child in self._children.values()]
 
     def running(self) -> list[tuple[int, int]]:
         """Number and incarnation of each worker on this node."""
@@ -177,7 +224,7 @@ class NodeDaemon:
     def _connect(self) -> tuple[DealerLink, str]:
         """Connect to the first of the head's addresses that answers. A peer without the head's key cannot answer."""
         bootstrap = self._bootstrap
-        pair = KeyPair(bootstrap["public"].encode(), bootstrap["secret"].encode())
+        pair = _pair(bootstrap)
         with contextlib.ExitStack() as others:
             links: dict[str, DealerLink] = {}
             for address in bootstrap["addresses"]:
@@ -256,28 +303,117 @@ class NodeDaemon:
             board = ProgressBoard(1, int(bootstrap["envs"]))
             board.words(0)[PHASE] = Phase.CONNECT
             contents = {**bootstrap, **board.bootstrap(0), "address": self._address, "has_daemon": True}
-            process = self._starter.start(contents, [board.memory.fd], int(bootstrap["rank"]))
+            rank = int(bootstrap["rank"])
+            if message.relay is None:
+                child = _Child(self._starter.start(contents, [board.memory.fd], rank), board)
+            else:
+                child = self._start_relayed(contents, board, rank)
         except OSError as error:
             self._report_end(link, n.WorkerEnded(self._node, *key, 127, repr(error)[:1000]))
             return
-        self._children[key] = _Child(process, board)
+        self._children[key] = child
+        if message.relay is not None:
+            self._open_relay(link, message.relay, bootstrap).add(key, _pair(bootstrap))
 
-    def _report_workers(self, link: DealerLink) -> None:
-        """Send the output of workers, and the ends of workers, to the head."""
-        for (worker, incarnation), child in list(self._children.items()):
+    def _start_relayed(self, bootstrap: dict[str, Any], board: ProgressBoard, rank: int) -> _Child:
+        """Start a worker whose messages this daemon relays. The worker gets no keys."""
+        link, theirs = local_pair()
+        contents = {name: value for name, value in bootstrap.items() if name not in _KEYS}
+        contents |= {"transport": "relay", "link_fd": theirs.fileno()}
+        try:
+            with theirs:
+                process = self._starter.start(contents, [theirs.fileno(), board.memory.fd], rank)
+        except BaseException:
+            link.close()
+            raise
+        return _Child(process, board, link=link)
+
+    # ---- the relay ----
+
+    def _open_relay(self, link: DealerLink, keys: n.RelayKeys, bootstrap: Mapping[str, Any]) -> Relay:
+        if self._relay is None:
+            pair = KeyPair(keys.public, keys.secret)
+            encrypted = bool(bootstrap["encrypted"])
+            self._relay = Relay(link, self._address, pair, keys.bulk_port, self._lease_s, encrypted)
+        return self._relay
+
+    def _relay_messages(self, relay: Relay, ready: set[int]) -> None:
+        """Pass on the messages of workers whose links are readable, and those of the head."""
+        for key, child in self._children.items():
+            if child.link is not None and child.link.fileno() in ready:
+                self._read_link(relay, key, child, _MESSAGES_AT_ONCE)
+        relay.service()
+        for key, frames in relay.messages():
+            if (child_of := self._children.get(key)) is not None and child_of.link is not None:
+                child_of.link.send(frames)
+        for child in self._children.values():
+            if child.link is not None:
+                child.link.flush()
+
+    def _read_link(self, relay: Relay, key: tuple[int, int], child: _Child, limit: int) -> None:
+        """Pass on up to `limit` messages of a worker, and close its link at the end."""
+        for _ in range(limit):
+            try:
+                received = child.link.receive() if child.link is not None else None
+            except (EOFError, OSError, WireError) as error:
+                if not isinstance(error, EOFError):
+                    log.warning("worker %d sent a message that cannot be relayed: %s", key[0], error)
+                    child.process.kill()
+                self._close_link(child)
+                return
+            if received is None:
+                return
+            for fd in received.fds:
+                os.close(fd)  # workers send none to the head
+            relay.send(key, received.frames)
+
+    def _close_link(self, child: _Child) -> None:
+        if child.link is not None:
+            child.link.close()
+            child.link = None
+
+    # ---- reports ----
+
+    def _report_workers(self, link: DealerLink, ready: set[int] | None = None) -> None:
+        """Send the output of workers, and the ends of workers, to the head.
+
+        Args:
+            link: The link to the head.
+            ready: The readable descriptors; None: check all workers, and report ends without waiting for the relay.
+        """
+        for key, child in list(self._children.items()):
+            if ready is not None and not child.ended and ready.isdisjoint(child.fds()):
+                continue
             child.read()
-            ended = child.process.poll()
-            if ended is not None:
-                child.read()
+            self._check_end(key, child)
             if child.printed:
-                _send(link, n.Printed(self._node, worker, incarnation, bytes(child.printed)))
+                _send(link, n.Printed(self._node, *key, bytes(child.printed)))
                 child.printed.clear()
-            if ended is not None:
-                words = child.board.read(0)
-                self._report_end(link, n.WorkerEnded(self._node, worker, incarnation, ended.status, ended.note, words))
-                child.process.close()
-                child.board.close()
-                del self._children[worker, incarnation]
+            ended = child.ended
+            if ended is None or (ready is not None and self._must_wait(key, child)):
+                continue
+            words = child.board.read(0)
+            self._report_end(link, n.WorkerEnded(self._node, *key, ended.status, ended.note, words))
+            child.process.close()
+            child.board.close()
+            self._close_link(child)
+            if self._relay is not None:
+                self._relay.remove(key)
+            del self._children[key]
+
+    def _check_end(self, key: tuple[int, int], child: _Child) -> None:
+        """Notice the end of a process, and read what it sent and printed before."""
+        if child.ended is None and (ended := child.process.poll()) is not None:
+            child.ended, child.report_at = ended, time.monotonic() + _LINGER_S
+            child.read()
+            if self._relay is not None:
+                self._read_link(self._relay, key, child, _LAST_MESSAGES)
+                self._relay.service()
+
+    def _must_wait(self, key: tuple[int, int], child: _Child) -> bool:
+        """Whether large messages of an ended worker may still be on their way: they count if they arrive before the
+        report of its end."""
+        return self._relay is not None and self._relay.owes(key) and time.monotonic() < child.report_at
 
     def _report_end(self, link: DealerLink, ended: n.WorkerEnded) -> None:
         self._started[ended.worker, ended.incarnation] = ended
@@ -290,6 +426,10 @@ class NodeDaemon:
         while self._children and time.monotonic() < deadline:
             self._report_workers(link)
             time.sleep(0.01)
+
+
+def _pair(bootstrap: Mapping[str, Any]) -> KeyPair:
+    return KeyPair(bootstrap["public"].encode(), bootstrap["secret"].encode())
 
 
 def _assignment(bootstrap: Mapping[str, Any]) -> tuple[CoreAssignment | None, str]:

@@ -34,11 +34,11 @@ _BROKEN = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-_RETRY_MS = 100
-"""Milliseconds after which a broken bulk connection is replaced."""
+RETRY_S = 0.1
+"""Seconds after which a broken bulk connection is replaced."""
 
 
-class _Connection:
+class Connection:
     """A DEALER socket that tracks whether it is connected to the authenticated head.
 
     It reads ZeroMQ's monitor events. ZeroMQ's own threads record them, so no event is lost while the interpreter is
@@ -63,6 +63,8 @@ class _Connection:
         """When the connection broke, or when the socket was made; infinite while the socket is connected."""
         self.broken_at = math.inf
         """Like `disconnected_at`, but infinite until the first connection breaks or is rejected."""
+        self.num_established = 0
+        """How often a connection was established."""
 
     def poll_events(self) -> bool:
         """Read new events. Return whether a connection was established since the last call."""
@@ -73,6 +75,7 @@ class _Connection:
             self.disconnected_at = math.inf if self.connected else min(self.disconnected_at, now)
             self.broken_at = math.inf if self.connected else min(self.broken_at, now)
             established = established or self.connected
+            self.num_established += self.connected
         return established
 
     def close(self, linger_ms: int | None = None) -> None:
@@ -113,16 +116,16 @@ class DealerLink:
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         self._shares_context = context is not None
-        self._context = context or zmq.Context()
+        self.context = context or zmq.Context()
         small = bulk is not None or role in (BEAT, NODE)
         most_bytes = CONTROL_BYTES if small else Limits.MESSAGE_BYTES
-        self._main = _Connection(self._context, route or pair.route + role, lease_s, most_bytes)
+        self._main = Connection(self.context, route or pair.route + role, lease_s, most_bytes)
         socket = self._socket = self._main.socket
         socket.curve_serverkey = server_key
         socket.curve_publickey, socket.curve_secretkey = pair.public, pair.secret
         socket.sndtimeo = -1 if send_s is None else int(send_s * 1000)
         socket.connect(address)
-        self._bulk: _Connection | None = None
+        self._bulk: Connection | None = None
         self._channel: ReliableChannel | None = None
         self._messages: deque[Received] = deque()
         self._acked_at = 0.0
@@ -133,15 +136,15 @@ class DealerLink:
             self._channel = ReliableChannel(cipher, Limits.MESSAGE_BYTES)
             self._bulk = self._connect_bulk(self._channel)
 
-    def _connect_bulk(self, channel: ReliableChannel) -> _Connection:
-        bulk = _Connection(self._context, None, self._lease_s, SEGMENT_BYTES + TAG_BYTES)
+    def _connect_bulk(self, channel: ReliableChannel) -> Connection:
+        bulk = Connection(self.context, None, self._lease_s, SEGMENT_BYTES + TAG_BYTES)
         bulk.socket.plain_username, bulk.socket.plain_password = self._public, self._tokens.fresh()
         bulk.socket.sndhwm = UNSENT
         bulk.socket.connect(self._bulk_address)
         bulk.socket.send_multipart(list(channel.bulk_opened().frames))
         return bulk
 
-    def _check_connections(self, bulk: _Connection, channel: ReliableChannel) -> None:
+    def _check_connections(self, bulk: Connection, channel: ReliableChannel) -> None:
         """Handle reconnects, and replace a broken bulk connection.
 
         A token is valid for only one bulk connection, so the head rejects ZeroMQ's own reconnects. The worker therefore
@@ -151,7 +154,7 @@ class DealerLink:
             self._put(channel.reconnected())
         if bulk.poll_events():
             self._put(channel.reconnected(bulk=True))
-        if time.monotonic() - bulk.broken_at > _RETRY_MS / 1000:
+        if time.monotonic() - bulk.broken_at > RETRY_S:
             bulk.close(linger_ms=0)
             self._bulk = self._connect_bulk(channel)
 
@@ -187,7 +190,7 @@ class DealerLink:
             try:
                 self._bulk.socket.send_multipart(frames, zmq.DONTWAIT, copy=False)
             except zmq.Again:
-                self._bulk.socket.poll(_RETRY_MS, zmq.POLLOUT)
+                self._bulk.socket.poll(int(RETRY_S * 1000), zmq.POLLOUT)
                 self._check_connections(self._bulk, self._channel)
             else:
                 return
@@ -209,7 +212,7 @@ class DealerLink:
     def _check_s(self) -> float:
         """Seconds until connections must be checked again, although no message has arrived."""
         broken = self._bulk is not None and self._bulk.broken_at < math.inf
-        return _RETRY_MS / 1000 if broken else 1.0
+        return RETRY_S if broken else 1.0
 
     def _service(self, channel: ReliableChannel) -> None:
         """Receive the packets that have arrived, and send acknowledgements and other packets that are due."""
@@ -231,12 +234,16 @@ class DealerLink:
         for packet in channel.due(now):
             self._put(packet)
 
-    def wait(self, fds: Sequence[int], timeout_s: float) -> None:
-        """Block until a message arrives, one of these descriptors is readable, or `timeout_s` has passed."""
+    def wait(self, fds: Sequence[int], timeout_s: float) -> set[int]:
+        """Block until a message arrives, one of these descriptors is readable, or `timeout_s` has passed.
+
+        Returns:
+            The readable descriptors.
+        """
         poller = zmq.Poller()
         for readable in (*self.sockets, *self._monitors, *fds):
             poller.register(readable, zmq.POLLIN)
-        poller.poll(math.ceil(timeout_s * 1000))
+        return {found for found, _ in poller.poll(math.ceil(timeout_s * 1000)) if isinstance(found, int)}
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
@@ -253,6 +260,11 @@ class DealerLink:
         self._main.poll_events()
         return self._main.connected
 
+    @property
+    def num_connections(self) -> int:
+        """How often the link was connected, as of the last call of `is_connected`."""
+        return self._main.num_established
+
     def silent_s(self) -> float:
         """Seconds since the connection to the head broke; 0 while connected. Failed reconnects do not reset it."""
         return 0.0 if self.is_connected() else time.monotonic() - self._main.disconnected_at
@@ -262,4 +274,4 @@ class DealerLink:
         if self._bulk is not None:
             self._bulk.close()
         if not self._shares_context:
-            self._context.term()
+            self.context.term()

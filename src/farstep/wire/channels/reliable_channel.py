@@ -248,6 +248,11 @@ class ReliableChannel:
         """The number of messages kept for a possible resend."""
         return len(self._unacknowledged)
 
+    @property
+    def owes_segments(self) -> bool:
+        """Whether a large message is unacknowledged."""
+        return any(sent.bulk for sent in self._unacknowledged)
+
     # ---- receiving ----
 
     def receive(self, packet: Packet, now: float) -> list[Packet]:

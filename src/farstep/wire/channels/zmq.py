@@ -7,13 +7,19 @@ A `reliable` hub survives broken connections (see `reliable_channel.py`) and has
 second ROUTER uses plain TCP, because CURVE is slow. Every segment is encrypted with a key that both sides derive from
 the pair (see `encryption.py`). An eavesdropper can read the token that opens a bulk connection, so each token is valid
 only once.
+
+A worker may also share the connections of its node daemon (see `relay.py`). A tag in front of each packet then names
+the worker. The head accepts the packet only from the node on which it started this worker.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
+import struct
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -41,6 +47,9 @@ _DESCRIPTORS = 16
 """Number of file descriptors of a ZeroMQ context and the head's sockets, with a margin."""
 _ACK_AT_ONCE_BYTES = 1 << 18
 """Larger messages are acknowledged at once, so that the worker can free them."""
+_REQUESTS_PER_RELAY = 8
+"""Maximum number of workers of a node from which `service` requests an acknowledgement at a time, if the node's daemon
+relays for them."""
 UNSENT = 64
 """Number of segments that may be queued, in a worker and on the head, before sending blocks."""
 CONTROL_BYTES = SEGMENT_BYTES
@@ -52,6 +61,29 @@ _PING, _SILENT = 0.1, 0.4
 """Fractions of a lease: the heartbeat interval, and the silence after which a connection is closed. Control connections
 use ZeroMQ's heartbeats; the head's bulk connections use TCP keepalive. ZeroMQ's threads and the kernel send these, so a
 busy interpreter does not delay them."""
+
+
+_RELAY_TAG = struct.Struct("<qq")
+"""The first frame of a relayed packet: number and incarnation of the worker."""
+
+
+def relay_tag(worker: int, incarnation: int) -> bytes:
+    return _RELAY_TAG.pack(worker, incarnation)
+
+
+def relayed_worker(tag: BytesLike) -> tuple[int, int] | None:
+    """The worker that a relayed packet names; None if it names none."""
+    return _RELAY_TAG.unpack(tag) if len(tag) == _RELAY_TAG.size else None
+
+
+@dataclass(frozen=True)
+class _NodeRelay:
+    """A node daemon that relays for its workers."""
+
+    route: bytes
+    """The routing id of its control connection; a secret of this daemon and the head."""
+    tokens: Tokens
+    """Checks the one-time tokens with which it opens bulk connections."""
 
 
 @dataclass
@@ -68,6 +100,8 @@ class Peer:
     tokens: Tokens | None = None
     """Checks the one-time tokens with which it opens bulk connections."""
     channel: ReliableChannel | None = None
+    relay: bytes = b""
+    """The public key of the node daemon that relays for it; empty if it has connections of its own."""
 
 
 class Hub:
@@ -99,6 +133,7 @@ class Hub:
         """Number of invalid packets on bulk connections. An unauthenticated peer may have sent them."""
         self._peers: dict[bytes, Peer] = {}
         self._keys: dict[int, bytes] = {}
+        self._relays: dict[bytes, _NodeRelay] = {}
         self._pool = BufferPool()
         check_descriptors(_DESCRIPTORS + (2 if isinstance(address, str) else 2 * len(address)))
         self._context = zmq.Context()
@@ -172,6 +207,26 @@ class Hub:
         """Revoke a worker's key."""
         self._peers.pop(self._keys.pop(worker, b""), None)
 
+    def admit_relay(self, route: bytes) -> KeyPair:
+        """Issue a key pair to a node daemon that relays for its workers.
+
+        Args:
+            route: The routing id of its control connection, which only this daemon and the head may know.
+        """
+        pair = KeyPair.fresh()
+        self._relays[pair.public] = _NodeRelay(route, Tokens(pair))
+        return pair
+
+    def expel_relay(self, public: bytes) -> None:
+        """Revoke the key of a node daemon that relays. Packets of its workers are no longer accepted."""
+        self._relays.pop(public, None)
+
+    def relay_for(self, worker: int, public: bytes) -> None:
+        """Accept packets of an admitted worker from the node daemon with this key only, and send it those for the
+        worker."""
+        peer, relay = self._peers[self._keys[worker]], self._relays[public]
+        peer.relay, peer.route = public, relay.route
+
     def drain(self) -> Iterator[tuple[Peer, Received]]:
         """Answer handshakes, and yield the messages that have arrived, for at most `_DRAIN_S` seconds (see
         `has_more`)."""
@@ -184,14 +239,19 @@ class Hub:
                 self._authenticate([frame.bytes for frame in request])
             for router, frames in self._next():
                 arrived = True
-                peer = self._peers.get(str(frames[-1].get("User-Id")).encode())
-                if peer is None or len(frames) < 2:
-                    continue  # its key was revoked
-                route, packet = frames[0].bytes, Packet(router is self._bulk, [frame.buffer for frame in frames[1:]])
+                key, route, bulk = str(frames[-1].get("User-Id")).encode(), frames[0].bytes, router is self._bulk
+                body = [frame.buffer for frame in frames[1:]]
+                is_relayed = key in self._relays or (len(body) > 1 and route.endswith(NODE))
+                peer = self._relayed(key, route, bulk, body) if is_relayed else self._peers.get(key)
+                if peer is None or not body or bool(peer.relay) is not is_relayed:
+                    continue  # its key was revoked, or it uses the wrong connection
+                packet = Packet(bulk, body[1:] if is_relayed else body)
                 if packet.opens_bulk and route == peer.bulk_route:
                     continue  # a duplicate must not cause another resend
                 if packet.opens_bulk:
                     peer.bulk_route = route
+                elif is_relayed:
+                    pass
                 elif not packet.bulk and route.endswith(MAIN):
                     peer.route = route
                 elif not packet.bulk:  # from a heartbeat or node daemon: not a route for replies to a worker
@@ -201,6 +261,19 @@ class Hub:
             if time.monotonic() > until:
                 self.has_more = True
                 return
+
+    def _relayed(self, key: bytes, route: bytes, bulk: bool, body: Sequence[BytesLike]) -> Peer | None:
+        """The worker of a relayed packet; None if this node daemon does not relay for it."""
+        named = relayed_worker(body[0]) if len(body) > 1 else None
+        if named is None:
+            return None
+        peer = self._peers.get(self._keys.get(named[0], b""))
+        if peer is None or peer.incarnation != named[1]:
+            return None
+        relay = self._relays.get(peer.relay)
+        if relay is None or (peer.relay != key if bulk else relay.route != route):
+            return None
+        return peer
 
     def _next(self) -> Iterator[tuple[zmq.Socket[bytes], list[zmq.Frame]]]:
         """A limited number of messages from each socket."""
@@ -230,16 +303,32 @@ class Hub:
     def service(self) -> None:
         """Send acknowledgements and requests for acknowledgements. Call this about once a second."""
         now = time.monotonic()
+        relayed: list[Peer] = []
         for peer in self._peers.values():
-            if peer.channel is not None:
-                if peer.channel.owes_ack:
-                    self._put(peer, peer.channel.ack())
-                for packet in peer.channel.due(now):
-                    self._put(peer, packet)
+            if peer.channel is None:
+                continue
+            if peer.channel.owes_ack:
+                self._put(peer, peer.channel.ack())
+            if not peer.relay:
+                self._request_ack(peer, peer.channel, now)
+            elif peer.channel.unacknowledged:
+                relayed.append(peer)
+        # Workers of a node share a connection: requests to some of them suffice, and those to all would slow it down.
+        random.shuffle(relayed)
+        requested: Counter[bytes] = Counter()
+        for peer in relayed:
+            requested[peer.relay] += 1
+            if peer.channel is not None and requested[peer.relay] <= _REQUESTS_PER_RELAY:
+                self._request_ack(peer, peer.channel, now)
+
+    def _request_ack(self, peer: Peer, channel: ReliableChannel, now: float) -> None:
+        for packet in channel.due(now):
+            self._put(peer, packet)
 
     def _put(self, peer: Peer, packet: Packet) -> None:
         """Send a packet if the worker is connected. The channel resends lost packets."""
-        self.send_to(peer.bulk_route if packet.bulk else peer.route, packet.frames, bulk=packet.bulk)
+        tag = [relay_tag(peer.worker, peer.incarnation)] if peer.relay else []
+        self.send_to(peer.bulk_route if packet.bulk else peer.route, [*tag, *packet.frames], bulk=packet.bulk)
 
     def send(self, worker: int, frames: Sequence[BytesLike]) -> bool:
         """Send a message to a worker. Return False if this is impossible.
@@ -275,8 +364,9 @@ class Hub:
             known = key in self._peers
         elif mechanism == b"PLAIN" and len(credentials) == 2:
             key, token = credentials
-            peer = self._peers.get(key)
-            known = peer is not None and peer.tokens is not None and peer.tokens.accepts(token)
+            peer, relay = self._peers.get(key), self._relays.get(key)
+            tokens = relay.tokens if relay is not None else peer.tokens if peer is not None else None
+            known = tokens is not None and tokens.accepts(token)
         status = [b"200", b"OK", key, b""] if known else [b"400", b"unknown key", b"", b""]
         self._zap.send_multipart([version, request_id, *status])
 
