@@ -53,7 +53,7 @@ def zygote(own_state):
 @pytest.fixture(autouse=True)
 def no_preloading(monkeypatch):
     """Workers import torch only for an agent that needs it, not because an earlier test imported it here."""
-    monkeypatch.setattr("farstep.head.server._PRELOADED", ())
+    monkeypatch.setattr("farstep.head.members.handshake._PRELOADED", ())
 
 
 def skipping() -> Generator[None, object, object]:

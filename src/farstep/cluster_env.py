@@ -135,7 +135,7 @@ class ClusterEnv:
                 try:
                     self._check_open()  # another thread may have called close() before self._collector was set
                     self.observation_space, self.action_space = collector.start()
-                    self.frame_stack = collector.server.frame_stack
+                    self.frame_stack = collector.server.handshake.num_stacked_frames
                     self._at_launch = (time.monotonic(), machine_use(collector.server.local_pids()))
                     if client is not None:
                         collector.server.scale_workers(workers)

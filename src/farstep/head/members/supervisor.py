@@ -137,6 +137,15 @@ class Supervisor:
             self._drop_process(record)
         self.launcher.close()
 
+    def local_pids(self) -> dict[str, int]:
+        """The processes of workers that the head has started itself on this machine, by name."""
+        handles = {f"worker {record.worker}": record.handle for record in self.records}
+        return {
+            name: handle.pid
+            for name, handle in handles.items()
+            if handle is not None and handle.pid not in (0, os.getpid())
+        }
+
     def whereabouts(self) -> str:
         """What the head is waiting for: nodes, and workers that are starting or still working."""
         pending = [found for record in self.records if (found := self._pending(record)) is not None]
