@@ -42,8 +42,8 @@ def summary(document: dict[str, Any]) -> str:
         f"On {machines(document)}: {settings['total_steps']:,} environment steps on {settings['workers']} workers "
         f"whose steps take {low_ms:g} to {high_ms:g} ms, {_seeds(document)}. *Success* is the share of successful "
         f"episodes among {settings['final_episodes']:,} with the final agent and its most likely actions: the mean "
-        "over seeds and, from two seeds on, its 95 % interval. *Difference* is success minus that of A-RIDE with the same "
-        "seeds, in points. *Seconds* includes only runs during which the machine was calm."
+        "over seeds and, from two seeds on, its 95 % interval. *Difference* is success minus that of A-RIDE with the "
+        "same seeds, in points. *Seconds* includes only runs during which the machine was calm."
     )
     header = ["", "success", "by seed", "difference", "DistRL", "seconds", "steps/s", "staleness", "ess"]
     parts = [title]
