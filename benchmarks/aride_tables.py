@@ -40,10 +40,11 @@ def summary(document: dict[str, Any]) -> str:
     low_ms, high_ms = settings["step_ms"]
     title = (
         f"On {machines(document)}: {settings['total_steps']:,} environment steps on {settings['workers']} workers "
-        f"whose steps take {low_ms:g} to {high_ms:g} ms, {_seeds(document)}. *Success* is the share of successful "
-        f"episodes among {settings['final_episodes']:,} with the final agent and its most likely actions: the mean "
-        "over seeds and, from two seeds on, its 95 % interval. *Difference* is success minus that of A-RIDE with the "
-        "same seeds, in points. *Seconds* includes only runs during which the machine was calm."
+        f"whose steps take {low_ms:g} to {high_ms:g} ms, {_seeds(document)}. *Success*: share of "
+        f"{settings['final_episodes']:,} episodes with the final agent and its most likely actions, mean and (from two "
+        "seeds on) 95 % interval over seeds. *Difference*: to A-RIDE with the same seeds, in percentage points. "
+        "*DistRL*: the difference that the DistRL paper reports. *Seconds*: only of runs during which the load average "
+        f"was at most {CALM_LOAD:g} per core."
     )
     header = ["", "success", "by seed", "difference", "DistRL", "seconds", "steps/s", "staleness", "ess"]
     parts = [title]
@@ -55,8 +56,8 @@ def summary(document: dict[str, Any]) -> str:
     loads, jobs = zip(*((max(run["load"]), run["jobs"]) for run in document["runs"]), strict=True)
     parts.append(
         f"{_time(document)}During the runs, the machine's load average was {min(loads):.0f} to {max(loads):.0f} on "
-        f"{document['machine']['cores']} cores. Up to {max(jobs)} of these runs at a time caused a part of this load, "
-        "and other programs the rest. `results/aride.json` has every run."
+        f"{document['machine']['cores']} cores. Up to {max(jobs)} of these runs shared the machine with other "
+        "programs. `results/aride.json` has every run."
     )
     return "\n\n".join(parts)
 
