@@ -22,6 +22,7 @@ from farstep.config.env import EnvConfig, check_count
 from farstep.config.launch import LaunchConfig, LocalConfig
 from farstep.core import Agent, Array, Nested
 from farstep.elastic.coordinator_client import CoordinatorClient
+from farstep.elastic.device_ledger import DeviceLedger
 from farstep.errors import CheckpointError, ClosedError, ConfigError, counted
 from farstep.event import Event, EventKind, check_kind
 from farstep.head.collector import Collector
@@ -92,6 +93,7 @@ class ClusterEnv:
             raise ConfigError(
                 f"min_workers is {self.config.min_workers}, but this run has {counted(self.num_workers, 'worker')}."
             )
+        self._devices = DeviceLedger()
         self._monitor: RunMonitor | None = None
         """None before the first call of `diagnose`."""
 
@@ -184,11 +186,15 @@ class ClusterEnv:
                 learner.to("cpu")
         """
         self._launched()
-        if self._coordinator is None:
-            yield 0
-            return
-        with self._coordinator.device_token(self._check_open) as device:
+        coordinator = self._coordinator
+        token = contextlib.nullcontext(0) if coordinator is None else coordinator.device_token(self._check_open)
+        with self._devices.held(token) as device:
             yield device
+
+    @property
+    def has_coordinator(self) -> bool:
+        """Whether the run shares slots and devices with other runs (option `coordinator`)."""
+        return self.config.coordinator is not None
 
     def _check_open(self) -> None:
         if self._closed:
@@ -526,7 +532,7 @@ class ClusterEnv:
         Raises:
             FarstepError: The workers could not be started, or the `ClusterEnv` is closed.
         """
-        return self._launched().snapshot()
+        return self._launched().snapshot() | {"devices": self._devices.snapshot()}
 
     def diagnose(self, metrics: Sequence[Mapping[str, float]] = ()) -> Diagnosis:
         """Say what the run is waiting for, from its counters of the last half minute, or since the last call.

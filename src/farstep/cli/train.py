@@ -112,6 +112,8 @@ ALGORITHMS = {
     "sac": Algorithm(SACConfig, SAC, make_soft_actor),
     "aride": Algorithm(ArideConfig, Aride, _actor_critic),
 }
+_RELEASING: dict[Any, str] = {PPO: "ppo", AsyncPPO: "async-ppo", Impala: "impala"}
+"""Learners that can hold their device only during updates."""
 
 
 def agent_for(config: Any, observation_space: Space, action_space: Space) -> NetworkAgent:
@@ -135,6 +137,11 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(unknown_name("learner", name, list(ALGORITHMS)))
     options = parse_options(name, rest)
     run = options.run
+    if run.release_device and ALGORITHMS[name].learner not in _RELEASING:
+        raise ConfigError(
+            f"--release-device is for {', '.join(_RELEASING.values())}: {name} updates all the time and would move to "
+            "its device and back for each update. Leave it out."
+        )
     _set_up(run)
     with ExitStack() as stack:
         try:
@@ -354,6 +361,9 @@ def make_learner(name: str, run: RunConfig, config: Any, env: ClusterEnv) -> Lea
     torch.manual_seed(run.seed)
     agent = agent_for(config, *env.launch())
     learner = ALGORITHMS[name].learner(agent, config, run.seed, run.device)
+    if run.release_device:
+        assert isinstance(learner, PPO | AsyncPPO | Impala)
+        learner.release_device()
     # For small matrices, more threads do not help; if workers need the cores, they even slow them down.
     torch.set_num_threads(run.threads or (usable_cpus() if agent.sees_images and learner.synchronous else 1))
     return learner

@@ -120,6 +120,15 @@ STATS_GROUPS = (
         ),
     ),
     Namespace(
+        "devices/",
+        "Devices that this run's learner took with `device_token` ([devices](sharing.md#devices)); 0 if it took none.",
+        (
+            _head("devices/uses", "number of times that a device was taken", kind="counter", unit="uses"),
+            _head("devices/held_seconds", "time in which a device was held", kind="counter", unit="s"),
+            _head("devices/waited_seconds", "time in which the learner waited for a device", kind="counter", unit="s"),
+        ),
+    ),
+    Namespace(
         "nodes/",
         "A list with one entry per node of a cluster; empty on this machine.",
         (

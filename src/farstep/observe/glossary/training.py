@@ -389,6 +389,18 @@ NAMESPACES = (
             _learner(
                 "time/actor_training", "forward and backward passes, and optimizer steps", unit="seconds", label="train"
             ),
+            _learner(
+                "time/device_wait",
+                "waiting for a device that other runs use",
+                unit="seconds",
+                when="`--release-device`",
+            ),
+            _learner(
+                "time/device_move",
+                "moving the learner to its device and back",
+                unit="seconds",
+                when="`--release-device`",
+            ),
             _loop(
                 "time/publish",
                 "publishing: until workers could pull the new version (RLinf: `update_rollout_weights`)",
