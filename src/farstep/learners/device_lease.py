@@ -46,10 +46,8 @@ class DeviceLease:
         with ExitStack() as stack:
             with timer("device_wait"):
                 index = stack.enter_context(env.device_token())
-            if self._device.type == "cpu":
-                yield CPU
-                return
-            device = torch.device(self._device.type, index) if env.has_coordinator else self._device
+            has_index = env.has_coordinator and self._device.type != "cpu"
+            device = torch.device(self._device.type, index) if has_index else self._device
             with timer("device_move"):
                 self._move_to(device)
             try:
@@ -59,6 +57,8 @@ class DeviceLease:
                     self._move_back(device)
 
     def _move_to(self, device: torch.device) -> None:
+        if device.type == "cpu":
+            return
         if self._frozen is None:
             frozen = [parameter for parameter in self._agent.parameters() if not parameter.requires_grad]
             self._frozen = [(parameter, pinned(parameter.data)) for parameter in frozen]
@@ -69,6 +69,8 @@ class DeviceLease:
         torch.cuda.synchronize(device)
 
     def _move_back(self, device: torch.device) -> None:
+        if device.type == "cpu":
+            return
         for parameter, kept in self._frozen or ():
             parameter.data = kept
         self._optimizer.move(CPU)
