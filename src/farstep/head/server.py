@@ -50,6 +50,8 @@ from farstep.wire.versions import mismatches
 
 log = logging.getLogger("farstep")
 T = TypeVar("T")
+_START_CLOSE_S = 1.0
+"""Seconds for workers to end by themselves while they import modules or construct environments."""
 _PRELOADED = ("torch",)
 """Large modules that workers import early if the head has imported them."""
 
@@ -269,7 +271,10 @@ class Server:
             self._closed, self._closer = True, threading.get_ident()
             try:
                 self._stop_all()
-                self._wait_for_ends(time.monotonic() + self._close_s)
+                deadline = time.monotonic() + self._close_s
+                self._wait_for_ends(min(deadline, time.monotonic() + _START_CLOSE_S))
+                self.supervisor.kill_starting()
+                self._wait_for_ends(deadline)
             finally:  # also after Ctrl-C
                 try:
                     self._end_all()

@@ -153,7 +153,8 @@ class ReplayLoop:
     ) -> _Session:
         session = _Session(self._algorithm, self._config, env, loop, buffer, checkpoints)
         stack.callback(session.close)
-        session.bind()
+        with loop.collecting():  # a signal ends the wait for workers that import the agent's modules
+            session.bind()
         return session
 
     def _resume(
