@@ -19,7 +19,7 @@ from gymnasium.vector import VectorEnv
 from farstep.batch import Batch, Part
 from farstep.checkpoint.files import Refused
 from farstep.config.env import EnvConfig, check_count
-from farstep.config.launch import LaunchConfig, LocalConfig
+from farstep.config.launch import InProcessConfig, LaunchConfig, LocalConfig
 from farstep.core import Agent, Array, Nested
 from farstep.elastic.coordinator_client import CoordinatorClient
 from farstep.elastic.device_ledger import DeviceLedger
@@ -398,7 +398,7 @@ class ClusterEnv:
                 With a coordinator, this is a request: at most this number of workers run.
 
         Raises:
-            ConfigError: Not exactly one argument was given, or it is outside its range.
+            ConfigError: Not exactly one argument was given, it is outside its range, or the launcher has no nodes.
             LaunchError: More nodes are needed, and the engine refuses them.
         """
         if (nodes is None) == (workers is None):
@@ -416,6 +416,11 @@ class ClusterEnv:
             raise ConfigError(
                 f"scale got nodes={nodes}, but the coordinator decides how many workers of this run may run; use "
                 "scale(workers=...) to request more or fewer."
+            )
+        if isinstance(self.config, (LocalConfig, InProcessConfig)):
+            raise ConfigError(
+                f"scale got nodes={nodes}, but {type(self.config).__name__} has no nodes to add or release. Use "
+                f"scale(workers={nodes}) to choose the number of workers."
             )
         low, high = self.config.fewest_nodes, self.config.most_nodes
         if not low <= check_count("nodes", nodes) <= high:

@@ -41,6 +41,8 @@ from farstep.learners.networks.nets import Space, make_agent
 from farstep.learners.options.run_config import RunConfig
 from farstep.learners.options.sizes import Defaults, rollout_steps
 from farstep.learners.ppo import PPO, PPOConfig
+from farstep.learners.replay.learner import ReplayLearner
+from farstep.learners.replay.start_checks import check_before_launch, check_launched
 from farstep.learners.sac import SAC, SACConfig, make_soft_actor
 from farstep.observe.diagnosis import Diagnosis
 from farstep.observe.event_files import EventFile
@@ -145,8 +147,14 @@ def main(arguments: Sequence[str]) -> int:
     _set_up(run)
     with ExitStack() as stack:
         try:
-            env = stack.enter_context(_cluster(options))
+            env = _cluster(options)
+            replay = getattr(options.learner, "replay", None)
+            resumed = options.resume is not None
+            recorded = None if replay is None else check_before_launch(replay, env, resumed)
+            stack.enter_context(env)
             learner = make_learner(name, run, options.learner, env)
+            if isinstance(learner, ReplayLearner):
+                check_launched(options.learner.replay, env, learner.names, recorded)
         except KeyboardInterrupt:
             sys.stderr.write("farstep: stopped by SIGINT before training began; no run folder was created\n")
             return _EXIT_STATUS["SIGINT"]
@@ -426,7 +434,7 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
 
 
 class _Remarks:
-    """Shows the latest diagnosis and the latest events in the terminal."""
+    """Shows the latest diagnosis, the latest events and all announcements in the terminal."""
 
     def __init__(self, display: LiveDisplay | PlainLines) -> None:
         self._display = display
@@ -438,6 +446,9 @@ class _Remarks:
         self._display.show(self._diagnosis, tuple(self._events))
 
     def happened(self, event: Event) -> None:
+        if event.kind == "announced":
+            sys.stdout.write(f"{event.text}\n")
+            sys.stdout.flush()
         self._events.append(event)
         self._display.show(self._diagnosis, tuple(self._events))
 

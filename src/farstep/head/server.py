@@ -48,6 +48,8 @@ from farstep.wire import messages as m
 
 log = logging.getLogger("farstep")
 T = TypeVar("T")
+_START_CLOSE_S = 1.0
+"""Seconds for workers to end by themselves while they import modules or construct environments."""
 
 
 class Server:
@@ -201,7 +203,10 @@ class Server:
                 self.supervisor.stop()
                 self.supervisor.resume_all()
                 self.outbox.send_stop()
-                self._wait_for_ends(time.monotonic() + self._close_s)
+                deadline = time.monotonic() + self._close_s
+                self._wait_for_ends(min(deadline, time.monotonic() + _START_CLOSE_S))
+                self.supervisor.kill_starting()
+                self._wait_for_ends(deadline)
             finally:  # also after Ctrl-C
                 try:
                     self._end_all()
