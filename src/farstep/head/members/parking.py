@@ -62,8 +62,10 @@ class Parking:
                 self._supervisor.act_on(membership.Park(record.worker))
                 continue
             self._reported.discard(record.worker)
+            ended_while_parked = self._supervisor.membership.members[record.worker].ended is not None
             self._supervisor.act_on(membership.Unpark(record.worker))
-            if record.ready:  # otherwise it joins when it is ready
+            # A worker that is being restarted counts, like any other; one that waits for a node joins when it is ready.
+            if record.ready or (ended_while_parked and record.phase != "queued"):
                 self._tickets.join(record.worker)
 
     def admit(self, record: WorkerRecord) -> None:
