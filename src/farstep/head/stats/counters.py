@@ -116,7 +116,7 @@ class Counters:
             "pulls": {"total": sum(self.pulls), "per_worker": list(self.pulls)},
             "bytes": {
                 "weights_sent": self.weights_sent,
-                "base_sent": server.base_sent,
+                "base_sent": server.outbox.base_sent,
                 "probes_sent": self.probes_sent,
                 "rollouts_received": self.rollouts_received,
             },
@@ -129,7 +129,7 @@ class Counters:
             },
             "divergence": dict(self.divergence),
             "inference": inference,
-            "start": dict(server.start_s),
+            "start": dict(server.handshake.start_s),
             "time": {
                 "workers": self.workers.total(),
                 "per_worker": self.workers.per_worker(),
