@@ -88,7 +88,7 @@ def _shell(folder: Path, relay: bool) -> str:
     if not relay:
         return f"#!/bin/sh\nexec {sys.executable} {BENCHMARKS / 'crowd.py'}\n"
     file = f'"{folder}/$$"'
-    return f"#!/bin/sh\numask 077\ncat > {file}.new\nmv {file}.new {file}.json\nexec sleep 1000000\n"
+    return f"#!/bin/sh\numask 077\ncat > {file}.new\nmv {file}.new {file}.json\nexec sleep 3600\n"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
