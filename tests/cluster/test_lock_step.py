@@ -76,10 +76,10 @@ def short(limit_s: float = 0.5) -> farstep.LocalConfig:
 
 
 def test_a_step_of_local_workers_costs_no_message() -> None:
-    """A message costs the head more than 1,000 instructions for each worker."""
+    """With messages, a step of two workers costs the head several thousand instructions."""
     with vector() as ours:
         ours.step(actions())
-        assert min(instructions(lambda: ours.step(actions())) for _ in range(5)) < 500
+        assert min(instructions(lambda: ours.step(actions())) for _ in range(5)) < 800
 
 
 def test_time_of_steps_is_counted() -> None:

@@ -114,6 +114,8 @@ class LockStep:
 
     def finish(self) -> Sequence[Info]:
         """Wait for the step and return its infos."""
+        if not self._spins:
+            self._sleep(self._all_done)  # the last worker's ring orders its results before the words (see `StepBoard`)
         self._wait(self._all_done)
         infos: list[Info] = []
         if self._told != self._nothing:
@@ -220,12 +222,16 @@ class LockStep:
         if self._spins and spin(finished):
             return
         while not finished():
-            try:
-                events = self._epoll.poll(_WAIT_S)
-            except (ValueError, OSError):  # closed by another thread
-                events = []
-            if len(events) != 1 or events[0][0] != self._own:
-                self._wait_in_event_loop(finished, errors=errors)
+            self._sleep(finished, errors=errors)
+
+    def _sleep(self, finished: Callable[[], bool], *, errors: bool = True) -> None:
+        """Sleep until a worker rings. After `_WAIT_S`, or on other input, wait in the event loop instead."""
+        try:
+            events = self._epoll.poll(_WAIT_S)
+        except (ValueError, OSError):  # closed by another thread
+            events = []
+        if len(events) != 1 or events[0][0] != self._own:
+            self._wait_in_event_loop(finished, errors=errors)
 
     def _wait_in_event_loop(self, finished: Callable[[], bool], *, errors: bool = True) -> None:
         """Like `_wait`, but handle messages, lost and stuck workers meanwhile."""

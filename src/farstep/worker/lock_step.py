@@ -71,14 +71,13 @@ class LockStep:
             if go[me] != self._last:
                 self._last = go[me]
                 self._step_all(rows)
-                if self._spins:
-                    spin(lambda: go[me] != self._last)
+                if self._spins and spin(lambda: go[me] != self._last):
+                    continue
             elif some[me] != self._last_some:
                 self._last_some = some[me]
                 self._step_some(rows)
-            else:
-                for fd, _ in poll():
-                    has_message = has_message or fd == link_fd
+            for fd, _ in poll():  # each ring is one event, so that this returns at once if the head has rung meanwhile
+                has_message = has_message or fd == link_fd
         if self._rows is not None:
             self._host.keep_observations()
 

@@ -36,6 +36,7 @@ class StrictEnvs:
         self.observation_space, self.action_space = self._envs.spaces
         self._check_spaces()
         self._obs, schema = space_schema(self.observation_space, "obs")
+        self._action, _ = space_schema(self.action_space, "action")
         self.current = empty_like(schema, self.num_envs)
         self._done = [False] * self.num_envs
         self._stepped = False
@@ -60,7 +61,7 @@ class StrictEnvs:
                 seed = seeds[i] if seeds else None
                 self._seeds[i] = self._seeds[i] if seed is None else seed
                 info = self._envs.reset(i, seed, options, self.current)
-                self.slots.begin_episode(i, 0)
+                self.slots.start_row[i] = self.slots.total_rows  # errors say the step of the episode
                 self._done[i] = False
                 if info:
                     self.infos.append((i, None, info))
@@ -68,7 +69,7 @@ class StrictEnvs:
     def _autoreset(self, i: int, final: Info | None = None) -> None:
         """Reset a slot as part of a step."""
         info = self._envs.reset(i, None, None, self._after)
-        self.slots.begin_episode(i, 1)
+        self.slots.start_row[i] = self.slots.total_rows + 1
         self._progress[PHASE] = STEP
         if info or final:
             self.infos.append((i, final, info))
@@ -80,6 +81,8 @@ class StrictEnvs:
     def begin(self, rows: Rows, steps: int) -> None:
         self._rows = rows.row
         self._outcome = tuple(rows.row[key][0] for key in ("reward", "terminated", "truncated"))
+        actions = rows.row[self._action][0] if isinstance(self._action, str) else None
+        self._scalars = actions if actions is not None and actions.ndim == 1 else None
         self._flagged = True  # the flags of an earlier chunk may be set
         self._after = {name: rows.row[name][steps] for name in self.current}
 
@@ -109,7 +112,8 @@ class StrictEnvs:
         shape = None if single is None or not self._stepped else single.shape[1:]
         check = self._envs.check_obs if self._stepped else self._envs.check_first_obs
         done = self._done.copy()  # an error leaves it as it was, as in Gymnasium
-        actions = list(self._envs.actions(rows, 0))
+        actions: list[Any] = list(self._envs.actions(rows, 0) if self._scalars is None else self._scalars)
+        envs = self.envs
         for i in chosen:
             if done[i] and next_step:
                 self._autoreset(i)
@@ -117,7 +121,7 @@ class StrictEnvs:
                 continue
             progress[SLOT] = i
             try:
-                obs, reward, terminated, truncated, info = self.envs[i].step(actions[i])
+                obs, reward, terminated, truncated, info = envs[i].step(actions[i])
             except Exception as error:
                 explain_step(error)
                 for _, clause in outside(self.action_space, actions[i]):
