@@ -16,6 +16,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import farstep
 from farstep.errors import PendingStepError
+from farstep.rollout.step_board import spinning_allowed
 from farstep.testing import CountingEnv
 from farstep.testing.vector_env import assert_same
 from tests.work import instructions
@@ -80,6 +81,20 @@ def test_a_step_of_local_workers_costs_no_message() -> None:
     with vector() as ours:
         ours.step(actions())
         assert min(instructions(lambda: ours.step(actions())) for _ in range(5)) < 800
+
+
+def test_steps_of_processes_that_poll_before_they_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farstep.head.lock_step.spinning_allowed", lambda workers: True)
+    theirs = SyncVectorEnv([CountingEnv] * 4)
+    with vector(CountingEnv) as ours, contextlib.closing(theirs):
+        theirs.reset(seed=1)
+        for step in range(100):
+            assert_same(ours.step(actions() * (step % 3)), theirs.step(actions() * (step % 3)))
+
+
+def test_polling_needs_a_core_for_each_process() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert not spinning_allowed(cores)  # and one for the head
 
 
 def test_time_of_steps_is_counted() -> None:
@@ -154,6 +169,18 @@ def test_environments_received_in_any_order_step_as_in_gymnasium() -> None:
 def _info(info: dict[str, Any], row: int) -> dict[str, Any]:
     """The entries of one environment that are set."""
     return {key: value[row] for key, value in info.items() if "_" + key in info and info["_" + key][row]}
+
+
+def test_infos_of_environments_that_were_sent_one_by_one_arrive() -> None:
+    with vector(CountingEnv, 8, short(10.0), batch_size=2) as ours:
+        ours.async_reset(seed=1)
+        for _ in range(300):
+            obs, _, _, _, info = ours.recv()
+            for row in range(2):
+                entries = _info(info, row)
+                assert entries == ({"count": obs[row, 1]} if obs[row, 1] else {"episode_id": obs[row, 0]})
+            for i in info["env_id"]:
+                ours.send(actions(1), [i])
 
 
 def test_recv_returns_the_others_while_one_environment_is_busy(tmp_path: Path) -> None:

@@ -163,8 +163,7 @@ class LockStep:
         """Wait until `count` environments have finished. Return them in order, and their infos."""
         self._wait(lambda: len(self.ready) + int(np.count_nonzero(self._finished())) >= count)
         finished = np.flatnonzero(self._finished())
-        for worker in self._workers_of(finished[self.board.told[finished] != NO_INFOS]):
-            self._read_some_infos(worker)
+        self._read_some_infos(finished[self.board.told[finished] != NO_INFOS].tolist())
         self.in_flight[finished] = False
         self.num_in_flight -= len(finished)
         self._clean = not self.num_in_flight
@@ -182,11 +181,17 @@ class LockStep:
         """Mask of the environments whose requested steps are done, but are not in `ready` yet."""
         return self.in_flight & (self.board.asked == self.board.stepped)  # type: ignore[no-any-return]
 
-    def _read_some_infos(self, worker: int) -> None:
-        messages = self._messages[worker]
-        self._wait_in_event_loop(lambda: bool(messages))
-        while messages:
-            self._some_infos.update({info[0]: info for info in messages.popleft()})
+    def _read_some_infos(self, slots: Sequence[int]) -> None:
+        """Wait for the infos of these environments. Their workers may have sent them in several messages."""
+
+        def arrived() -> bool:
+            for messages in self._messages.values():
+                while messages:
+                    self._some_infos.update({info[0]: info for info in messages.popleft()})
+            return all(slot in self._some_infos for slot in slots)
+
+        if not arrived():
+            self._wait_in_event_loop(arrived)
 
     def _workers_of(self, slots: Array) -> list[int]:
         firsts = [record.first for record in self._records]
