@@ -96,7 +96,7 @@ class LockStep:
             for record in self._records:
                 message = m.SetDoorbells(record.worker, workers, slots, self._spins)
                 fds = [self._memory.fd, self._bells[record.worker], self._own, self._finishers]
-                self._server.send(record, message, fds=fds)
+                self._server.outbox.send(record, message, fds=fds)
 
     # ---- steps of all environments ----
 
