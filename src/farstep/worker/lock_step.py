@@ -129,8 +129,15 @@ class LockStep:
         board, me = self._board, self._me
         board.infos[me] = told
         board.done[me] = self._last
-        if self._alone or os.read(self._finishers, 1) == LAST or told == FAILED:
+        if self._alone or self._is_last() or told == FAILED:
             os.eventfd_write(self._head_bell, 1)
+
+    def _is_last(self) -> bool:
+        """Whether no other worker is still stepping."""
+        try:
+            return os.read(self._finishers, 1) == LAST
+        except BlockingIOError:  # after an interrupted call, the head has emptied the pipe
+            return True
 
     def _put(self, infos: bytes) -> int:
         """Write infos into the mailbox, or send them if they do not fit. Return what `StepBoard.infos` is to say."""
