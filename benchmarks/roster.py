@@ -97,6 +97,19 @@ CONTENDERS = (
     Contender(name="torchrl-sync", script="torchrl_collector.py", venv="torchrl", options=("--mode", "sync")),
     Contender(name="torchrl-async", script="torchrl_collector.py", venv="torchrl", options=("--mode", "async")),
     Contender(name="rllib", script="rllib_runners.py", venv="rllib"),
+    Contender(name="ale-vector", script="ale_vector.py", venv=OWN, by_default=False),
+    Contender(
+        name="farstep-ale-vector",
+        script="ale_vector.py",
+        venv=OWN,
+        options=("--mode", "farstep"),
+        inference="fast",
+        by_default=False,
+    ),
+    *(
+        Contender(name=f"steps-{mode}", script="steps_only.py", venv=OWN, options=("--mode", mode), by_default=False)
+        for mode in ("sync", "doorbells", "farstep", "async")
+    ),
 )
 
 

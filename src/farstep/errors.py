@@ -18,6 +18,7 @@ FarstepError
 ├── ResourceError        file descriptors, processes, memory or disk are exhausted (also an OSError)
 ├── RewardError          a reward that is not a finite number (also a ValueError)
 ├── RunError             the folder of a run is missing, in use, or not readable or writable (also an OSError)
+├── PendingStepError     a call that an unfinished step_async() or send() does not allow, or that needs one
 ├── EndedError           step() of an ended environment without autoreset (also an AssertionError)
 └── ClosedError          the call needs a cluster that is open and has not failed
 """
@@ -291,6 +292,10 @@ def remote_error(kind: str, message: str, where: Where, remote_traceback: str) -
 def is_own(kind: str) -> bool:
     """Return whether `kind` names a farstep error. The message of such an error needs no class name in front."""
     return any(double.__name__ == kind and issubclass(double, FarstepError) for double in _DOUBLES)
+
+
+class PendingStepError(FarstepError, RuntimeError):
+    """A step that was begun has not been finished, or none was begun."""
 
 
 class EndedError(FarstepError, AssertionError):

@@ -20,11 +20,12 @@ from gymnasium.vector.utils import batch_space
 from farstep.config.env import EnvConfig, check_count
 from farstep.config.launch import LaunchConfig, LocalConfig
 from farstep.core import Array, Nested
-from farstep.errors import ConfigError, EndedError, RemoteEnvError, WireError, unknown_name
+from farstep.errors import ConfigError, EndedError, PendingStepError, RemoteEnvError, WireError, unknown_name
 from farstep.event import Event, EventKind
 from farstep.head.events import EventLog
+from farstep.head.lock_step import Info, LockStep
 from farstep.head.members.worker_records import ResetRequest
-from farstep.head.stepper import Info, Stepper
+from farstep.head.stepper import Stepper
 from farstep.resources import machine_use
 from farstep.rollout.program import Program
 from farstep.rollout.progress import Phase
@@ -35,6 +36,8 @@ from farstep.sync import Always
 if TYPE_CHECKING:
     from farstep.observe.diagnosis import Diagnosis, RunMonitor
 
+_OUTCOME = ("reward", "terminated", "truncated")
+
 
 def make_vec(
     env_name: str | EnvSpec | Callable[..., Any] | list[Callable[..., Any]] | tuple[Callable[..., Any], ...],
@@ -44,6 +47,7 @@ def make_vec(
     *,
     env_kwargs: Mapping[str, Any] | None = None,
     wrappers: Sequence[Any] = (),
+    batch_size: int | None = None,
 ) -> ClusterVectorEnv:
     """Make a Gymnasium VectorEnv that behaves like `SyncVectorEnv` but runs its environments on workers.
 
@@ -57,6 +61,8 @@ def make_vec(
             NEXT_STEP.
         env_kwargs: Keyword arguments for the environment, or for the callables; default none.
         wrappers: Wrappers for each environment, applied in order, as in `EnvConfig.wrappers`; default none.
+        batch_size: Number of environments that `recv` returns, for learners that act while other environments step, as
+            in EnvPool; needs local workers with shared memory. None: all.
 
     Returns:
         The vector environment; its workers are running.
@@ -102,7 +108,15 @@ def make_vec(
         wrappers=wrappers,
         envs_per_node=num_envs // launch.nodes,
     )
-    return ClusterVectorEnv(env_config, launch, _mode(autoreset_mode), thunks)
+    size = num_envs if batch_size is None else check_count("batch_size", batch_size)
+    if size > num_envs:
+        raise ConfigError(f"batch_size={size} is larger than num_envs={num_envs}.")
+    if size < num_envs and not (isinstance(launch, LocalConfig) and launch.transport == "shm"):
+        raise ConfigError(
+            f"batch_size={size} is less than num_envs={num_envs}, which needs local workers with shared memory; use "
+            'farstep.LocalConfig(transport="shm"), or leave batch_size out.'
+        )
+    return ClusterVectorEnv(env_config, launch, _mode(autoreset_mode), thunks, size)
 
 
 def _checked_thunks(thunks: Sequence[Any], num_envs: int | None) -> Sequence[Callable[..., Any]]:
@@ -136,12 +150,15 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         config: LaunchConfig,
         autoreset_mode: AutoresetMode,
         thunks: Sequence[Callable[..., Any]] = (),
+        batch_size: int | None = None,
     ) -> None:
         self.closed = True  # until workers run
         self._monitor: RunMonitor | None = None
         self._closing = threading.RLock()
         self.num_envs = config.nodes * env_config.envs_per_node
+        self.batch_size = self.num_envs if batch_size is None else batch_size
         self.autoreset_mode = autoreset_mode
+        self._must_reset = autoreset_mode == AutoresetMode.DISABLED
         source = dataclasses.replace(Source.of(env_config), thunks=thunks)
         program = Program(source, Always(), autoreset_mode=autoreset_mode.value)
         self._events = EventLog()
@@ -160,6 +177,11 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         self._obs, self._obs_schema = space_schema(self.single_observation_space, "obs")
         self._action, self._action_schema = space_schema(self.single_action_space, "action")
         self._done = np.zeros(self.num_envs, bool)
+        """Which environments have ended, for autoreset mode DISABLED."""
+        self._pending = False
+        """Whether `step_async` was called and `step_wait` was not."""
+        self._received = np.arange(self.num_envs)
+        """The environments that the last `recv` returned."""
         self.metadata = {**described["metadata"], "autoreset_mode": autoreset_mode}
         self.render_mode = described["render_mode"]
         if isinstance(env_config.env_name, EnvSpec):
@@ -183,6 +205,11 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
             ValueError: `seed` or `reset_mask` has the wrong length.
             FarstepError: A worker or an environment failed.
         """
+        infos = self._reset(seed, options)
+        return self._observation(self._stepper.row), self._merged(infos)
+
+    def _reset(self, seed: int | Sequence[int | None] | None, options: dict[str, Any] | None) -> Sequence[Info]:
+        """Reset environments. Results of a step that is unfinished are discarded."""
         seeds: list[int | None] | None = None
         if isinstance(seed, (int, np.integer)):
             seeds = [int(seed) + i for i in range(self.num_envs)]
@@ -193,9 +220,10 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         rest = None if options is None else dict(options)  # do not change the caller's dict
         mask = _checked_mask(rest.pop("reset_mask"), self.num_envs) if rest and "reset_mask" in rest else None
         payload = cloudpickle.dumps(rest) if rest is not None else None
+        self._pending = False
         infos = self._stepper.reset(ResetRequest(seeds, mask, payload))
         self._done[slice(None) if mask is None else mask] = False
-        return self._observation(0), self._merged(infos)
+        return infos
 
     def step(self, actions: Nested) -> tuple[Nested, Array, Array, Array, dict[str, Any]]:
         """Step every environment once.
@@ -211,17 +239,165 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
             EndedError: The mode is DISABLED, and an ended environment was not reset before this step.
             FarstepError: A worker or an environment failed.
         """
+        self._begin(actions)
+        return self._results()
+
+    def step_async(self, actions: Nested) -> None:
+        """Begin a step of every environment, without waiting for it. `step_wait` returns its results.
+
+        Args:
+            actions: As for `step`.
+
+        Raises:
+            PendingStepError: A step is unfinished already.
+            FarstepError: As `step`.
+        """
+        self._begin(actions)
+        self._pending = True
+
+    def step_wait(self) -> tuple[Nested, Array, Array, Array, dict[str, Any]]:
+        """Wait for the step that `step_async` began, and return what `step` returns.
+
+        Raises:
+            PendingStepError: `step_async` was not called.
+            FarstepError: As `step`.
+        """
+        if not self._pending:
+            raise PendingStepError("step_wait was called without step_async; call step_async(actions) first.")
+        self._pending = False
+        return self._results()
+
+    def _begin(self, actions: Nested) -> None:
+        self._check_pending("step")
+        if self._must_reset:
+            self._check_ended(slice(None))
+        self._stepper.begin_step(self._checked(actions, self.num_envs))
+
+    def _results(self) -> tuple[Nested, Array, Array, Array, dict[str, Any]]:
+        infos = self._stepper.finish_step()
+        row = self._stepper.row
+        reward, terminated, truncated = row["reward"].copy(), row["terminated"].copy(), row["truncated"].copy()
+        if self._must_reset:
+            self._done = terminated | truncated
+        return self._observation(self._stepper.next_obs), reward, terminated, truncated, self._merged(infos)
+
+    # ---- steps of some environments, as EnvPool has them ----
+
+    def async_reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> None:
+        """Reset all environments. The next calls of `recv` return their first observations, with reward 0.
+
+        Args:
+            seed: As for `reset`.
+            options: As for `reset`, but without `reset_mask`.
+
+        Raises:
+            ConfigError: The workers are not local processes with shared memory, or `options` has a `reset_mask`.
+            FarstepError: As `reset`.
+        """
+        lock_step = self._partial_steps()
+        if options and "reset_mask" in options:
+            raise ConfigError("async_reset resets all environments; leave options['reset_mask'] out.")
+        infos = self._reset(seed, options)
+        for name, target in self._stepper.next_obs.items():
+            target[...] = self._stepper.row[name]
+        for key in _OUTCOME:
+            self._stepper.row[key][...] = 0
+        lock_step.reset_done(infos)
+
+    def send(self, actions: Nested, env_id: Array | Sequence[int] | None = None) -> None:
+        """Begin a step of some environments, without waiting for it.
+
+        Args:
+            actions: One action for each environment in `env_id`. They are cast to the dtype of the action space.
+            env_id: Numbers of the environments. None: those that the last `recv` returned.
+
+        Raises:
+            ConfigError: `env_id` or `actions` are invalid, or `actions` cannot be cast.
+            PendingStepError: One of the environments has not been received since its last action.
+            EndedError: As `step`.
+            FarstepError: A worker failed.
+        """
+        lock_step = self._partial_steps()
         self._stepper.server.raise_failure()
-        if self.autoreset_mode == AutoresetMode.DISABLED and self._done.any():
+        if self._pending:
+            raise PendingStepError("send was called after step_async; call step_wait first.")
+        chosen = self._checked_ids(self._received if env_id is None else env_id)
+        unread = lock_step.in_flight[chosen] | np.isin(chosen, list(lock_step.ready))
+        if unread.any():
+            raise PendingStepError(
+                f"environments {chosen[unread].tolist()} have a step whose result was not received; call recv before "
+                "the next action for them."
+            )
+        self._check_ended(chosen)
+        for name, array in self._checked(actions, len(chosen)).items():
+            target = self._stepper.row[name]
+            if not np.can_cast(array.dtype, target.dtype, "same_kind"):
+                raise ConfigError(f"{name} has dtype {array.dtype}, which cannot be cast to {target.dtype}.")
+            target[chosen] = array
+        self._stepper.send(chosen)
+
+    def recv(self) -> tuple[Nested, Array, Array, Array, dict[str, Any]]:
+        """Wait until `batch_size` environments have finished a step, and return their results.
+
+        Returns:
+            `obs, reward, terminated, truncated, info` with `batch_size` rows, in the order in which the environments
+            finished; `info["env_id"]` has their numbers.
+
+        Raises:
+            PendingStepError: Fewer than `batch_size` environments were reset or have an action.
+            FarstepError: A worker or an environment failed. `reset` or `async_reset` continues after an environment's
+                error.
+        """
+        lock_step = self._partial_steps()
+        self._stepper.server.raise_failure()
+        expected = len(lock_step.ready) + lock_step.num_in_flight
+        if expected < self.batch_size:
+            raise PendingStepError(
+                f"recv waits for batch_size={self.batch_size} environments, but only {expected} were reset or have an "
+                "action; call async_reset or send first."
+            )
+        chosen, infos = lock_step.receive(self.batch_size)
+        self._received = chosen
+        reward, terminated, truncated = (self._stepper.row[key][chosen] for key in _OUTCOME)
+        self._done[chosen] = terminated | truncated
+        obs = nest(self._obs, {name: array[chosen] for name, array in self._stepper.next_obs.items()})
+        info = {**_rows_of(self._merged(infos), chosen), "env_id": chosen}
+        return obs, reward, terminated, truncated, info
+
+    def _partial_steps(self) -> LockStep:
+        if self._stepper.lock_step is None:
+            raise ConfigError(
+                "send, recv and async_reset need workers that share memory with this process; use "
+                'farstep.LocalConfig(transport="shm"), or step_async and step_wait.'
+            )
+        return self._stepper.lock_step
+
+    def _checked_ids(self, env_id: Array | Sequence[int]) -> Array:
+        chosen = np.atleast_1d(np.asarray(env_id))
+        valid = chosen.ndim == 1 and chosen.size and chosen.dtype.kind in "iu"
+        if not valid or chosen.min() < 0 or chosen.max() >= self.num_envs or len(np.unique(chosen)) < len(chosen):
+            raise ConfigError(
+                f"env_id is {reprlib.repr(env_id)}; expected different integers from 0 to {self.num_envs - 1}."
+            )
+        return chosen
+
+    def _check_pending(self, name: str) -> None:
+        self._stepper.server.raise_failure()
+        lock_step = self._stepper.lock_step
+        if self._pending or (lock_step is not None and lock_step.num_in_flight):
+            raise PendingStepError(
+                f"{name} was called while a step is unfinished; call {'step_wait' if self._pending else 'recv'} first."
+            )
+
+    def _check_ended(self, chosen: slice | Array) -> None:
+        if self._must_reset and self._done[chosen].any():
+            ended = np.arange(self.num_envs)[chosen][self._done[chosen]]
             raise EndedError(
-                f"environments {np.flatnonzero(self._done).tolist()} have ended; with autoreset_mode=DISABLED call "
+                f"environments {ended.tolist()} have ended; with autoreset_mode=DISABLED call "
                 'reset(options={"reset_mask": ...}) for them before the next step.'
             )
-        infos = self._stepper.step(self._checked(actions))
-        blocks = self._stepper.blocks
-        reward, terminated, truncated = (blocks[key][0, 0].copy() for key in ("reward", "terminated", "truncated"))
-        self._done = terminated | truncated
-        return self._observation(1), reward, terminated, truncated, self._merged(infos)
 
     def stats(self) -> dict[str, Any]:
         """Return how workers spent their time.
@@ -229,8 +405,8 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         Returns:
             The entry `time` of `ClusterEnv.stats`: seconds of each activity under `workers` (the sum) and `per_worker`.
         """
-        times = self._stepper.times
         with self._stepper.server.locked():
+            times = self._stepper.current_times()
             return {"time": {"workers": times.total(), "per_worker": times.per_worker()}}
 
     def events(self, kinds: EventKind | Collection[EventKind] | None = None, since: float = 0.0) -> list[Event]:
@@ -272,21 +448,28 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
             self._monitor = RunMonitor(server.events, *self._at_launch)
         return self._monitor.diagnoses(self.stats(), machine_use(server.local_pids()))[0]
 
-    def _checked(self, actions: Nested) -> dict[str, Array]:
+    def _checked(self, actions: Nested, count: int) -> dict[str, Array]:
+        """Return the arrays of `count` actions by name."""
+        if isinstance(self._action, str):  # the usual case
+            array = np.asarray(actions)
+            if array.shape == (count, *self._action_schema[self._action].shape) and not array.dtype.hasobject:
+                return {self._action: array}
         try:
             arrays = {name: np.asarray(leaf) for name, leaf in leaves(self._action, actions)}
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ConfigError(f"actions do not have the structure of {self.action_space}: {error!r}") from error
         for name, array in arrays.items():
-            expected = (self.num_envs, *self._action_schema[name].shape)
+            expected = (count, *self._action_schema[name].shape)
             if array.shape != expected:
                 raise ConfigError(f"{name} has shape {list(array.shape)}; expected {list(expected)}.")
             if array.dtype.hasobject:
                 raise ConfigError(f"{name} is an array of Python objects; an array of numbers is expected.")
         return arrays
 
-    def _observation(self, row: int) -> Nested:
-        return nest(self._obs, {name: self._stepper.blocks[name][0, row].copy() for name in self._obs_schema})
+    def _observation(self, arrays: Mapping[str, Array]) -> Nested:
+        if isinstance(self._obs, str):
+            return arrays[self._obs].copy()
+        return nest(self._obs, {name: arrays[name].copy() for name in self._obs_schema})
 
     def _merged(self, infos: Sequence[Info]) -> dict[str, Any]:
         """Merge the infos as Gymnasium does."""
@@ -319,6 +502,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         return self._call(name, "call", (name, args, kwargs))
 
     def _call(self, name: str, method: str, *arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        self._check_pending(name)
         try:
             return self._stepper.call(method, *arguments)
         except RemoteEnvError as error:
@@ -355,6 +539,11 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         """End the workers; `close` calls this."""
         with self._closing:  # a concurrent call waits for the first
             self._finalizer()
+
+
+def _rows_of(info: Mapping[str, Any], chosen: Array) -> dict[str, Any]:
+    """The rows of some environments of infos that were merged for all."""
+    return {key: _rows_of(value, chosen) if isinstance(value, dict) else value[chosen] for key, value in info.items()}
 
 
 def _checked_mask(mask: object, num_envs: int) -> Array:

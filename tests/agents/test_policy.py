@@ -342,3 +342,38 @@ def test_parameters_that_vary_in_number_are_refused() -> None:
 
     with pytest.raises(AgentError, match=r"get_parameters\(\) changed: missing none, new \['1'\]"):
         actor_of(Growing())
+
+
+class ArrayAgent(torch.nn.Module):
+    """Written as for a learner with NumPy: from arrays and to arrays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(4, 2)
+
+    def act(self, obs: Any) -> dict[str, Any]:
+        logits = self.net(torch.as_tensor(obs, dtype=torch.float32, device="cpu"))
+        action = torch.distributions.Categorical(logits=logits).sample().cpu().numpy()
+        assert isinstance(action, np.ndarray)
+        return {"action": action, "logits": logits.detach().cpu().numpy(), "value": logits.sum(-1)}
+
+    def get_parameters(self) -> dict[str, Any]:
+        return dict(self.named_parameters())
+
+
+def test_act_that_ends_in_numpy_is_replayed_with_equal_results() -> None:
+    agent = ArrayAgent()
+    fast, eager = Policy(agent, "auto"), Policy(agent, "eager")
+    example = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    fast.accelerate(example, None, None)
+    assert fast.note == "fast"
+    for seed in range(3):
+        obs = np.random.default_rng(seed).normal(size=(3, 4)).astype(np.float32)
+        results = []
+        for policy in (fast, eager):
+            torch.manual_seed(seed)
+            results.append({key: np.array(value) for key, value in policy(obs, None, None, None).items()})
+        assert results[0].keys() == results[1].keys()
+        for key, value in results[0].items():
+            assert value.dtype == results[1][key].dtype
+            np.testing.assert_allclose(value, results[1][key], rtol=1e-5)

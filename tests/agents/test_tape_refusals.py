@@ -54,6 +54,25 @@ class Stateful(nn.Module):
     def goes_through_dlpack(self, obs: Tensor) -> Tensor:
         return torch.from_dlpack(np.from_dlpack(obs + 1) * 2)
 
+    def branches_on_an_array(self, obs: Tensor) -> Tensor:
+        return obs + 1 if (obs + 1).numpy()[0, 0] > 0 else obs - 1
+
+    def converts_an_array(self, obs: Tensor) -> object:
+        return (obs + 1).numpy().astype(np.float64)
+
+    def computes_with_an_array(self, obs: Tensor) -> object:
+        return 2 * (obs + 1).numpy()
+
+    def compares_an_array_and_catches(self, obs: Tensor) -> object:
+        try:
+            return obs + 1 if (obs + 1).numpy().mean() > 0 else obs
+        except Exception:
+            return obs
+
+    def keeps_an_array(self, obs: Tensor) -> Tensor:
+        self.table = (obs[0] + 1).numpy()
+        return obs + 1
+
     def selects(self, obs: Tensor) -> Tensor:
         return obs[obs > 0].sum()
 

@@ -25,6 +25,7 @@ VALID: list[tuple[m.FromWorker, Sequence[State], Sequence[int], Sequence[int]]] 
     (m.Idle(), [A], [0], [0]),
     (m.Chunk(1, 0, b""), [A], [1, 2], [1, 2, 3, 20]),
     (m.Part(1, 1, -1, 0, []), [A], [], [1, 2, 3, 20]),
+    (m.StepInfos(), [A], [1], []),
     (m.RequestSend(1, 1), [A], [], [0]),
     (m.WeightRequest(1), [A], [], [0]),
     (m.Progress([0] * 9), [S, C, A], [], [0]),

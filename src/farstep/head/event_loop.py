@@ -38,6 +38,11 @@ class EventLoop:
         self._thread: threading.Thread | None = None
         self.running = True
 
+    @property
+    def input_fd(self) -> int:
+        """The inner set: it can be read while one of the registered descriptors can."""
+        return self._inner.fileno()
+
     def register(self, fd: int, reader: Callable[[], None]) -> None:
         """Call `reader` whenever `fd` can be read; a negative `fd` is ignored."""
         if fd >= 0:

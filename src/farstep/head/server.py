@@ -108,7 +108,7 @@ class Server:
                 modules = [*preloaded(), *program.source.modules()]
                 launcher = launcher_for(config, workers, envs, modules, events.emit)
             opened.callback(launcher.close)
-            self.shares_memory, self._driven = launcher.shares_memory, launcher.driven
+            self.shares_memory, self.is_driven = launcher.shares_memory, launcher.driven
             self.supervisor = Supervisor(
                 launcher, self.records, config.timeouts, restart_budget, self._event_loop, self, events.emit
             )
@@ -135,7 +135,7 @@ class Server:
         self.handshake.begin()
         with self.locked(), warn_while_slow(self._slow_start, self.events.emit):
             self.supervisor.start()
-        if not self._driven:
+        if not self.is_driven:
             with typed_shortage("the head's thread could not be started"):
                 self._event_loop.start_thread(self._pump_alone, self._tick_s)
 
@@ -258,6 +258,11 @@ class Server:
                 ):
                     warning.warn(f" for {self.supervisor.whereabouts()}", now)
                 self._pump(min(left, self._tick_s))
+
+    @property
+    def input_fd(self) -> int:
+        """A descriptor that can be read while input waits that no thread has handled yet."""
+        return self._event_loop.input_fd
 
     def watch(self, fd: int, reader: Callable[[], None]) -> None:
         """Call `reader` whenever the descriptor can be read, in the thread that runs the event loop."""
@@ -417,7 +422,7 @@ class Server:
 
     def _failed(self, record: WorkerRecord, failure: m.Failure) -> None:
         error = record.failed(failure)
-        if failure.request is not None or failure.agent is not None:
+        if failure.request is not None or failure.agent is not None or failure.step:
             record.owes_reply = False
             self._client.on_error(record, failure, error)
             return

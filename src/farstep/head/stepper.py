@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from farstep.config.launch import LaunchConfig
-from farstep.core import Array, BytesLike, Received
+from farstep.core import Array, Received
 from farstep.errors import WireError, WorkerError
 from farstep.head.chunks.incoming_chunks import IncomingChunk, decode_ends
 from farstep.head.chunks.rollouts import Rollouts, base_rows
 from farstep.head.events import EventLog
+from farstep.head.lock_step import Info, LockStep, checked_infos
 from farstep.head.members.broadcast import Broadcast
 from farstep.head.members.worker_records import ResetRequest, WorkerRecord
 from farstep.head.server import Server
@@ -21,12 +22,13 @@ from farstep.schema import ArraySpec, Schema, space_schema
 from farstep.wire import messages as m
 from farstep.wire.codec import unpack
 
-Info = tuple[int, Mapping[str, Any] | None, Mapping[str, Any]]
-"""Slot, final info of an episode that ended (otherwise None), and info of the step or reset."""
-
 
 class Stepper:
     """Sends actions to all workers and receives one row. It is the client of a `Server`.
+
+    Local workers step without messages (see `lock_step.py`). Resets, calls and the first step after a change of the
+    layout are messages with answers. Each of them leaves no unread message behind, so that steps and messages keep
+    their order although they take different ways; after one that was interrupted, the next step is a message, too.
 
     A worker that dies is not restarted: the next call raises. After an exception in an environment, the workers keep
     running, and the caller can continue with `reset`.
@@ -35,11 +37,21 @@ class Stepper:
     def __init__(self, config: LaunchConfig, program: Program, envs_per_node: int, events: EventLog) -> None:
         self.server = Server(config, program, envs_per_node, 0, 0, self, events)
         self.times = WorkerTimes(len(self.server.records))
+        self._counted = [(0, 0)] * len(self.server.records)
+        """For each worker, the nanoseconds on the board of steps that `times` includes: environments and waiting."""
         self._steps = 0
         self._reset: ResetRequest | None = None
         self._error: WorkerError | None = None
         self._broadcast = Broadcast(self.server, without_lost=False)
         self._rollouts: Rollouts | None = None
+        self.row: dict[str, Array] = {}
+        """Row 0 of each block: the step, or the observations of a reset."""
+        self.next_obs: dict[str, Array] = {}
+        """Row 1 of each block of observations: those after the step."""
+        self.lock_step: LockStep | None = None
+        """Set if workers are processes that share memory with the head."""
+        self._in_order = False
+        """Whether workers have answered all messages, so that a step may be requested without one."""
 
     def start(self) -> tuple[Any, Any]:
         """Start the workers and return the observation and action space of one environment."""
@@ -48,12 +60,17 @@ class Stepper:
         _, actions = space_schema(action_space, "action")
         self._rollouts = Rollouts(self.server.records, obs, self._obs_schema)
         self._set_layout(actions)
+        if self.server.shares_memory and not self.server.is_driven:
+            self.lock_step = LockStep(self.server, self._raise_error)
+            self.lock_step.announce()
         return observation_space, action_space
 
     def close(self) -> None:
         try:
             self.server.close()
         finally:
+            if self.lock_step is not None:
+                self.lock_step.close()
             if self._rollouts is not None:
                 self._rollouts.close()
 
@@ -68,26 +85,71 @@ class Stepper:
         rollouts = self._rollouts
         assert rollouts is not None
         self._action_schema = actions
+        self._in_order = False
         if message := rollouts.fit(1, 1, {**base_rows(self._obs_schema, "<f8"), **actions}, {}):
             assert rollouts.memory is not None
+            self.row = {name: block[0, 0] for name, block in rollouts.blocks.items()}
+            self.next_obs = {name: rollouts.blocks[name][0, 1] for name in self._obs_schema}
             with self.server.locked():
                 self.server.outbox.announce(message, fds=[rollouts.memory.fd])
 
-    def step(self, actions: Mapping[str, Array]) -> list[Info]:
-        """Step every environment."""
-        schema = {name: ArraySpec.of(array) for name, array in actions.items()}
-        if schema != self._action_schema:  # environments get actions in the caller's dtype
-            self._set_layout(schema)
+    def begin_step(self, actions: Mapping[str, Array]) -> None:
+        """Request a step of every environment."""
+        self._discard()
         for name, array in actions.items():
-            self.blocks[name][0, 0] = array
-        return self._roll(1, None)
+            if array.dtype != self.row[name].dtype:  # environments get actions in the caller's dtype
+                self._set_layout({name: ArraySpec.of(array) for name, array in actions.items()})
+                break
+        for name, array in actions.items():
+            self.row[name][...] = array
+        if self.lock_step is not None and self._in_order:
+            self._error = None
+            self.lock_step.begin()
+        else:
+            self._issue(1, None)
 
-    def reset(self, request: ResetRequest) -> list[Info]:
-        return self._roll(0, request)
+    def finish_step(self) -> Sequence[Info]:
+        """Wait for the step and return the infos."""
+        if self.lock_step is not None and not self.server.tickets.is_open:
+            return self.lock_step.finish()
+        return self._collect()
 
-    def _roll(self, steps: int, reset: ResetRequest | None) -> list[Info]:
-        """Issue one ticket to every worker and wait for all chunks."""
+    def reset(self, request: ResetRequest) -> Sequence[Info]:
+        self._discard()
+        self._issue(0, request)
+        return self._collect()
+
+    def send(self, chosen: Array) -> None:
+        """Request a step of some environments. Their actions are in the blocks."""
+        assert self.lock_step is not None
+        if not self.lock_step.num_in_flight:
+            self._error = None
+        if not self._in_order:
+            self._broadcast.call("describe", ())  # its answers follow those to all earlier messages
+            self._in_order = True
+        self.lock_step.send(chosen)
+
+    def current_times(self) -> WorkerTimes:
+        """How workers have spent their time until now."""
+        if self.lock_step is not None:
+            board = self.lock_step.board
+            for worker, (env_ns, wait_ns) in enumerate(zip(board.env_ns, board.wait_ns, strict=True)):
+                old_env_ns, old_wait_ns = self._counted[worker]
+                seconds = max(0, env_ns - old_env_ns) / 1e9, max(0, wait_ns - old_wait_ns) / 1e9
+                self.times.add(worker, m.Times(env=seconds[0], tickets=seconds[1]))
+                self._counted[worker] = (env_ns, wait_ns)
+        return self.times
+
+    def _discard(self) -> None:
+        """Wait until no step is unfinished, and discard results that were not read."""
+        if self.lock_step is not None and not self.lock_step.is_clean:
+            self.lock_step.settle()
+            self.lock_step.discard()
+
+    def _issue(self, steps: int, reset: ResetRequest | None) -> None:
+        """Issue one ticket to every worker."""
         server = self.server
+        self._in_order = False
         with server.locked():
             server.raise_failure()
             if server.tickets.is_open:  # left open by a call that was interrupted
@@ -95,17 +157,26 @@ class Stepper:
             self._steps, self._reset, self._error = steps, reset, None
             server.tickets.open(None, None, 1)
             server.grant()
+
+    def _collect(self) -> Sequence[Info]:
+        """Wait for the chunks of all workers."""
+        server = self.server
+        with server.locked():
             try:
                 accepted = server.wait(self._arrived)
             finally:
                 if server.tickets.is_open:
                     server.cancel()
+        self._in_order = True
         return [info for a in accepted for info in a.info]
 
     def _arrived(self) -> list[AcceptedChunk] | None:
+        self._raise_error()
+        return self.server.tickets.take(0)
+
+    def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
-        return self.server.tickets.take(0)
 
     def call(self, name: str, *arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Call a function on every worker. Return the values in the order of slots.
@@ -114,7 +185,12 @@ class Stepper:
             name: The function.
             arguments: One tuple of arguments for all workers, or one tuple per worker.
         """
-        return tuple(value for answer in self._broadcast.call(name, *arguments) for value in answer or ())
+        if self.lock_step is not None:
+            self.lock_step.settle()
+        in_order, self._in_order = self._in_order, False
+        answers = self._broadcast.call(name, *arguments)
+        self._in_order = in_order
+        return tuple(value for answer in answers for value in answer or ())
 
     # ---- callbacks of the server (see `client.Client`) ----
 
@@ -137,13 +213,15 @@ class Stepper:
                     self._take(record, message, received)
             case m.Reply():
                 self._broadcast.replied(record, message, received)
+            case m.StepInfos() if self.lock_step is not None:
+                self.lock_step.take_infos(record, unpack(received.frames[1]))
             case _:
                 raise WireError(f"{type(message).__name__} from a worker of make_vec, which has no agent.")
 
     def _take(self, record: WorkerRecord, chunk: m.Chunk, received: Received) -> None:
         self.times.add(record.worker, chunk.times)
         ends, *frames = received.frames[1:]
-        infos = _infos(frames.pop(), record) if chunk.infos and frames else []
+        infos = checked_infos(unpack(frames.pop()), record) if chunk.infos and frames else []
         if self.server.shares_memory and (frames or chunk.keys):
             raise WireError("a chunk with arrays from a worker with shared memory.")
         if not self.server.shares_memory:
@@ -160,12 +238,14 @@ class Stepper:
     def on_lost(self, record: WorkerRecord) -> None:
         """Fail the run, even if the node caused the loss: the caller would not notice that a replacement starts new
         episodes."""
+        if self.lock_step is not None:
+            self.lock_step.wake()
         ended = record.handle.poll() if record.handle is not None else None
         if ended is not None and ended.blameless and self._rollouts is not None:
             self.server.fail(record.died(ended))
 
     def on_error(self, record: WorkerRecord, failure: m.Failure, error: WorkerError) -> None:
-        if failure.ticket is not None:
+        if failure.ticket is not None or failure.step:
             text, where = str(error).splitlines()[0], error.where
             self.server.events.emit(  # not logged, since the call raises it
                 "warned", text, worker=where.worker, node=where.host, traceback=error.evidence, logged=False
@@ -173,17 +253,3 @@ class Stepper:
             self._error = self._error or error
         else:
             self._broadcast.failed(record, failure, error)
-
-
-def _infos(frame: BytesLike, record: WorkerRecord) -> list[Info]:
-    infos = unpack(frame)
-    if not isinstance(infos, list):
-        raise WireError(f"infos of type {type(infos).__name__}; expected a list.")
-    found: list[Info] = []
-    for entry in infos:
-        match entry:
-            case (int(i), dict() | None as final, dict(info)) if 0 <= i < record.num_envs:
-                found.append((record.first + i, final, info))
-            case _:
-                raise WireError(f"an info that is not (environment below {record.num_envs}, final info, info).")
-    return found

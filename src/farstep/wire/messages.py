@@ -31,6 +31,11 @@ A worker that shares no memory with the head sends and receives more:
     RequestSend ─────────────────►                            if workers send in turn (`TransferTrigger.max_senders`)
                     ◄────────────── GrantSend
 
+With shared memory, `make_vec` steps without messages once the workers have their doorbells:
+
+                    ◄────────────── SetDoorbells              where to find the board of steps (`rollout/step_board.py`)
+    StepInfos ───────────────────►                            infos that do not fit in the board
+
 Decoding checks all types; an invalid message raises `WireError`.
 """
 
@@ -226,6 +231,13 @@ class Failure(msgspec.Struct, tag="failure"):
     """The `Call` that raised; the worker continues as before."""
     agent: int | None = None
     """The agent that the worker cannot use; the worker waits for another agent."""
+    step: bool = False
+    """Whether a step that a doorbell requested raised; the worker waits for the next one."""
+
+
+class StepInfos(msgspec.Struct, tag="step-infos"):
+    """Worker to head, before it rings the doorbell: infos of a step. The next frame has them, encoded by
+    `codec.pack`."""
 
 
 class RequestSend(msgspec.Struct, tag="request-send"):
@@ -332,6 +344,21 @@ class SetLayout(msgspec.Struct, tag="set-layout"):
     """Arrays with one row per step."""
     chunks: Schema
     """Arrays with one entry per chunk."""
+
+
+class SetDoorbells(msgspec.Struct, tag="set-doorbells"):
+    """Head to worker, once, after the first `SetLayout` of `make_vec` with shared memory.
+
+    The message carries four descriptors: the board's memory, the worker's doorbell, the head's doorbell, and the
+    pipe that tells which worker finishes last (`rollout/step_board.py`).
+    """
+
+    worker: Count
+    workers: Count
+    slots: Count
+    """Number of environments of all workers."""
+    spins: bool = False
+    """Whether the worker polls the board for some microseconds before it sleeps."""
 
 
 class Reset(msgspec.Struct):
@@ -464,7 +491,20 @@ class Stop(msgspec.Struct, tag="stop"):
     """Head to worker, at the end of a run or before its node leaves: close the environments and exit."""
 
 
-FromWorker = Hello | Ready | AgentReady | Part | Chunk | Reply | Idle | Failure | RequestSend | WeightRequest | Progress
+FromWorker = (
+    Hello
+    | Ready
+    | AgentReady
+    | Part
+    | Chunk
+    | Reply
+    | Idle
+    | Failure
+    | StepInfos
+    | RequestSend
+    | WeightRequest
+    | Progress
+)
 FromHead = (
     Welcome
     | Refuse
@@ -472,6 +512,7 @@ FromHead = (
     | SendAgent
     | Parameters
     | SetLayout
+    | SetDoorbells
     | Ticket
     | Cancel
     | ReturnTickets

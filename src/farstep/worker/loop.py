@@ -17,6 +17,7 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -44,6 +45,7 @@ from farstep.worker.hosting.staggered import Staggered, StaggeredEnvs, Staggered
 from farstep.worker.hosting.strict import StrictEnvs
 from farstep.worker.hosting.vector import HostedVector
 from farstep.worker.inbox import Inbox, TicketCancelled
+from farstep.worker.lock_step import LockStep
 from farstep.worker.rolling import AnyHost, Roller, Rollout
 from farstep.worker.saving import Saving, seed_generators
 from farstep.worker.weights.probing import Probing
@@ -83,6 +85,8 @@ class Worker:
         self._base: tuple[str, bytearray] = ("", bytearray())
         """The base that the head sent last: content hash and bytes."""
         self._sync = WeightSync(words)
+        self._lock_step: LockStep | None = None
+        """Set if `make_vec` steps the environments without messages."""
         self._agent_id = -1
         self._timer = WorkerTimer()
         self._index = 0
@@ -101,6 +105,8 @@ class Worker:
         self._owns_process = True
         self.hello()
         while self._running:
+            if self._lock_step is not None and not self._tickets:
+                self._lock_step.serve(self._roller.first_lane())
             received = self._inbox.receive(0.0 if self._tickets else None)  # messages first, then tickets
             if received is not None:
                 self.handle(received)
@@ -199,6 +205,8 @@ class Worker:
                 pass  # its chunk is complete
             case m.SetLayout():
                 self._roller.set_layout(message, received.fds)
+            case m.SetDoorbells():
+                self._set_doorbells(message, received.fds)
             case m.SendBase():
                 self._base = (message.content_hash, bytearray(received.frames[1]))
             case m.SendAgent():
@@ -251,6 +259,12 @@ class Worker:
             __import__(module)
         self._seed_globals(self._program.seed, message.first_slot)
         self._words[PHASE] = Phase.IDLE
+
+    def _set_doorbells(self, message: m.SetDoorbells, fds: Sequence[int]) -> None:
+        assert isinstance(self._host, StrictEnvs)
+        fail = partial(self._report, step=True)
+        around = (self._host, self._words, self._timer, self._send, fail, self._user_errors)
+        self._lock_step = LockStep(message, fds, self._link.fileno(), *around)
 
     def _seed_globals(self, root: int, slot: int) -> None:
         if self._owns_process:  # inside the head's process, the global generators belong to the user
@@ -412,6 +426,7 @@ class Worker:
         again: bool = False,
         request: int | None = None,
         agent: int | None = None,
+        step: bool = False,
     ) -> None:
         phase = Phase(self._words[PHASE])
         text = printable("".join(traceback.format_exception(error)))
@@ -426,6 +441,7 @@ class Worker:
                 again=again,
                 request=request,
                 agent=agent,
+                step=step,
                 **self._where(phase),
             )
         )

@@ -80,6 +80,10 @@ class Roller:
             self._columns = (0, count)
         self._layout, self._shared = layout, bool(fds)
 
+    def first_lane(self) -> Rows:
+        """This worker's columns of the first lane."""
+        return Rows(self._layout, self._blocks, 0, *self._columns)
+
     def roll(self, ticket: m.Ticket, frames: Sequence[Any], actor: Actor | None, index: int, passed: int) -> Rollout:
         """Roll the chunk of a ticket.
 

@@ -49,6 +49,12 @@ class WorkerTimer:
         self._ns[part] += now - self._last
         self._last = now
 
+    def lap_into(self, counters: memoryview, index: int) -> None:
+        """Add the time since the last reading to a counter of nanoseconds in shared memory."""
+        now = self._clock()
+        counters[index] += now - self._last
+        self._last = now
+
     def skip(self) -> None:
         """Ignore the time since the last reading, in which the worker loaded an agent."""
         self._last = self._clock()

@@ -21,12 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from farstep.agents.tape.errors import Untraceable
 from farstep.agents.tape.nested import aliases_of, arrays_of, leaves_of, outline_of, tensors_of
 from farstep.agents.tape.op import Op, same_bytes, storage_of
-from farstep.schema import flat
+from farstep.agents.tape.unread_array import UnreadArray, tensor_of
+from farstep.schema import flat, map_leaves
 
 _MAKES_FROM_SHAPE = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
 _REPLACES_MEMORY = {"set_", "resize_", "resize_as_", "_resize_output_"}
 _LEAVES_UNSEEN = {
-    "numpy", "tolist", "__array__", "__dlpack__", "untyped_storage", "storage", "__deepcopy__",
+    "tolist", "__array__", "__dlpack__", "untyped_storage", "storage", "__deepcopy__",
     "__reduce_ex__",
 }  # fmt: skip
 _VALIDATES = {"distribution.py", "geometric.py", "continuous_bernoulli.py", "uniform.py"}
@@ -50,7 +51,7 @@ class Tape:
         python_random, numpy_random = random.getstate(), str(np.random.get_state())
         self._refusal: Untraceable | None = None
         with _Escapes(self), _Recorder(self):
-            self.result = function(*inputs)
+            self.result = map_leaves(tensor_of, function(*inputs))
         if self._refusal is not None:  # `act` caught the exception
             raise self._refusal
         if random.getstate() != python_random or str(np.random.get_state()) != numpy_random:
@@ -225,7 +226,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Escapes(TorchFunctionMode):
-    """Refuses calls that read a tensor's values without an ATen operation."""
+    """Refuses calls that read a tensor's values without an ATen operation. `numpy` is allowed for arrays that `act`
+    only returns."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -233,11 +235,18 @@ class _Escapes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
+        if name == "numpy" and self.tape.varies(args[0]):
+            func(*args, **(kwargs or {}))  # raises if the eager call would
+            with torch._C.DisableTorchFunction():
+                return UnreadArray(aliases_of(args[0]), self._refuse_read)
         if name in _LEAVES_UNSEEN and isinstance(args[0], Tensor) and self.tape.varies(args[0]):
             self.tape.refuse(f"act reads a tensor outside torch with {name} ({_caller()})")
         if name == "__set__":
             self.tape.refuse(f"act assigns to a tensor's attribute ({_caller()})")
         return func(*args, **(kwargs or {}))
+
+    def _refuse_read(self, name: str) -> NoReturn:
+        self.tape.refuse(f"act reads an array that it made with numpy(): {name} ({_caller()})")
 
 
 def _user_frame() -> Any:

@@ -22,6 +22,8 @@ class Rule:
     states: tuple[State, ...] = (State.ALIVE, State.RELEASED)
     only_remote: bool = False
     """Whether only workers without shared memory send it."""
+    only_shared: bool = False
+    """Whether only workers with shared memory send it."""
     heartbeat: bool = False
     """Whether it is sent over the heartbeat connection, which carries no other messages."""
     frames: tuple[int, int | None] = (0, 0)
@@ -40,6 +42,7 @@ RULES: Mapping[type, Rule] = {
     m.Idle: Rule(),
     m.Chunk: Rule(frames=(1, None), shared_frames=(1, 2)),  # episode ends, and infos if the ticket requests them
     m.Part: Rule(only_remote=True, frames=(1, None)),
+    m.StepInfos: Rule(only_shared=True, frames=(1, 1)),
     m.RequestSend: Rule(only_remote=True),
     m.WeightRequest: Rule(only_remote=True),
     m.Progress: Rule(RUNNING, only_remote=True, heartbeat=True),
@@ -60,6 +63,8 @@ def check_message(message: m.FromWorker, received: Received, state: State, share
         raise WireError(f"{kind} from a worker that is {state.value}.")
     if rule.only_remote and shares_memory:
         raise WireError(f"{kind} from a worker with shared memory.")
+    if rule.only_shared and not shares_memory:
+        raise WireError(f"{kind} from a worker without shared memory.")
     if rule.heartbeat is not received.heartbeat:
         raise WireError(f"{kind} {'outside of' if rule.heartbeat else 'on'} the heartbeat connection.")
     fewest, most = (shares_memory and rule.shared_frames) or rule.frames

@@ -26,6 +26,8 @@ class SingleEnvs:
         self.spaces = self.envs[0].observation_space, self.envs[0].action_space
         self._obs, self._obs_schema = space_schema(self.spaces[0], "obs")
         self._action, _ = space_schema(self.spaces[1], "action")
+        self._shape = self._obs_schema[self._obs].shape if isinstance(self._obs, str) else None
+        """Shape of an observation that is a single array; otherwise None."""
         self._checked = [False] * count
         """Whether the dtypes of a slot's first observation were checked."""
 
@@ -56,6 +58,8 @@ class SingleEnvs:
 
     def check_obs(self, obs: Any) -> None:
         """Raise `SpaceError` if an observation does not have the shape of its space. NumPy would broadcast silently."""
+        if self._shape is not None and getattr(obs, "shape", None) == self._shape:
+            return  # the usual case
         for name, leaf in leaves(self._obs, obs):
             if np.shape(leaf) != self._obs_schema[name].shape:
                 raise SpaceError(

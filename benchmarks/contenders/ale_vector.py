@@ -1,0 +1,68 @@
+"""ale-py's AtariVectorEnv: emulators on C++ threads with the policy in this process, or on farstep's workers."""
+
+import _setup  # noqa: F401
+
+# isort: split
+import torch
+from _farstep import collecting
+from ale_py.vector_env import AtariVectorEnv
+from gymnasium.vector import AutoresetMode
+from workload import NUM_PROCESSES, PIXEL_ENVS, Rollout, Workload, make_policy, measure, parse_arguments, report
+
+import farstep
+
+SETTINGS = {
+    "game": "pong",
+    "repeat_action_probability": 0.25,
+    "use_fire_reset": False,
+    "reward_clipping": False,
+    "autoreset_mode": AutoresetMode.SAME_STEP,
+}
+"""As ``workload.make_env`` has them."""
+
+
+def main() -> None:
+    workload = parse_arguments(modes=("native", "farstep"))
+    if workload.env not in PIXEL_ENVS:
+        raise SystemExit(f"ale_vector.py: AtariVectorEnv has no {workload.env}")
+    (collect_native if workload.mode == "native" else collect_farstep)(workload)
+
+
+def collect_native(workload: Workload) -> None:
+    policy = make_policy(workload)
+    rollout = Rollout.empty(workload)
+    envs = AtariVectorEnv(num_envs=workload.num_envs, num_threads=NUM_PROCESSES, **SETTINGS)
+    obs, _ = envs.reset(seed=1)
+
+    def collect() -> int:
+        nonlocal obs
+        with torch.inference_mode():
+            for t in range(workload.steps):
+                action = rollout.write_action(t, obs, policy.act(obs))
+                obs, reward, terminated, truncated, _ = envs.step(action)
+                rollout.write_outcome(t, reward, terminated, truncated)
+        return workload.transitions
+
+    measurement = measure(collect, workload.seconds)
+    envs.close()
+    report("ale-vector", workload, measurement, notes="autoreset SAME_STEP", packages=("ale-py",))
+
+
+def collect_farstep(workload: Workload) -> None:
+    policy = make_policy(workload)
+    env_config = {
+        "type": "vector",
+        "env_name": "ale_py.vector_env.AtariVectorEnv",
+        "env_kwargs": {"num_threads": 1, **SETTINGS},
+        "envs_per_node": workload.num_envs,
+        "seed": 1,
+    }
+    config = farstep.LocalConfig(workers_per_node=NUM_PROCESSES)
+    with farstep.ClusterEnv(env_config, config) as env:
+        env.launch()
+        measurement = measure(collecting(env, policy, workload), workload.seconds)
+    report("farstep-ale-vector", workload, measurement, packages=("farstep", "ale-py"))
+
+
+if __name__ == "__main__":
+    main()
