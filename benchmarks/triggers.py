@@ -255,8 +255,13 @@ def latency(args: Args) -> dict[str, dict[str, float]]:
 def summary(document: dict[str, Any]) -> str:
     """The table of latencies, in Markdown."""
     found = document["microseconds"]
-    rows = [[name, f"{cell['median']:.0f}", f"{cell['p95']:.0f}"] for name, cell in found.items()]
+    rows = [[_singular(name), f"{cell['median']:.0f}", f"{cell['p95']:.0f}"] for name, cell in found.items()]
     return table(["", "median, µs", "95th percentile, µs"], rows)
+
+
+def _singular(name: str) -> str:
+    """The name of a case in which "1 triggers" is "1 trigger"."""
+    return name.replace(", 1 triggers", ", 1 trigger")
 
 
 def per_chunk_summary(document: dict[str, Any]) -> str:

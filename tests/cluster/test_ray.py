@@ -307,8 +307,8 @@ def test_without_room_a_sentence_says_so(ray_cluster: RayCluster) -> None:
     with pytest.raises(farstep.LaunchError) as caught, cluster(envs=8, config=config) as env:
         within(env.launch, 60)
     assert "2 node daemons wait for resources of Ray's cluster" in str(caught.value)
-    assert "8 CPU, 1 camera each; the cluster has 8 CPU, 0 camera on 2 nodes" in str(caught.value)
-    assert "no node is large enough" in str(caught.value)
+    assert "each needs 8 CPU and 1 camera; the cluster has 2 machines with 8 CPU and 0 camera" in str(caught.value)
+    assert "no machine is large enough" in str(caught.value)
 
 
 @pytest.mark.timeout(120)

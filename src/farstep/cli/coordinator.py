@@ -50,8 +50,8 @@ class StartOptions:
     lease_s: float = 10.0
     """Seconds of silence after which a run loses its slots and its device; at least 1."""
     turn_s: float = TURN_S
-    """If the slots do not suffice for the minimum of a waiting run, others are paused in turn. Each runs for this
-    number of seconds times its priority."""
+    """If the slots do not suffice for the minimum of a waiting run, others are paused in turn. Each runs for at least
+    this number of seconds times its priority after its admission."""
     name: str = "default"
     """Name of the coordinator, as in the option coordinator= of the runs; or the path of a folder, with a slash."""
 

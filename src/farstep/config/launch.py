@@ -205,8 +205,8 @@ class InProcessConfig(_ThisMachine):
             )
         if self.coordinator is not None:
             raise ConfigError(
-                f"InProcessConfig.coordinator is {self.coordinator!r}, but workers in the caller's thread cannot be "
-                "parked; use LocalConfig."
+                f"InProcessConfig.coordinator is {self.coordinator!r}, but all its workers run in the caller's thread, "
+                "so parking some of them would free no core; use LocalConfig."
             )
 
 

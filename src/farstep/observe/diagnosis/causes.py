@@ -103,7 +103,7 @@ RULES: tuple[Rule, ...] = (
         "replay ratio",
         "limit",
         "In a run of dqn, apex, sac or aride, workers or learner wait for at least 80 % of the time, to keep the ratio "
-        "of updates to steps (limiter/blocked); not a problem",
+        "of updates to steps (limiter/blocked); never a problem",
         "If workers wait, the learner is too slow for the ratio: lower --updates-per-step (aride: --samples-per-step), "
         "or train on a GPU (--device cuda). If the learner waits, add workers, or raise this option to learn more from "
         "each row.",
@@ -137,7 +137,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "replaced worker",
         "time",
-        "A worker was restarted, and the other workers and the learner each wait for at least 30 % of their time",
+        "A worker was restarted, and the other workers and the learner each wait for at least 30 % of their time; "
+        "never a problem",
         'Read why it was lost in env.events(["lost", "stuck"]) or events.jsonl; with num_chunks (stream, --num-chunks) '
         "batches do not wait for a worker that starts.",
         find.replaced_worker,
@@ -172,7 +173,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "slow learner",
         "time",
-        "Workers wait for the learner for at least 80 % of their time, and the learner waits for at most 20 %",
+        "Workers wait for the learner for at least 80 % of their time, and the learner waits for at most 20 %; "
+        "never a problem",
         "Make updates faster (fewer epochs, larger minibatches, more threads, a GPU), or use fewer workers; stream "
         "instead of collect lets both work at the same time.",
         find.slow_learner,
@@ -180,7 +182,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "slow policy",
         "time",
-        "The learner waits for at least 80 % of the time, and workers spend most of theirs in act",
+        "The learner waits for at least 80 % of the time, and workers spend most of theirs in act; a problem only from "
+        "95 % on",
         "Make act faster: check that workers replay a recorded act (env.inference is 'fast'), use a smaller network, "
         "more environments per worker, or a GPU (gpus_per_node).",
         find.slow_policy,
@@ -188,7 +191,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "slow environment",
         "time",
-        "The learner waits for at least 80 % of the time, and workers spend most of theirs in environments",
+        "The learner waits for at least 80 % of the time, and workers spend most of theirs in environments; a problem "
+        "only from 95 % on",
         "Add workers or nodes, or make the environment faster (a vectorized one, fewer or smaller observations).",
         find.slow_environment,
     ),

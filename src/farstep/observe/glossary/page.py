@@ -45,8 +45,10 @@ _OWN = """
 
 Loggers accept any name. Your learner's [`run(env, loop)`](training.md#from-python) passes its metrics to
 `loop.report(Iteration(metrics=...))`, and farstep adds the prefix `train/`. A phase that `run` measures with
-`loop.timer("NAME")` is logged as `time/NAME`, and the terminal shows it like farstep's own phases. Later releases of
-farstep may add names to the prefixes above, so choose a prefix that farstep does not use, such as `train/mine/`.
+`loop.timer("NAME")` is logged as `time/NAME`, and the terminal shows it like farstep's own phases.
+
+Later releases of farstep may add metrics under the prefixes above. To avoid a collision, begin your names with a prefix
+of your own: `Iteration(metrics={"mine/loss": 0.5})` is logged as `train/mine/loss`.
 """
 
 

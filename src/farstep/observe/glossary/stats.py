@@ -50,8 +50,8 @@ STATS_GROUPS = (
             ),
             _head(
                 "rolled",
-                "tickets issued, including those of resets, except those that parked workers returned unused",
-                kind="counter",
+                "tickets issued, including those of resets. It decreases when a worker that is parked returns tickets "
+                "unused",
                 unit="tickets",
             ),
             _head(
@@ -63,8 +63,9 @@ STATS_GROUPS = (
     ),
     Namespace(
         "dropped/",
-        "Chunks and tickets dropped, by cause. A cause is listed once its count is above 0. A workflow also "
-        "counts chunks that were too old, or unread, in its buffer.",
+        "Chunks and tickets dropped, by cause. A cause is listed once its count is above 0. In a workflow, `stale` "
+        "also counts chunks in the buffer that became older than `max_staleness` before their consumer was called, and "
+        "`cancelled` also counts chunks in the buffer that a consumer had not read when the workflow ended.",
         (
             *(metric for name, metric in METRICS.items() if name.startswith("dropped/")),
             _workflow(
@@ -108,19 +109,25 @@ STATS_GROUPS = (
         "until it ends, is parked, or is released between two rollouts ([elasticity](elasticity.md)).",
         (
             _head("slots/held", "slots that are held now", unit="slots"),
-            _head("slots/held_seconds", "time in which slots were held, summed over slots", kind="counter", unit="s"),
+            _head(
+                "slots/held_seconds",
+                "time in which slots were held, summed over slots",
+                kind="counter",
+                unit="seconds",
+            ),
             _workers(
                 "slots/used_seconds",
                 "time in which workers stepped, acted, pulled or sent, summed over workers: `time/workers` without "
                 "`tickets`",
                 kind="counter",
-                unit="s",
+                unit="seconds",
             ),
             _head(
                 "slots/gpu_seconds",
-                "`held_seconds` times the GPUs per worker (`gpus_per_node`); 0 if workers have none",
+                "`held_seconds` times the GPUs per worker, which is `gpus_per_node` divided by the number of workers "
+                "of a node; 0 without GPUs",
                 kind="counter",
-                unit="s",
+                unit="seconds",
             ),
         ),
     ),
@@ -129,8 +136,13 @@ STATS_GROUPS = (
         "Devices that this run's learner took with `device_token` ([devices](sharing.md#devices)); 0 if it took none.",
         (
             _head("devices/uses", "number of times that a device was taken", kind="counter", unit="uses"),
-            _head("devices/held_seconds", "time in which a device was held", kind="counter", unit="s"),
-            _head("devices/waited_seconds", "time in which the learner waited for a device", kind="counter", unit="s"),
+            _head("devices/held_seconds", "time in which a device was held", kind="counter", unit="seconds"),
+            _head(
+                "devices/waited_seconds",
+                "time in which the learner waited for a device",
+                kind="counter",
+                unit="seconds",
+            ),
         ),
     ),
     Namespace(
@@ -180,7 +192,8 @@ STATS_GROUPS = (
     ),
     Namespace(
         "versions/",
-        "Versions of the weights; in a workflow, as of the time when chunks entered the buffer.",
+        "Versions of the weights. The *lag* of a row is the newest version when the row is delivered, minus the "
+        "version that acted. In a workflow, rows count as delivered when their chunk enters the buffer.",
         (
             _head(
                 "versions/current",
@@ -328,7 +341,8 @@ STATS_GROUPS = (
             _workflow("buffer/bytes", "size of the buffer's arrays", unit="bytes"),
             _workflow(
                 "buffer/full_s",
-                "time for which chunks waited to be inserted, because consumers had not read the rows to overwrite",
+                "time for which chunks waited to be inserted, because the buffer was full of rows that at least one "
+                "consumer had not read",
                 kind="counter",
                 unit="seconds",
             ),

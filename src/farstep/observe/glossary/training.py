@@ -195,8 +195,8 @@ NAMESPACES = (
             _learner("train/actor/rho_mean", "mean rho, before clipping", when="impala, aride", healthy="close to 1"),
             _learner(
                 "train/actor/rho_clip_fraction",
-                "rows with a rho above `--rho-bar`. With a `--rho-bar` of 1 this is about one half as soon as "
-                "weights differ at all: look at `train/actor/ess` instead",
+                "rows with a rho above `--rho-bar`. With a `--rho-bar` of 1 this is about one half even if the "
+                "behavior policy and the current policy differ only slightly, so look at `train/actor/ess` instead",
                 unit="fraction",
                 when="impala, aride",
             ),
@@ -208,7 +208,8 @@ NAMESPACES = (
             ),
             _learner(
                 "train/actor/average_version",
-                "mean version of the rows; for fresh rows, 1 below `train/actor/current_version`",
+                "mean version that acted in the rows of this update. The line is logged after the update has published "
+                "the next version, so this is 1 below `train/actor/current_version` if no row is stale",
                 unit="versions",
                 when="async-ppo",
             ),
@@ -299,7 +300,8 @@ NAMESPACES = (
                 "train/critic/q_mean",
                 "mean value of the actions in the sampled rows",
                 when=_Q_VALUES,
-                healthy="at most the largest discounted return; far above it, values are overestimated",
+                healthy="at most the largest discounted return (sac: plus `alpha` times the entropy of future "
+                "actions); far above it, values are overestimated",
             ),
             _learner("train/critic/target_mean", "mean target of these values", when="dqn, apex"),
             _learner("train/critic/td_error", "mean absolute TD error of sampled rows", when="dqn, apex, aride"),
@@ -352,7 +354,9 @@ NAMESPACES = (
     ),
     Namespace(
         "time/",
-        "Phases of the learner since the previous line. Their sum is at most `time/step`, except for `time/evaluate`.",
+        "Time that each phase of the learner took since the previous line. In a line with `time/step`, the sum of the "
+        "phases is at most `time/step`. The lines of the evaluations at the end of a run have no `time/step`. "
+        "*RLinf* in brackets gives the name of the same phase in the framework RLinf.",
         (
             _loop("time/step", "time since the previous line", unit="seconds"),
             _loop(
@@ -408,7 +412,7 @@ NAMESPACES = (
             ),
             _loop(
                 "time/checkpoint",
-                "writing the checkpoint after the previous line",
+                "writing a checkpoint. This happens after a line is logged, so the time is in the next line",
                 unit="seconds",
                 when="after a checkpoint",
             ),

@@ -26,6 +26,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
+from farstep.errors import counted
 from farstep.launch.engines.ray.actor import DaemonActor
 
 _STORE_BYTES = 80 * 2**20
@@ -177,13 +178,13 @@ def _resources(needs: Needs) -> str:
     free = {name: ray.available_resources().get(name, 0.0) for name in needs}
     fits = any(all(node.get(name, 0.0) >= amount for name, amount in needs.items()) for node in nodes)
     return (
-        f"{_amounts(needs)} each; the cluster has {_amounts(total)} on {len(nodes)} node{'s' * (len(nodes) != 1)}, "
-        f"{_amounts(free)} free{'' if fits else '; no node is large enough'}"
+        f"each needs {_amounts(needs)}; the cluster has {counted(len(nodes), 'machine')} with {_amounts(total)} in "
+        f"total, of which {_amounts(free)} are free{'' if fits else '; no machine is large enough for one of them'}"
     )
 
 
 def _amounts(of: Mapping[str, float]) -> str:
-    return ", ".join(f"{amount:g} {name}" for name, amount in of.items())
+    return " and ".join(f"{amount:g} {name}" for name, amount in of.items())
 
 
 def _in_short(error: BaseException) -> str:
