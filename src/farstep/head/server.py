@@ -36,10 +36,11 @@ from farstep.head.members import membership
 from farstep.head.members.membership import State
 from farstep.head.members.message_rules import check_message, is_late
 from farstep.head.members.supervisor import Supervisor
-from farstep.head.members.worker_records import WorkerRecord, expected, split
+from farstep.head.members.worker_records import WorkerRecord, acting_servers, expected, split
 from farstep.head.slow_call_warnings import WaitWarning, warn_while_slow
 from farstep.head.tickets.tickets import Tickets
 from farstep.launch import launcher_for
+from farstep.launch.acting_plan import ActingPlan
 from farstep.launch.daemon.process import import_path
 from farstep.rollout.nested_launch import refuse_nested_launch
 from farstep.rollout.program import Program
@@ -90,6 +91,9 @@ class Server:
         self._release_idle = release_idle
         workers = config.num_workers(envs_per_node)
         self.records = split(config.most_nodes, envs_per_node, workers, root)
+        self._plan = ActingPlan(workers, config.most_nodes, program.serving)
+        self.servers = acting_servers(self._plan.num_servers, workers, self.records[-1].stop)
+        """The records of acting servers; empty if workers act themselves."""
         per_node = workers // config.most_nodes
         self.gpus_per_worker = config.gpus_per_node / per_node
         self.tickets = Tickets(workers, config.fewest_nodes * per_node)
@@ -125,11 +129,12 @@ class Server:
             with warn_while_slow(self._slow_start, events.emit):
                 envs = max(record.num_envs for record in self.records)
                 modules = [*_preloaded(), *program.source.modules()]
-                launcher = launcher_for(config, workers, envs, modules, events.emit)
+                launcher = launcher_for(config, self._plan, envs, modules, events.emit)
             opened.callback(launcher.close)
             self.shares_memory, self._driven = launcher.shares_memory, launcher.driven
+            everyone = [*self.records, *self.servers]
             self.supervisor = Supervisor(
-                launcher, self.records, config.timeouts, restart_budget, self._event_loop, self, events.emit
+                launcher, everyone, config.timeouts, restart_budget, self._event_loop, self, events.emit
             )
             opened.pop_all()
 
@@ -155,7 +160,8 @@ class Server:
     def _all_ready(self) -> bool:
         """Whether a quorum of workers is present and all present workers are ready."""
         present = self.present()
-        return len(present) >= self.tickets.presence.quorum and all(record.ready for record in present)
+        servers = [record for record in self.servers if record.phase != "queued"]
+        return len(present) >= self.tickets.presence.quorum and all(record.ready for record in [*present, *servers])
 
     def scale(self, nodes: int) -> None:
         """Change the number of nodes. All their workers run: none is parked any more."""
@@ -228,6 +234,10 @@ class Server:
             if record.ready and not record.owes_reply:
                 self.supervisor.act_on(membership.Release(record.worker))
 
+    def clients(self) -> list[list[int]]:
+        """For each acting server, the workers that it acts for."""
+        return [self._plan.clients_of(record.worker) for record in self.servers]
+
     def present(self) -> list[WorkerRecord]:
         """All workers that have a node and are not parked."""
         return [record for record in self.records if not self.tickets.presence.is_away(record.worker)]
@@ -279,7 +289,7 @@ class Server:
     def _stop_all(self) -> None:
         self.supervisor.stop()
         self.supervisor.resume_all()
-        for record in self.records:
+        for record in self.supervisor.records:
             if record.link is not None:
                 record.words[CANCEL] = 2**62
                 with contextlib.suppress(OSError):
@@ -374,7 +384,7 @@ class Server:
     def local_pids(self) -> dict[str, int]:
         """The processes of the run on this machine, by name: the head, and workers that it has started itself."""
         with self.locked():
-            workers = {f"worker {record.worker}": record.handle for record in self.records}
+            workers = {f"{record.role} {record.worker}": record.handle for record in self.supervisor.records}
         found = {
             name: handle.pid
             for name, handle in workers.items()
@@ -418,17 +428,24 @@ class Server:
     # ---- callbacks of the supervisor (see `supervisor.Listener`) ----
 
     def expected(self, record: WorkerRecord) -> str:
+        if record.is_server:  # it must answer as long as a worker of its node may need it
+            clients = (self.records[worker] for worker in self._plan.clients_of(record.worker))
+            return "idle" if any(each.handle is not None and each.handle.poll() is None for each in clients) else ""
         return expected(record, self.tickets.oldest_of(record.worker))
 
     def lost(self, record: WorkerRecord) -> None:
+        if record.is_server:
+            return  # its workers notice, and roll their chunks again
         self.tickets.lost(record.worker)
         self._client.on_lost(record)
 
     def absent(self, record: WorkerRecord) -> None:
-        self.tickets.leave(record.worker)
+        if not record.is_server:
+            self.tickets.leave(record.worker)
 
     def draining(self, record: WorkerRecord) -> None:
-        self.tickets.drain(record.worker)
+        if not record.is_server:
+            self.tickets.drain(record.worker)
 
     def retire(self, record: WorkerRecord) -> None:
         self.tickets.presence.retire(record.worker)
@@ -455,7 +472,7 @@ class Server:
     def receive(self, worker: int, received: Received) -> None:
         if self._failure is not None and not self._closed:
             return  # the run has failed: ignore later messages
-        record = self.records[worker]
+        record = self.supervisor.records[worker]
         try:
             self._handle(record, m.decode_from_worker(received.frames), received)
         except WireError as error:
@@ -515,7 +532,8 @@ class Server:
             return 0
         if not isinstance(message, (m.Newest, m.Probe)):
             self.supervisor.act_on(membership.Acquire(record.worker))
-        record.owes_reply = record.owes_reply or isinstance(message, (m.SendAgent, m.Call, m.ReturnTickets))
+        asks = isinstance(message, (m.SendAgent, m.Call, m.ReturnTickets)) and not record.is_server
+        record.owes_reply = record.owes_reply or asks
         encoded = [m.encode(message), *frames]
         try:
             with typed_shortage(f"worker {record.worker} could not be sent a message"):
@@ -536,7 +554,7 @@ class Server:
         self.retract(type(message))
         self._num_announced += 1
         self._announcements.append((self._num_announced, message, frames, fds))
-        for record in self.records:
+        for record in self.supervisor.records:
             if record.ready:
                 self._send_announcements(record)
 
@@ -545,7 +563,12 @@ class Server:
         for number, message, frames, fds in self._announcements:
             if number > record.announced:
                 record.announced = number
-                self.send(record, message, frames, fds)
+                if self.servers and not record.is_server:  # the agent and its weights go to the acting servers only
+                    if isinstance(message, (m.SendBase, m.Parameters, m.Newest)):
+                        continue
+                    frames = [b""] if isinstance(message, m.SendAgent) else frames
+                if not record.is_server or not isinstance(message, m.SetLayout):
+                    self.send(record, message, frames, fds)
 
     def retract(self, *kinds: type) -> None:
         """Stop sending announcements of these types to workers that become ready."""
@@ -557,7 +580,7 @@ class Server:
             different.append("it belongs to another run or incarnation")
         record.host, record.pid = hello.host, hello.pid
         if different:
-            reason = f"worker {record.worker} on {hello.host} does not fit: {'; '.join(different)}."
+            reason = f"{record.role} {record.worker} on {hello.host} does not fit: {'; '.join(different)}."
             self.send(record, m.Refuse(reason))
             self.fail(HandshakeError(f"{reason} Install the same versions on both sides."))
             return
@@ -576,6 +599,13 @@ class Server:
             record.words[PHASE] = phase
 
     def _ready(self, record: WorkerRecord, message: m.Ready) -> None:
+        if record.is_server:
+            record.ready, record.has_been_ready, record.announced = True, True, 0
+            self.supervisor.act_on(membership.Ready(record.worker))
+            self._set_phase(record, Phase.IDLE)
+            self._emit_ready(record)
+            self._send_announcements(record)
+            return
         spaces = (unpack(message.observation_space), unpack(message.action_space))
         if self.spaces is not None and spaces != self.spaces:
             self.fail(
@@ -604,10 +634,10 @@ class Server:
 
     def _emit_ready(self, record: WorkerRecord) -> None:
         if record.incarnation and not self.supervisor.membership.members[record.worker].blameless:
-            text = f"worker {record.worker} was restarted on {record.host} (restart {record.incarnation})"
+            text = f"{record.role} {record.worker} was restarted on {record.host} (restart {record.incarnation})"
             self.events.emit("restarted", text, worker=record.worker, node=record.host)
         else:
-            text = f"worker {record.worker} joined on {record.host}"
+            text = f"{record.role} {record.worker} joined on {record.host}"
             self.events.emit("joined", text, worker=record.worker, node=record.host)
 
     def _failed(self, record: WorkerRecord, failure: m.Failure) -> None:

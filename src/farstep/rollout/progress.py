@@ -16,6 +16,9 @@ from farstep.wire.channels.memory import SharedMemory
 PHASE, COUNT, SLOT, CANCEL, ROLLED = range(5)
 """Indices of words: the `Phase`; a counter that increases with progress; the current slot; the id of the last cancelled
 ticket (the head writes this word); the id of the last ticket whose chunk is being sent."""
+SERVED_ROWS, SERVED_BATCHES, SERVED_WAIT_US = range(5, 8)
+"""Indices of the words of an acting server: how many rows and batches it has acted on, and for how many microseconds
+requests have waited for their batch, summed over requests."""
 EPISODES = 8
 """Index of the first of the words for environments, one each: its episode plus one, or 0 if unknown."""
 BEAT_S = 1.0

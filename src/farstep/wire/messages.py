@@ -46,7 +46,7 @@ from farstep.errors import WireError
 from farstep.schema import Schema
 from farstep.wire.codec import Limits
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Version of the protocol; head and worker must use the same. Increment it with every incompatible change."""
 Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Line = Annotated[str, msgspec.Meta(max_length=1024, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
@@ -129,7 +129,8 @@ class Chunk(msgspec.Struct, tag="chunk"):
 
     ticket: int
     version: int
-    """The version that acted in all rows; -1 if the agent has no parameters, 0 if the head acts."""
+    """The version that acted in all rows, or the oldest of several; -1 if the agent has no parameters, 0 if the head
+    acts."""
     resume: bytes
     """One int64 per slot: the episode with which a replacement of this worker continues."""
     index: int = 0
@@ -361,6 +362,8 @@ class Ticket(msgspec.Struct, tag="ticket"):
     reset: Reset | None = None
     infos: bool = False
     """Whether to send the environments' infos with the chunk."""
+    one_version: bool = False
+    """Whether one version must act in all rows. Only a worker that acts through an acting server can mix versions."""
 
 
 class Cancel(msgspec.Struct, tag="cancel"):

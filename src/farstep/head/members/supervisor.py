@@ -98,7 +98,8 @@ class Supervisor:
         slack_s = 0.0 if launcher.shares_memory else 3 * BEAT_S
         phases = [*(phase.label for phase in Phase if phase is not Phase.QUEUED), "transfer"]
         limits = {phase: getattr(timeouts, f"{phase}_s") + slack_s for phase in phases}
-        self.membership = membership.Membership(len(records), limits, restart_budget)
+        servers = sum(record.is_server for record in records)
+        self.membership = membership.Membership(len(records) - servers, limits, restart_budget, servers)
         self.run = f"{time.time_ns():x}"
         for fd in launcher.filenos():
             event_loop.register(fd, lambda: None)
@@ -145,7 +146,7 @@ class Supervisor:
     def _pending(self, record: WorkerRecord) -> PendingWorker | None:
         """What a worker is doing; None if it has no work or no node."""
         member, phase = self.membership.members[record.worker], record.phase
-        if phase == "queued" or member.state is membership.State.PARKED:
+        if phase == "queued" or member.state is membership.State.PARKED or (record.is_server and phase == "idle"):
             return None
         state = member.state.value
         if member.state is membership.State.ALIVE:
@@ -216,7 +217,7 @@ class Supervisor:
             record.error = WorkerError(
                 f"a worker sent a message that cannot be accepted: {error}", record.where(record.phase)
             )
-            text = f"worker {record.worker} sent a message that cannot be accepted: {error}"
+            text = f"{record.role} {record.worker} sent a message that cannot be accepted: {error}"
             self._read_output(record)
             output = record.handle.output() if record.handle is not None else ""
             self._emit("lost", text, worker=record.worker, node=record.host, traceback=output)
@@ -229,7 +230,7 @@ class Supervisor:
         if new is None:
             self._event_loop.unregister(record.handle.output_fd)
         for line in (new or b"").decode(errors="replace").splitlines():
-            log.info("worker %d: %s", record.worker, line)
+            log.info("%s %d: %s", record.role, record.worker, line)
 
     # ---- supervising ----
 
@@ -341,7 +342,7 @@ class Supervisor:
         record.returning = False
         record.silent_since = math.inf
         try:
-            with typed_shortage(f"worker {record.worker} could not be started"):
+            with typed_shortage(f"{record.role} {record.worker} could not be started"):
                 started = self.launcher.start(record.worker, incarnation, self.run)
         except ResourceError as error:
             self._not_started(record, error)
