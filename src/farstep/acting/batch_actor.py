@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from farstep.acting.mailbox import AGAIN, ANSWER, EPISODES, FIRST_ROW, FLAGS, REQUEST, ROOTS, STARTS, Mailbox
+from farstep.acting.mailbox import ANSWER, EPISODES, IS_FIRST, REQUEST, ROOTS, STARTS, USED, Mailbox
 from farstep.agents.parameters import as_array, leaves_of
 from farstep.core import Array, Nested
 from farstep.rollout.seeds import episode_generator
@@ -32,6 +32,8 @@ class Group:
     """One per slot, if the agent takes `rng`; otherwise empty."""
     arrived: float = 0.0
     """When the server first saw the current request, in seconds; 0: no request."""
+    acted: int = 0
+    """Number of the last request that was acted on."""
     words: memoryview = field(init=False)
     range: slice = field(init=False)
 
@@ -85,7 +87,7 @@ class BatchActor(Actor):
             group.generators = [group.new_generator(i) for i in range(count)]
         return group
 
-    def act_on(self, groups: Sequence[Group]) -> None:
+    def act_on(self, groups: Sequence[Group], requests: Sequence[int]) -> None:
         """Act on the requests of these groups, and write the outputs into their mailboxes."""
         edges = np.cumsum([0, *(group.num_envs for group in groups)]).tolist()
         parts = [slice(first, stop) for first, stop in itertools.pairwise(edges)]
@@ -102,8 +104,8 @@ class BatchActor(Actor):
             self._gather_state(groups)
         self._write_to(rows)
         self.act(0)
-        for group, part in zip(groups, parts, strict=True):
-            arrays = group.mailbox.arrays
+        for group, part, request in zip(groups, parts, requests, strict=True):
+            arrays, group.acted = group.mailbox.arrays, request
             for name in self._output_names:
                 arrays[name][group.range] = rows[name][0, part]
             if self.policy.recurrent:
@@ -120,10 +122,10 @@ class BatchActor(Actor):
     def _gather_state(self, groups: Sequence[Group]) -> None:
         states = []
         for group in groups:
-            if group.words[FLAGS] & AGAIN:
+            if group.acted != group.words[USED]:  # the worker has not used the last answer
                 group.state = group.previous
             group.previous = group.state
-            if group.words[FLAGS] & FIRST_ROW:
+            if group.words[IS_FIRST]:
                 for name, leaf in leaves_of(group.state, "state"):
                     group.mailbox.arrays[name][group.range] = as_array(leaf)
             states.append(group.state)
@@ -146,6 +148,7 @@ class BatchActor(Actor):
         """Restore what `save_groups` returned."""
         generators = iter(saved["generators"])
         for group in groups:
+            group.acted = group.words[USED]
             if self.policy.recurrent and saved["state"]:
                 group.state = group.previous = _filled(group.state, [array[group.range] for array in saved["state"]])
             for generator in group.generators:

@@ -12,14 +12,12 @@ import numpy as np
 
 from farstep.acting import messages as am
 from farstep.acting.mailbox import (
-    AGAIN,
     ANSWER,
     COUNTS_AS,
     EPISODES,
     FAILED,
-    FIRST_ROW,
-    FLAGS,
     HELD,
+    IS_FIRST,
     MIN_VERSION,
     PULLED_BYTES,
     PULLS,
@@ -27,6 +25,7 @@ from farstep.acting.mailbox import (
     ROOTS,
     STARTS,
     TICKET,
+    USED,
     VERSION,
     Mailbox,
     MailboxLayout,
@@ -36,7 +35,7 @@ from farstep.core import Array, Received
 from farstep.errors import WireError
 from farstep.rollout.rows import Rows, Slots
 from farstep.schema import Schema, Structure, leaf_names
-from farstep.wire.channels.doorbell import Doorbell
+from farstep.wire.channels.doorbell import Doorbell, Fence
 from farstep.wire.channels.local import LocalLink, is_own_process
 from farstep.wire.channels.memory import SharedMemory
 from farstep.wire.codec import pack, unpack
@@ -94,11 +93,9 @@ class ServedActor:
         self.version = self.passed = -1
         """The oldest version that acted in the current chunk, and the oldest that its rows count as."""
         self._requested = [0] * len(groups)
-        self._unused = [False] * len(groups)
-        """Whether the last request of each group was given up before its answer was used."""
         self._waited_ns = self._waits = 0
         self._reported_pulls = self._reported_bytes = 0
-        self._note = ""
+        self._fence = Fence()
 
     @property
     def groups(self) -> list[slice]:
@@ -189,8 +186,6 @@ class ServedActor:
         self._outputs = leaf_names(self.structure)
         self._state_names = list(reply.state)
         self.has_priorities = reply.has_priorities
-        self._note = reply.note
-        self._unused = [False] * len(self._num_groups)
         self._requested = [0] * len(self._num_groups)
         self._reported_pulls, self._reported_bytes = self._mailbox.words[PULLS], 0
 
@@ -243,9 +238,9 @@ class ServedActor:
             arrays[ROOTS][part] = self._slots.roots[part]
             arrays[EPISODES][part] = self._slots.episodes[part]
         words[TICKET], words[MIN_VERSION] = self._ticket, self._min_version
-        words[FLAGS] = (FIRST_ROW if self._is_first[group] else 0) | (AGAIN if self._unused[group] else 0)
-        self._unused[group] = True
+        words[IS_FIRST] = self._is_first[group]
         self._requested[group] += 1
+        self._fence()
         words[REQUEST] = self._requested[group]
         self._server.ring()
 
@@ -268,9 +263,10 @@ class ServedActor:
             self._wait(words, group, idle or self.idle)
             self._waited_ns += time.perf_counter_ns() - began
         self._waits += 1
+        self._fence()
         if words[FAILED]:
             self._raise_failure()
-        self._unused[group] = False
+        words[USED] = self._requested[group]
         arrays = mailbox.arrays
         for name in self._outputs:
             rows[name][t, part] = arrays[name][part]

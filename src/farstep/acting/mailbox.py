@@ -20,12 +20,14 @@ HELD, PULLS, PULLED_BYTES = range(3)
 """Words of the whole mailbox: the ticket whose rows must all have one version (0: none), written by the worker; the
 number of weight pulls of this server, and the bytes that this worker reports for them, written by the server."""
 _HEAD_WORDS = 8
-REQUEST, ANSWER, TICKET, MIN_VERSION, FLAGS, VERSION, COUNTS_AS, FAILED = range(8)
-"""Words of a group. The worker writes the first and the third to fifth; the server writes the others."""
-FIRST_ROW, AGAIN = 1, 2
-"""Flags of a request: it is the first of its chunk, so the recurrent state is to be recorded; the last answer was not
-used, so the recurrent state from before it applies."""
-_GROUP_WORDS = 8
+REQUEST, TICKET, MIN_VERSION, IS_FIRST, USED = range(5)
+"""Words of a group that the worker writes: number of the current request; its ticket; the oldest version that may act;
+whether it is the first of its chunk, so that the recurrent state is to be recorded; the last request whose answer the
+worker has used. If the server has acted since then, its answer was given up with a cancelled chunk."""
+ANSWER, VERSION, COUNTS_AS, FAILED = range(8, 12)
+"""Words of a group that the server writes: number of the last request that was answered; the version that acted, and
+the version that it counts as; whether `act` raised."""
+_GROUP_WORDS = 16
 STARTS, ROOTS, EPISODES = "#starts", "#roots", "#episodes"
 """Arrays beside observations, outputs and recurrent state; no agent can return these names."""
 _ALIGN = 64

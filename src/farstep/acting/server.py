@@ -45,7 +45,7 @@ from farstep.rollout.rows import Slots
 from farstep.rollout.weight_headers import check_digest
 from farstep.schema import map_leaves
 from farstep.wire import messages as m
-from farstep.wire.channels.doorbell import Doorbell
+from farstep.wire.channels.doorbell import Doorbell, Fence
 from farstep.wire.channels.local import LocalLink, is_own_process
 from farstep.wire.codec import pack, unpack
 from farstep.wire.versions import versions
@@ -127,6 +127,7 @@ class ActingServer:
         self._running = True
         self._next_service = 0.0
         self._total_pulls = 0
+        self._fence = Fence()
 
     def serve(self) -> None:
         """Act until `Stop`. Raise `EOFError` if the head closed the connection."""
@@ -380,11 +381,12 @@ class ActingServer:
         actor, words = self._actor, self._words
         assert actor is not None
         requests = [group.words[REQUEST] for group in groups]
+        self._fence()
         words[PHASE] = Phase.ACT
         words[COUNT] += 1
         failure: am.Failed | None = None
         try:
-            actor.act_on(groups)
+            actor.act_on(groups, requests)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             if type(error).__name__ in _OUT_OF_MEMORY:
                 raise  # the head restarts this process, and workers roll their chunks again
@@ -400,6 +402,7 @@ class ActingServer:
             client.mailbox.words[PULLS] = self._total_pulls
             group.words[VERSION], group.words[COUNTS_AS] = actor.version, counts_as
             group.words[FAILED] = int(failure is not None)
+            self._fence()
             group.words[ANSWER] = request
             words[SERVED_WAIT_US] += int((now - group.arrived) * 1e6)
             words[SERVED_ROWS] += group.num_envs

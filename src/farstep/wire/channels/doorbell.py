@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 from collections.abc import Sequence
+
+
+class Fence:
+    """A full memory barrier: what is written before a call is visible to other processes before what is written after.
+
+    Processors such as ARM reorder plain reads and writes. Python has no barrier, but releasing a lock and acquiring it
+    again acts as one. For one thread only.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def __call__(self) -> None:
+        self._lock.release()
+        self._lock.acquire()
 
 
 class Doorbell:
     """An eventfd. Any number of processes may ring it; one process waits.
 
-    Rings are not counted: a ring before `wait` makes it return at once. Whoever rings writes the shared memory first,
-    and whoever waits reads it after `clear`; the system calls order both on every architecture.
+    Rings are not counted: a ring before the wait ends the wait at once. A peer that polls the shared memory may see a
+    change before the ring, so use a `Fence` between data and the word that announces it.
     """
 
     def __init__(self, fd: int) -> None:

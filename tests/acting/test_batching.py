@@ -1,0 +1,36 @@
+"""Which requests an acting server puts into its next batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from farstep.acting.batching import next_batch
+
+
+@dataclass
+class Request:
+    arrived: float
+    num_envs: int = 4
+
+
+def test_without_a_window_all_waiting_requests_form_a_batch() -> None:
+    pending = [Request(2.0), Request(1.0)]
+    assert next_batch(pending, 8, 2.0, 64, 0.0) == ([pending[1], pending[0]], 0.0)
+
+
+def test_a_batch_has_at_most_max_batch_rows_and_the_oldest_come_first() -> None:
+    pending = [Request(float(i)) for i in range(5)]
+    assert next_batch(pending, 5, 9.0, 10, 0.0)[0] == pending[:2]
+
+
+def test_a_request_larger_than_max_batch_is_a_batch() -> None:
+    large = Request(0.0, 100)
+    assert next_batch([large, Request(1.0)], 2, 9.0, 10, 0.0)[0] == [large]
+
+
+def test_the_window_ends_with_time_with_rows_or_when_nobody_else_can_come() -> None:
+    one, two = Request(1.0), Request(1.001)
+    assert next_batch([one], 3, 1.002, 64, 0.005) == ([], 1.0 + 0.005 - 1.002)
+    assert next_batch([one], 3, 1.006, 64, 0.005)[0] == [one]
+    assert next_batch([one, two], 3, 1.002, 8, 0.005)[0] == [one, two]
+    assert next_batch([one, two], 2, 1.002, 64, 0.005)[0] == [one, two]
