@@ -5,9 +5,9 @@
     python benchmarks/large_policy.py --sizes 4M --only local-cpu served-cpu --workers 2 --envs 32
 
 Contenders: `local-cpu` and `local-cuda` (each worker has a copy of the policy), `served-cpu` and `served-cuda` (one
-acting server for all workers), `vec-cpu` and `vec-cuda` (`make_vec`, this process acts). The limit is the smaller of two
-numbers: environments alone, with random actions, and the policy alone with all environments in one batch, on the best
-device.
+acting server for all workers), `vec-cpu` and `vec-cuda` (`make_vec`, this process acts). The limit is the smaller of
+two numbers: environments alone, with random actions, and the policy alone with all environments in one batch, on the
+best device.
 """
 
 from __future__ import annotations
