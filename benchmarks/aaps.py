@@ -274,7 +274,7 @@ def verdict(document: dict[str, Any]) -> str:
         for (other, delta), found in ends.items():
             if other == loss and delta and min(len(always), len(found)) > 1:
                 groups.setdefault(_compared([end["return"] for end in found], always), []).append(f"{delta:g}")
-        said = [f"With δ = {' or '.join(deltas)}, {words}." for words, deltas in groups.items()]
+        said = [f"With δ = {_alternatives(deltas)}, {words}." for words, deltas in groups.items()]
         if said:
             spread = f"{min(always):.0f} and {max(always):.0f}"
             sentences.append(f"{loss.capitalize()} loss: with δ = 0, the seeds end between {spread}. {' '.join(said)}")
@@ -286,7 +286,12 @@ def _compared(values: list[float], always: list[float]) -> str:
         return "every seed ends below every seed of δ = 0"
     if min(values) > max(always):
         return "every seed ends above every seed of δ = 0"
-    return "the range of the seeds overlaps this one, so no difference is visible"
+    return "the range of the seeds overlaps that of δ = 0, so no difference is visible"
+
+
+def _alternatives(words: list[str]) -> str:
+    """Join words as in "a, b or c"."""
+    return " or ".join([part for part in (", ".join(words[:-1]), words[-1]) if part])
 
 
 def _mean(found: list[dict[str, float]], name: str) -> float:

@@ -42,8 +42,9 @@ def summary(document: dict[str, Any]) -> str:
         f"On {machines(document)}: {settings['total_steps']:,} environment steps on {settings['workers']} workers "
         f"whose steps take {low_ms:g} to {high_ms:g} ms, {_seeds(document)}. *Success*: share of "
         f"{settings['final_episodes']:,} episodes with the final agent and its most likely actions, mean and (from two "
-        "seeds on) 95 % interval over seeds; *difference*: to A-RIDE with the same seeds, in points; *seconds*: only "
-        "of runs during which the machine was calm."
+        "seeds on) 95 % interval over seeds. *Difference*: to A-RIDE with the same seeds, in percentage points. "
+        "*DistRL*: the difference that the DistRL paper reports. *Seconds*: only of runs during which the load average "
+        f"was at most {CALM_LOAD:g} per core."
     )
     header = ["", "success", "by seed", "difference", "DistRL", "seconds", "steps/s", "staleness", "ess"]
     parts = [title]
@@ -54,8 +55,8 @@ def summary(document: dict[str, Any]) -> str:
             parts += [f"With {name}:", table(header, rows)]
     loads, jobs = zip(*((max(run["load"]), run["jobs"]) for run in document["runs"]), strict=True)
     parts.append(
-        f"{_time(document)}Meanwhile the machine's load average was {min(loads):.0f} to {max(loads):.0f} on "
-        f"{document['machine']['cores']} cores, with up to {max(jobs)} of these runs at a time; the rest was other "
+        f"{_time(document)}During the runs, the machine's load average was {min(loads):.0f} to {max(loads):.0f} on "
+        f"{document['machine']['cores']} cores. Up to {max(jobs)} of these runs shared the machine with other "
         "programs. `results/aride.json` has every run."
     )
     return "\n\n".join(parts)

@@ -11,6 +11,7 @@ import cloudpickle
 import pytest
 
 import tests
+from farstep.launch.daemon.process import ProcessStarter
 from farstep.testing.zygote import shared_zygote
 from tests.engines.guarded import EngineMissing
 
@@ -27,6 +28,9 @@ cloudpickle.register_pickle_by_value(tests)
 # pytest keeps test modules with rewritten assertions there, which take half the CPU time of collecting tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# With several threads, small matrices wait for each other: the examples of a page took 2.4 times the CPU time.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # what another process makes meanwhile is not left behind by a test of this one
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="t-")
@@ -50,10 +54,25 @@ def zygote(own_state):
         yield
 
 
+@pytest.fixture(scope="session")
+def zygote_with_torch(zygote):
+    """Another such process, which has imported torch."""
+    without = ProcessStarter.shared
+    with shared_zygote(["farstep.learners.networks.agent"]):
+        with_torch, ProcessStarter.shared = ProcessStarter.shared, without
+        yield with_torch
+
+
+@pytest.fixture
+def torch_in_workers(zygote_with_torch, monkeypatch):
+    """Workers have imported torch when they start, as where a learner has: saves each of them 2 s of CPU time."""
+    monkeypatch.setattr(ProcessStarter, "shared", zygote_with_torch)
+
+
 @pytest.fixture(autouse=True)
 def no_preloading(monkeypatch):
     """Workers import torch only for an agent that needs it, not because an earlier test imported it here."""
-    monkeypatch.setattr("farstep.head.server._PRELOADED", ())
+    monkeypatch.setattr("farstep.head.members.handshake._PRELOADED", ())
 
 
 def skipping() -> Generator[None, object, object]:

@@ -19,9 +19,10 @@ from gymnasium.vector import VectorEnv
 from farstep.batch import Batch, Part
 from farstep.checkpoint.files import Refused
 from farstep.config.env import EnvConfig, check_count
-from farstep.config.launch import LaunchConfig, LocalConfig
+from farstep.config.launch import InProcessConfig, LaunchConfig, LocalConfig
 from farstep.core import Agent, Array, Nested
 from farstep.elastic.coordinator_client import CoordinatorClient
+from farstep.elastic.device_ledger import DeviceLedger
 from farstep.errors import CheckpointError, ClosedError, ConfigError, counted
 from farstep.event import Event, EventKind, check_kind
 from farstep.head.collector import Collector
@@ -92,6 +93,7 @@ class ClusterEnv:
             raise ConfigError(
                 f"min_workers is {self.config.min_workers}, but this run has {counted(self.num_workers, 'worker')}."
             )
+        self._devices = DeviceLedger()
         self._monitor: RunMonitor | None = None
         """None before the first call of `diagnose`."""
 
@@ -135,7 +137,7 @@ class ClusterEnv:
                 try:
                     self._check_open()  # another thread may have called close() before self._collector was set
                     self.observation_space, self.action_space = collector.start()
-                    self.frame_stack = collector.server.frame_stack
+                    self.frame_stack = collector.server.handshake.num_stacked_frames
                     self._at_launch = (time.monotonic(), machine_use(collector.server.local_pids()))
                     if client is not None:
                         collector.server.scale_workers(workers)
@@ -184,11 +186,15 @@ class ClusterEnv:
                 learner.to("cpu")
         """
         self._launched()
-        if self._coordinator is None:
-            yield 0
-            return
-        with self._coordinator.device_token(self._check_open) as device:
+        coordinator = self._coordinator
+        token = contextlib.nullcontext(0) if coordinator is None else coordinator.device_token(self._check_open)
+        with self._devices.held(token) as device:
             yield device
+
+    @property
+    def has_coordinator(self) -> bool:
+        """Whether the run shares slots and devices with other runs (option `coordinator`)."""
+        return self.config.coordinator is not None
 
     def _check_open(self) -> None:
         if self._closed:
@@ -392,7 +398,7 @@ class ClusterEnv:
                 With a coordinator, this is a request: at most this number of workers run.
 
         Raises:
-            ConfigError: Not exactly one argument was given, or it is outside its range.
+            ConfigError: Not exactly one argument was given, it is outside its range, or the launcher has no nodes.
             LaunchError: More nodes are needed, and the engine refuses them.
         """
         if (nodes is None) == (workers is None):
@@ -410,6 +416,11 @@ class ClusterEnv:
             raise ConfigError(
                 f"scale got nodes={nodes}, but the coordinator decides how many workers of this run may run; use "
                 "scale(workers=...) to request more or fewer."
+            )
+        if isinstance(self.config, (LocalConfig, InProcessConfig)):
+            raise ConfigError(
+                f"scale got nodes={nodes}, but {type(self.config).__name__} has no nodes to add or release. Use "
+                f"scale(workers={nodes}) to choose the number of workers."
             )
         low, high = self.config.fewest_nodes, self.config.most_nodes
         if not low <= check_count("nodes", nodes) <= high:
@@ -526,7 +537,7 @@ class ClusterEnv:
         Raises:
             FarstepError: The workers could not be started, or the `ClusterEnv` is closed.
         """
-        return self._launched().snapshot()
+        return self._launched().snapshot() | {"devices": self._devices.snapshot()}
 
     def diagnose(self, metrics: Sequence[Mapping[str, float]] = ()) -> Diagnosis:
         """Say what the run is waiting for, from its counters of the last half minute, or since the last call.

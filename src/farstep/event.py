@@ -17,6 +17,7 @@ EventKind = Literal[
     "scaled",
     "requeued",
     "resubmitted",
+    "announced",
     "checkpointed",
     "loaded",
     "evaluated",
@@ -38,7 +39,7 @@ class Event:
     Attributes:
         time: Unix time in seconds; times strictly increase within a run.
         kind: What happened: `joined`, `lost`, `restarted`, `stuck`, `parked`, `scaled`, `requeued`, `resubmitted`,
-            `checkpointed`, `loaded`, `evaluated` or `warned`.
+            `announced`, `checkpointed`, `loaded`, `evaluated` or `warned`.
         text: The event in one sentence, as logged.
         worker: Index of the worker; None if the event concerns no worker, or several.
         node: Name of the host; empty if the event concerns no host.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ def batches(agent: Any, inference: Any, env: Any = CountingEnv, **options: Any) 
     found = []
     with cluster(env, envs=5, workers=2, inference=inference, **options) as running:
         for steps in (7, 3, 6):
-            batch = within(lambda steps=steps: running.collect(agent, steps))
+            batch = within(partial(running.collect, agent, steps))
             if env is CountingEnv:
                 assert_sound(batch)
             found.append(copied(batch))
@@ -134,7 +135,7 @@ def test_a_stopped_rollout_loses_no_row_of_recurrent_episodes() -> None:
         agent = RememberingAgent()
         for _ in range(3):
             stream = env.stream(agent, steps=50, max_staleness=3)
-            within(lambda stream=stream: next(stream))
+            within(partial(next, stream))
             stream.close()  # cancels chunks in the middle
             batch = within(lambda: env.collect(agent, 10))
             assert_sound(batch)

@@ -106,6 +106,10 @@ def test_any_composition_equals_eager(steps: Any, stepped: Any, inputs: Any, see
     check(act, *(lambda spec=spec: draw(*spec) for spec in inputs), calls=2, tolerance=1e-3)
 
 
+def test_softmax_of_a_log_softmax_of_a_number_equals_eager() -> None:
+    check(lambda x: x.log_softmax(0).softmax(-1), lambda: torch.tensor(0.5))
+
+
 def _attempt(function: Callable[..., Any], *operands: Tensor) -> Any:
     try:
         return function(*operands)

@@ -406,8 +406,7 @@ def test_parked_worker_that_is_killed_is_restarted_when_it_is_unparked() -> None
         env.collect(agent, steps=2)
         assert env.stats()["workers"]["parked"] == 2 and not env.stats()["workers"]["restarts"]
         env.scale(workers=2)
-        eventually(lambda: env.stats()["workers"]["alive"] == 2)
-        assert env.collect(agent, steps=2).slots.tolist() == [0, 1]
+        assert env.collect(agent, steps=2).slots.tolist() == [0, 1], "waits for the replacement"
         assert env.stats()["workers"]["restarts"] == 1
         with pytest.raises(farstep.WorkerDied, match="restart_budget=1 is used up"):
             env.scale(workers=3)
@@ -432,11 +431,22 @@ def test_worker_that_dies_while_it_completes_a_window_is_replaced_and_then_parke
         assert_balanced(env.stats())
 
 
+@pytest.mark.parametrize(
+    "config", [farstep.InProcessConfig(workers_per_node=2), farstep.LocalConfig(workers_per_node=2)]
+)
+def test_scaling_nodes_of_a_launcher_without_nodes_names_the_workers(config: Any) -> None:
+    env = farstep.ClusterEnv({"env_name": "CartPole-v1", "envs_per_node": 2}, config)
+    with pytest.raises(ConfigError, match=r"scale got nodes=2, but .*Config has no nodes.*scale\(workers=2\)"):
+        env.scale(2)
+
+
 def test_trigger_that_needs_parked_workers_is_a_deadlock_that_names_them() -> None:
     with endless(2, transport="in_process") as env:
         flow = farstep.Workflow(env, TableAgent(), full(64), steps=4)
         flow.on(DataKeyTrigger(n=2, size=4), lambda message: env.scale(workers=1))
-        with pytest.raises(farstep.FarstepError, match=r"deadlock.*1 worker is parked; env\.scale\(work"):
+        with pytest.raises(
+            farstep.FarstepError, match=r"deadlock.*1 worker is parked; env\.scale\(workers=2\) unparks"
+        ):
             within(flow.run)
 
 

@@ -11,7 +11,7 @@ import pytest
 from farstep.cli import main
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("torch_in_workers")]
 SHELL = """#!/bin/sh
 [ "$1" = missing ] && exit 1
 shift

@@ -95,6 +95,19 @@ def test_a_forked_worker_is_like_one_that_started_cold(module, tmp_path: Path, m
     assert found["cold"]["variables"]["OMP_NUM_THREADS"] == "2"
 
 
+@pytest.mark.parametrize("method", ["zygote", "cold"])
+def test_what_a_module_prints_at_import_is_in_the_output_of_a_worker(method: str, module) -> None:
+    name = module("print('printed by an import'); print('and to stderr', file=sys.stderr)")
+    with cluster(name, envs=1, start_method=method, restart_budget=0) as env:
+        env.collect(TableAgent(), steps=2)
+        os.kill(worker_pids()[0], signal.SIGKILL)
+        with pytest.raises(WorkerDied) as raised:
+            for _ in range(2):
+                env.collect(TableAgent(), steps=8)
+    for text in ("printed by an import", "and to stderr"):
+        assert raised.value.output.count(text) == 1
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_killed_worker_is_replaced_by_a_fork(transport: str) -> None:
     agent = TableAgent()

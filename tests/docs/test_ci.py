@@ -28,22 +28,25 @@ def required_packages() -> set[str]:
     return found
 
 
-def installed_by_ci(folder: Path, present: set[str]) -> set[str]:
-    """What `.ci/run` asks apt for, where these packages are installed; nothing is."""
+def run_ci(folder: Path, present: set[str], failing: str = "") -> subprocess.CompletedProcess[str]:
+    """Run `.ci/run` where these packages are installed, and where `make` does nothing and fails for one target."""
     programs = {
         "dpkg-query": f'case " {" ".join(present)} " in *" $4 "*) printf installed;; *) exit 1; esac',
         "apt-get": f'[ "$1" != install ] || echo "$@" > {folder}/asked',
-        "make": f'echo "$@" > {folder}/made',
+        "make": f'echo "$1" >> {folder}/made; echo "output of $1"; [ "$1" != "{failing}" ]',
     }
     (folder / "bin").mkdir()
     for name, script in programs.items():
         (folder / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
         (folder / "bin" / name).chmod(0o755)
     environment = {"PATH": f"{folder}/bin:/usr/local/bin:/usr/bin:/bin", "HOME": str(folder)}
-    done = subprocess.run(
-        [ROOT / ".ci" / "run"], env=environment, check=True, timeout=60, capture_output=True, text=True
-    )
-    assert (folder / "made").read_text().split()[:2] == ["lint", "test"]
+    return subprocess.run([ROOT / ".ci" / "run"], env=environment, timeout=60, capture_output=True, text=True)
+
+
+def installed_by_ci(folder: Path, present: set[str]) -> set[str]:
+    """What `.ci/run` asks apt for, where these packages are installed; nothing is."""
+    done = run_ci(folder, present)
+    assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"CI took \d+ s", done.stdout.splitlines()[-1])
     if not (folder / "asked").exists():
         return set()
@@ -53,6 +56,20 @@ def installed_by_ci(folder: Path, present: set[str]) -> set[str]:
 
 def test_ci_installs_the_packages_of_every_engine(tmp_path: Path) -> None:
     assert installed_by_ci(tmp_path, present=set()) >= required_packages()
+
+
+@pytest.mark.parametrize("failing", ["setup", "lint", "test"])
+def test_ci_fails_if_a_target_fails(failing: str, tmp_path: Path) -> None:
+    done = run_ci(tmp_path, required_packages() | PYTHON_AND_COMPILERS, failing)
+    assert done.returncode != 0
+    assert f"output of {failing}" in done.stdout
+
+
+def test_ci_prints_what_linting_prints_after_the_tests(tmp_path: Path) -> None:
+    done = run_ci(tmp_path, required_packages() | PYTHON_AND_COMPILERS)
+    assert (tmp_path / "made").read_text().split()[0] == "setup"
+    printed = re.findall(r"output of (\w+)", done.stdout)
+    assert printed == ["setup", "test", "lint"]
 
 
 def test_a_present_podman_hides_none_of_its_packages(tmp_path: Path) -> None:

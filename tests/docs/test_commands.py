@@ -1,11 +1,8 @@
 """Commands of the pages are run as they stand, and what they log is explained there."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -19,6 +16,7 @@ from farstep.learners.networks.nets import NetConfig
 from farstep.learners.options.run_config import RunConfig
 from farstep.learners.ppo import PPOConfig
 
+pytestmark = pytest.mark.usefixtures("torch_in_workers")
 DOCS = Path(__file__).parents[2] / "docs"
 LEARNERS = {"ppo": PPOConfig, "async_ppo": AsyncPPOConfig, "impala": ImpalaConfig}
 
@@ -30,18 +28,11 @@ def commands(page: str) -> str:
     return found
 
 
-def shell(script: str, folder: Path) -> str:
-    """Run it in a folder, with the `farstep` of this Python."""
-    program = folder / "bin" / "farstep"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m farstep "$@"\n')
-    program.chmod(0o755)
-    environment = os.environ | {"PATH": f"{program.parent}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "-e", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def run_farstep(script: str) -> None:
+    """Run commands of the program `farstep` in this process, which has imported torch already."""
+    for line in script.splitlines():
+        program, *words = shlex.split(line)
+        assert program == "farstep" and main(words) == 0, line
 
 
 def metrics(run: Path) -> list[dict[str, float]]:
@@ -56,8 +47,7 @@ def named(page: str) -> set[str]:
 @pytest.mark.parametrize("learner", LEARNERS)
 def test_every_metric_that_the_command_of_a_learners_page_logs_is_explained(learner, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    program, *words = shlex.split(commands(f"{learner}.md"))
-    assert program == "farstep" and main(words) == 0
+    run_farstep(commands(f"{learner}.md"))
     (run,) = (tmp_path / "runs").iterdir()
     logged = {name for row in metrics(run) for name in row}
     assert {"env/return_mean", "eval/return_mean", "train/actor/lr", "time/evaluate"} <= logged
@@ -87,8 +77,7 @@ def test_the_page_of_training_has_every_option():
 
 def test_command_with_a_scaling_rule_changes_the_number_of_workers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    program, *words = shlex.split(commands("elasticity.md"))
-    assert program == "farstep" and main(words) == 0
+    run_farstep(commands("elasticity.md"))
     logged = metrics(tmp_path / "runs" / "adaptive")
     rows = [(row["step"], row["workers/active"]) for row in logged]
     assert rows == [(128, 1), (256, 1), (512, 2), (768, 2), (1024, 2)]
@@ -96,9 +85,10 @@ def test_command_with_a_scaling_rule_changes_the_number_of_workers(tmp_path, mon
     assert again.learner.scaling == "schedule:1:2:1:2"
 
 
-def test_a_run_is_trained_resumed_evaluated_watched_plotted_and_repeated(tmp_path):
-    output = shell(commands("training.md"), tmp_path)
-    assert "version 3, after 12,288 steps; 5 episodes" in output
+def test_a_run_is_trained_resumed_evaluated_watched_plotted_and_repeated(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    run_farstep(commands("training.md"))
+    assert "version 3, after 12,288 steps; 5 episodes" in capfd.readouterr().out
     assert [row["step"] for row in metrics(tmp_path / "runs" / "again")] == [4096]
     run = tmp_path / "runs" / "first"
     assert [row["step"] for row in metrics(run)] == [4096, 8192, 12288]

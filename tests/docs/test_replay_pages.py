@@ -14,7 +14,7 @@ from farstep.learners.aride import ArideConfig
 from farstep.learners.dqn import ApexConfig
 from farstep.learners.sac import SACConfig
 from farstep.observe.glossary import METRICS
-from tests.docs.test_commands import DOCS, metrics, named, shell
+from tests.docs.test_commands import DOCS, metrics, named, run_farstep
 
 PAGES: dict[str, Any] = {"dqn": ApexConfig(), "sac": SACConfig(), "aride": ArideConfig()}
 
@@ -33,12 +33,14 @@ def test_the_page_explains_every_option(page: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("torch_in_workers")
 @pytest.mark.parametrize("page", PAGES)
-def test_the_command_of_the_page_runs(page: str, tmp_path: Path) -> None:
+def test_the_command_of_the_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (DOCS / f"{page}.md").read_text()
     marker = r"<!-- executed by tests/docs/test_replay_pages.py -->\n```bash\n(.*?)^```$"
     (command,) = re.findall(marker, text, re.S | re.M)
-    shell(command, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run_farstep(command)
     (run,) = (tmp_path / "runs").iterdir()
     logged = {name for row in metrics(run) for name in row}
     ratio = "replay/samples_per_step" if page == "aride" else "replay/updates_per_step"

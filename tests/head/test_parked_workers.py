@@ -177,6 +177,38 @@ def test_worker_completes_the_window_that_it_has_begun_before_it_is_parked() -> 
     assert tickets.accept(1, second.seq, 0, None) and not tickets.must_finish(1)
 
 
+def test_worker_that_is_unparked_during_an_update_rolls_no_rows_that_would_become_stale() -> None:
+    """Batch A, with worker 0 only, is in the learner's hands at version 0; then B and C have both workers."""
+    tickets = Tickets(2)
+    tickets.open(1, 2, feed=FeedPlan(max_staleness=1, windows=None, chunks=1))
+    tickets.park(1)
+
+    def roll(version: int, *workers: int) -> list[int]:
+        """Let workers roll everything that they may."""
+        rolled = tickets.grant(workers, version)
+        for ticket in rolled:
+            assert tickets.accept(ticket.worker, ticket.seq, version, None)
+        return sorted(ticket.worker for ticket in rolled)
+
+    assert roll(0, 0) == [0, 0]
+    a = tickets.take_one(lambda worker: True, 0)
+    assert a is not None
+    tickets.stored(a)
+    tickets.join(1)
+    assert roll(0, 0, 1) == [1]  # a second one would be consumed two versions later
+    tickets.consumed(0, 1)
+    roll(1, 0, 1)
+    for version in (1, 2, 3, 4):
+        for worker in (0, 1):
+            accepted = tickets.take_one(worker.__eq__, version)
+            assert accepted is not None and version - accepted.version <= 1
+            tickets.stored(accepted)
+        for worker in (0, 1):
+            tickets.consumed(worker, 1)
+        roll(version + 1, 0, 1)
+    assert not tickets.dropped
+
+
 class Retiring:
     """Contains worker 1 while it must finish a window, as `Server` does."""
 

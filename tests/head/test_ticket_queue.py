@@ -56,8 +56,9 @@ class NaiveTickets(Tickets):
         chunks.update(arrived.ticket.worker for arrived in self._arrived.values())
         begun = sum(-(-count // feed.chunks) for count in chunks.values())
         may_begin = feed.windows is None or begun < session.depth * feed.windows
-        most = session.depth * feed.chunks * feed.per_worker
-        return [w for w in free if chunks[w] % feed.chunks or (may_begin and chunks[w] < most)]
+        depths = {w: max(1, session.depth - (w in session.newcomers)) for w in free}
+        most = {w: depth * feed.chunks * feed.per_worker for w, depth in depths.items()}
+        return [w for w in free if chunks[w] % feed.chunks or (may_begin and chunks[w] < most[w])]
 
 
 @pytest.mark.parametrize("seed", range(80))

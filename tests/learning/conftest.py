@@ -1,4 +1,4 @@
-"""One thread for each learner: with several, small matrices wait for each other, the more so the busier the machine."""
+"""Each learner has one thread, and its workers have imported torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread(torch_in_workers: None) -> Iterator[None]:
+    """With several threads, small matrices wait for each other, the more so the busier the machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -164,6 +164,8 @@ def make_training(
     torch.manual_seed(seed)
     agent: NetworkAgent = agent_for(config, *env.launch())
     learner = LEARNERS[type(config)](agent, config, seed)
+    if options.pop("releases_device", False):
+        learner.release_device()
     limits = Limits(
         total_steps=total_steps,
         target_return=options.pop("target_return", None),

@@ -122,9 +122,8 @@ def seen(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         num_steps=8, recompute_logprobs=False, micro_batch_size=8, huber_delta=1.0, num_chunks=1
     )
     train(seen, make_env("CartPole-v1", 4, launcher="in-process"), interpolated, 100)
-    train(
-        seen, make_env("CartPole-v1", 4, launcher="in-process"), ImpalaConfig(num_steps=8, critic_warmup_updates=1), 100
-    )
+    impala = ImpalaConfig(num_steps=8, critic_warmup_updates=1)
+    train(seen, make_env("CartPole-v1", 4, launcher="in-process"), impala, 100, releases_device=True)
     replay = ReplayConfig(learning_starts=20, batch_size=8, report_every=20)
     train(seen, make_env("CartPole-v1", 4, launcher="in-process"), DQNConfig(replay=replay), 100)
     train(seen, make_env("Pendulum-v1", 4, launcher="in-process"), SACConfig(replay=replay), 100)

@@ -20,7 +20,7 @@ from farstep.cluster_env import ClusterEnv
 from farstep.config.env import check_count, check_seed
 from farstep.errors import ConfigError, RunError, counted
 from farstep.learners.loop.evaluation import EVALUATION_SLOTS, MAX_STEPS, episode_quotas, run_episodes
-from farstep.learners.replay.recorded_episodes import EpisodeRecorder
+from farstep.learners.replay.recorded_episodes import EpisodeRecorder, check_replaceable
 from farstep.observe.run_status import number
 from farstep.observe.terminal.episode_progress import EpisodeProgress
 
@@ -51,7 +51,7 @@ class Options:
     max_steps: int = MAX_STEPS
     """Maximum number of steps of each environment; then unfinished episodes are abandoned."""
     record: Path | None = None
-    """With --sample: also write the episodes to this file, e.g. warmup.npz, for 'farstep train aride --warmup'."""
+    """With --sample: also write the episodes to this file, e.g. episodes.npz, for 'farstep train aride --warmup'."""
     json: bool = False
     """Write the result as JSON to standard output: statistics, and return and length of every episode."""
     trust: bool = False
@@ -76,6 +76,8 @@ def main(arguments: Sequence[str]) -> int:
             "--record needs --sample: the log-probabilities that are recorded must be those with which actions were "
             "chosen."
         )
+    if options.record is not None:
+        check_replaceable(options.record)
     saved = SavedRun.open(options.run, options.trust, "farstep eval")
     result = _evaluate(saved, options)
     sys.stdout.write(json.dumps(result, indent=2) + "\n" if options.json else _text(result))
@@ -117,8 +119,15 @@ def _evaluate(saved: SavedRun, options: Options) -> dict[str, Any]:
             "the environment a time limit (gymnasium.wrappers:TimeLimit)."
         )
     if options.record is not None and recorder is not None:
-        recorder.result().save(options.record)
+        recorded = recorder.result()
+        recorded.save(options.record)
         sys.stderr.write(f"recorded {counted(recorder.count, 'episode')} in {options.record}\n")
+        if "logprob" not in recorded.rows:
+            sys.stderr.write(
+                f"warning: {options.record} has no log-probabilities of actions ('logprob'), because act() of "
+                f"{type(agent).__name__} does not return them. 'farstep train aride --warmup' needs them and "
+                "will refuse this file; record a run of aride or ppo instead.\n"
+            )
     return _result(saved, policy, seed, agent.greedy, returns, lengths)
 
 

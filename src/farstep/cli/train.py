@@ -41,6 +41,8 @@ from farstep.learners.networks.nets import Space, make_agent
 from farstep.learners.options.run_config import RunConfig
 from farstep.learners.options.sizes import Defaults, rollout_steps
 from farstep.learners.ppo import PPO, PPOConfig
+from farstep.learners.replay.learner import ReplayLearner
+from farstep.learners.replay.start_checks import check_before_launch, check_launched
 from farstep.learners.sac import SAC, SACConfig, make_soft_actor
 from farstep.observe.diagnosis import Diagnosis
 from farstep.observe.event_files import EventFile
@@ -112,6 +114,8 @@ ALGORITHMS = {
     "sac": Algorithm(SACConfig, SAC, make_soft_actor),
     "aride": Algorithm(ArideConfig, Aride, _actor_critic),
 }
+_RELEASING: dict[Any, str] = {PPO: "ppo", AsyncPPO: "async-ppo", Impala: "impala"}
+"""Learners that can hold their device only during updates."""
 
 
 def agent_for(config: Any, observation_space: Space, action_space: Space) -> NetworkAgent:
@@ -135,11 +139,22 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(unknown_name("learner", name, list(ALGORITHMS)))
     options = parse_options(name, rest)
     run = options.run
+    if run.release_device and ALGORITHMS[name].learner not in _RELEASING:
+        raise ConfigError(
+            f"--release-device is for {', '.join(_RELEASING.values())}: {name} updates all the time and would move to "
+            "its device and back for each update. Leave it out."
+        )
     _set_up(run)
     with ExitStack() as stack:
         try:
-            env = stack.enter_context(_cluster(options))
+            env = _cluster(options)
+            replay = getattr(options.learner, "replay", None)
+            resumed = options.resume is not None
+            recorded = None if replay is None else check_before_launch(replay, env, resumed)
+            stack.enter_context(env)
             learner = make_learner(name, run, options.learner, env)
+            if isinstance(learner, ReplayLearner):
+                check_launched(options.learner.replay, env, learner.names, recorded)
         except KeyboardInterrupt:
             sys.stderr.write("farstep: stopped by SIGINT before training began; no run folder was created\n")
             return _EXIT_STATUS["SIGINT"]
@@ -354,6 +369,9 @@ def make_learner(name: str, run: RunConfig, config: Any, env: ClusterEnv) -> Lea
     torch.manual_seed(run.seed)
     agent = agent_for(config, *env.launch())
     learner = ALGORITHMS[name].learner(agent, config, run.seed, run.device)
+    if run.release_device:
+        assert isinstance(learner, PPO | AsyncPPO | Impala)
+        learner.release_device()
     # For small matrices, more threads do not help; if workers need the cores, they even slow them down.
     torch.set_num_threads(run.threads or (usable_cpus() if agent.sees_images and learner.synchronous else 1))
     return learner
@@ -416,7 +434,7 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
 
 
 class _Remarks:
-    """Shows the latest diagnosis and the latest events in the terminal."""
+    """Shows the latest diagnosis, the latest events and all announcements in the terminal."""
 
     def __init__(self, display: LiveDisplay | PlainLines) -> None:
         self._display = display
@@ -428,6 +446,9 @@ class _Remarks:
         self._display.show(self._diagnosis, tuple(self._events))
 
     def happened(self, event: Event) -> None:
+        if event.kind == "announced":
+            sys.stdout.write(f"{event.text}\n")
+            sys.stdout.flush()
         self._events.append(event)
         self._display.show(self._diagnosis, tuple(self._events))
 

@@ -287,7 +287,7 @@ class ProbeRun:
         with server.locked():
             server.raise_failure()
             self._request += 1
-            server.send(record, m.Call(self._request, "call"), [cloudpickle.dumps(((name, arguments, {}), {}))])
+            server.outbox.send(record, m.Call(self._request, "call"), [cloudpickle.dumps(((name, arguments, {}), {}))])
         request = self._request
         answered = server.wait_until(lambda: True if request in self._answers else None, time.monotonic() + timeout_s)
         if not answered:

@@ -281,7 +281,7 @@ class Collector:
         assert rollouts is not None
         if message := rollouts.fit(lanes, steps, self.publisher.row_schema(), self.publisher.agent_schemas[1]):
             assert rollouts.memory is not None
-            self.server.announce(message, fds=[rollouts.memory.fd])
+            self.server.outbox.announce(message, fds=[rollouts.memory.fd])
 
     def _note_reset(self, reset: ResetRequest) -> None:
         """Record the seeds for restarted workers, and that the next rows of reset slots do not continue earlier

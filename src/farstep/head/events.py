@@ -26,7 +26,7 @@ _CLOSE_S = 5.0
 """Seconds that a subscriber has to read the remaining events when its subscription is closed."""
 _TICK_S = 1e-6
 """Smallest difference between the times of two events."""
-_INFO = frozenset({"joined", "restarted", "parked", "scaled", "checkpointed", "loaded", "evaluated"})
+_INFO = frozenset({"joined", "restarted", "parked", "scaled", "announced", "checkpointed", "loaded", "evaluated"})
 """Kinds that are logged at level INFO; the others are warnings."""
 
 

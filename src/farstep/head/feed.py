@@ -130,7 +130,7 @@ class Feed:
         """Whether any chunk is being rolled or waits to be taken, or any worker is about to join or leave."""
         with self._server.locked():
             tickets = self._server.tickets
-            return bool(tickets.in_flight or tickets.buffered) or self._server.unsettled()
+            return bool(tickets.in_flight or tickets.buffered) or self._server.available.unsettled()
 
     @property
     def num_parked(self) -> int:
@@ -142,7 +142,7 @@ class Feed:
         """The workers whose chunks have not been taken yet; empty if a worker is rolling a chunk."""
         with self._server.locked():
             tickets = self._server.tickets
-            return [] if tickets.in_flight or self._server.unsettled() else tickets.unread_workers()
+            return [] if tickets.in_flight or self._server.available.unsettled() else tickets.unread_workers()
 
     def pending(self, worker: int) -> int:
         """Number of chunks of a worker that are being rolled or have not been taken yet."""

@@ -10,10 +10,9 @@ import contextlib
 import logging
 import math
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from farstep.config.launch import EngineConfig, LaunchConfig
@@ -23,7 +22,6 @@ from farstep.errors import (
     ClosedError,
     ConfigError,
     FarstepError,
-    HandshakeError,
     LaunchError,
     WireError,
     counted,
@@ -33,26 +31,26 @@ from farstep.head.client import Client
 from farstep.head.event_loop import EventLoop
 from farstep.head.events import EventLog
 from farstep.head.members import membership
-from farstep.head.members.membership import State
+from farstep.head.members.availability import Availability
+from farstep.head.members.handshake import Handshake, preloaded
 from farstep.head.members.message_rules import check_message, is_late
+from farstep.head.members.outbox import Outbox
+from farstep.head.members.parking import Parking
 from farstep.head.members.supervisor import Supervisor
 from farstep.head.members.worker_records import WorkerRecord, acting_servers, expected, split
 from farstep.head.slow_call_warnings import WaitWarning, warn_while_slow
 from farstep.head.tickets.tickets import Tickets
 from farstep.launch import launcher_for
 from farstep.launch.acting_plan import ActingPlan
-from farstep.launch.daemon.process import import_path
 from farstep.rollout.nested_launch import refuse_nested_launch
 from farstep.rollout.program import Program
-from farstep.rollout.progress import CANCEL, PHASE, Phase, check_words, copy_words
+from farstep.rollout.progress import check_words, copy_words
 from farstep.wire import messages as m
-from farstep.wire.codec import unpack
-from farstep.wire.versions import mismatches
 
 log = logging.getLogger("farstep")
 T = TypeVar("T")
-_PRELOADED = ("torch",)
-"""Large modules that workers import early if the head has imported them."""
+_START_CLOSE_S = 1.0
+"""Seconds for workers to end by themselves while they import modules or construct environments."""
 
 
 class Server:
@@ -83,12 +81,11 @@ class Server:
     ) -> None:
         refuse_nested_launch()
         self._pid = os.getpid()
-        self._program = program.pickled()
+        pickled = program.pickled()
         self._close_s = config.timeouts.close_s
         engine = type(config).__name__.removesuffix("Config") if isinstance(config, EngineConfig) else ""
         self._slow_start = f"{engine} has not answered yet" if engine else "starting worker processes"
         self._client, self.events = client, events
-        self._release_idle = release_idle
         workers = config.num_workers(envs_per_node)
         self.records = split(config.most_nodes, envs_per_node, workers, root)
         self._plan = ActingPlan(workers, config.most_nodes, program.serving)
@@ -97,24 +94,8 @@ class Server:
         per_node = workers // config.most_nodes
         self.gpus_per_worker = config.gpus_per_node / per_node
         self.tickets = Tickets(workers, config.fewest_nodes * per_node)
-        self.spaces: tuple[Any, Any] | None = None
-        self.frame_stack = 0
-        """Frames per stacked observation, as workers found it in their environments; 0: unknown."""
-        self._announcements: list[tuple[int, m.FromHead, Sequence[Any], Sequence[int]]] = []
-        """What a worker gets before its first ticket (agent, parameters, layout): numbers in the order of announcement,
-        messages, frames and descriptors."""
-        self._num_announced = 0
         self._holds = False
         """Whether no tickets are issued, because other runs use the slots of this run."""
-        self._num_awake_calls = 0
-        """Number of calls in `awake`."""
-        self._reported_parked: set[int] = set()
-        """Workers that an event has reported as parked since they last ran."""
-        self.start_s = {"connect": 0.0, "construct": 0.0}
-        """Durations of the slowest first start in seconds: from launch to `Hello`, and from `Hello` to `Ready`."""
-        self.base_sent = 0
-        """Bytes of `SendBase` messages to all workers."""
-        self._started_at = 0.0
         self._failure: FarstepError | None = None
         self._closed = False
         self._closer = 0
@@ -128,7 +109,7 @@ class Server:
             opened.callback(self._event_loop.close)
             with warn_while_slow(self._slow_start, events.emit):
                 envs = max(record.num_envs for record in self.records)
-                modules = [*_preloaded(), *program.source.modules()]
+                modules = [*preloaded(), *program.source.modules()]
                 launcher = launcher_for(config, self._plan, envs, modules, events.emit)
             opened.callback(launcher.close)
             self.shares_memory, self._driven = launcher.shares_memory, launcher.driven
@@ -137,6 +118,12 @@ class Server:
                 launcher, everyone, config.timeouts, restart_budget, self._event_loop, self, events.emit
             )
             opened.pop_all()
+        self.available = Availability(self.records, self.servers, self.tickets, self.supervisor.membership)
+        self.outbox = Outbox(everyone, self.supervisor, self.shares_memory)
+        self.handshake = Handshake(pickled, self.supervisor, self.outbox, self.shares_memory, self.fail, events.emit)
+        self._parking = Parking(
+            self.records, self.tickets, self.supervisor, self.outbox, client, events.emit, release_idle=release_idle
+        )
 
     # ---- start and end ----
 
@@ -144,24 +131,18 @@ class Server:
         """Start all workers, and wait until they have built their environments. Return the spaces of one
         environment."""
         self.begin()
-        self.wait(lambda: True if self._all_ready() else None, starting=True)
-        assert self.spaces is not None
-        return self.spaces
+        self.wait(lambda: True if self.available.all_ready() else None, starting=True)
+        assert self.handshake.spaces is not None
+        return self.handshake.spaces
 
     def begin(self) -> None:
         """Start all workers, without waiting for them."""
-        self._started_at = time.monotonic()
+        self.handshake.begin()
         with self.locked(), warn_while_slow(self._slow_start, self.events.emit):
             self.supervisor.start()
         if not self._driven:
             with typed_shortage("the head's thread could not be started"):
                 self._event_loop.start_thread(self._pump_alone, self._tick_s)
-
-    def _all_ready(self) -> bool:
-        """Whether a quorum of workers is present and all present workers are ready."""
-        present = self.present()
-        servers = [record for record in self.servers if record.phase != "queued"]
-        return len(present) >= self.tickets.presence.quorum and all(record.ready for record in [*present, *servers])
 
     def scale(self, nodes: int) -> None:
         """Change the number of nodes. All their workers run: none is parked any more."""
@@ -192,77 +173,27 @@ class Server:
         of them idle."""
         with self.locked():
             self.raise_failure()
-            return 0 if self._holds and not self.tickets.in_flight else len(self.present())
+            return 0 if self._holds and not self.tickets.in_flight else len(self.available.present())
 
     def _want(self, workers: int) -> None:
-        """Park all workers from number `workers` on, and unpark the others."""
-        self.tickets.presence.wanted = workers
-        for record in self.records:
-            if record.worker >= workers:
-                self.supervisor.act_on(membership.Park(record.worker))
-                continue
-            self._reported_parked.discard(record.worker)
-            self.supervisor.act_on(membership.Unpark(record.worker))
-            if record.ready:  # otherwise it joins when it is ready
-                self.tickets.join(record.worker)
+        self._parking.want(workers)
         self.grant()
-        self._release()
+        self._parking.release()
 
     @contextlib.contextmanager
-    def awake(self) -> Iterator[None]:
+    def unparked(self) -> Iterator[None]:
         """Context manager: inside, parked workers run, so that they can answer a call, and no process is suspended."""
         with self.locked():
-            self._num_awake_calls += 1
-            for record in self.records[self.tickets.presence.wanted :]:
-                members = self.supervisor.membership
-                if members.is_suspended(record.worker) or members.members[record.worker].retiring:
-                    self.supervisor.act_on(membership.Unpark(record.worker))
+            self._parking.begin_call()
         try:
             yield
         finally:
             with self.locked():
-                self._num_awake_calls -= 1
-                for record in self.records[self.tickets.presence.wanted :]:
-                    self.supervisor.act_on(membership.Park(record.worker))
-                self._release()
-
-    def _release(self) -> None:
-        """With `release_idle`, suspend all workers until the next message that they must act on (see `send`)."""
-        if not self._release_idle or self.tickets.is_open or self._num_awake_calls:
-            return
-        for record in self.records:
-            if record.ready and not record.owes_reply:
-                self.supervisor.act_on(membership.Release(record.worker))
+                self._parking.end_call()
 
     def clients(self) -> list[list[int]]:
         """For each acting server, the workers that it acts for."""
         return [self._plan.clients_of(record.worker) for record in self.servers]
-
-    def present(self) -> list[WorkerRecord]:
-        """All workers that have a node and are not parked."""
-        return [record for record in self.records if not self.tickets.presence.is_away(record.worker)]
-
-    def unsettled(self) -> bool:
-        """Whether the set of workers to wait for will change, because workers are missing or about to leave.
-
-        Parked workers do not count, because only `scale` changes them.
-        """
-        members = self.supervisor.membership.members
-        return any(
-            not self._can_roll(record) for record in self.records if members[record.worker].state is not State.PARKED
-        )
-
-    def _can_roll(self, record: WorkerRecord) -> bool:
-        if not record.ready or record.returning or record.handle is None or record.handle.leaving:
-            return False
-        presence = self.tickets.presence
-        if record.worker in presence.retiring:
-            return self.tickets.must_finish(record.worker)
-        return record.worker not in presence.parked
-
-    def __contains__(self, worker: object) -> bool:
-        """Whether a worker can get a ticket."""
-        return isinstance(worker, int) and self._can_roll(self.records[worker])
 
     def close(self) -> None:
         """Stop workers, kill those that do not stop in time, and free all resources.
@@ -278,22 +209,18 @@ class Server:
                 return
             self._closed, self._closer = True, threading.get_ident()
             try:
-                self._stop_all()
-                self._wait_for_ends(time.monotonic() + self._close_s)
+                self.supervisor.stop()
+                self.supervisor.resume_all()
+                self.outbox.send_stop()
+                deadline = time.monotonic() + self._close_s
+                self._wait_for_ends(min(deadline, time.monotonic() + _START_CLOSE_S))
+                self.supervisor.kill_starting()
+                self._wait_for_ends(deadline)
             finally:  # also after Ctrl-C
                 try:
                     self._end_all()
                 finally:
                     self._freed.set()
-
-    def _stop_all(self) -> None:
-        self.supervisor.stop()
-        self.supervisor.resume_all()
-        for record in self.supervisor.records:
-            if record.link is not None:
-                record.words[CANCEL] = 2**62
-                with contextlib.suppress(OSError):
-                    record.link.send([m.encode(m.Stop())])
 
     def _end_all(self) -> None:
         self.supervisor.kill()
@@ -384,13 +311,7 @@ class Server:
     def local_pids(self) -> dict[str, int]:
         """The processes of the run on this machine, by name: the head, and workers that it has started itself."""
         with self.locked():
-            workers = {f"{record.role} {record.worker}": record.handle for record in self.supervisor.records}
-        found = {
-            name: handle.pid
-            for name, handle in workers.items()
-            if handle is not None and handle.pid not in (0, os.getpid())
-        }
-        return {"the head": os.getpid(), **found}
+            return {"the head": os.getpid(), **self.supervisor.local_pids()}
 
     def _check_process(self) -> None:
         """Raise in a fork of the head, because a fork would read messages that belong to the head."""
@@ -448,26 +369,16 @@ class Server:
             self.tickets.drain(record.worker)
 
     def retire(self, record: WorkerRecord) -> None:
-        self.tickets.presence.retire(record.worker)
-        if record.ready and not record.returning and not self.tickets.must_finish(record.worker):
-            record.returning = True
-            self.send(record, m.ReturnTickets())
+        self._parking.retire(record)
 
     def parked(self, record: WorkerRecord) -> None:
-        self.tickets.park(record.worker)
-        self._client.on_parked(record)
-        if record.worker not in self._reported_parked:  # otherwise it was awake for a call
-            self._reported_parked.add(record.worker)
-            text = f"worker {record.worker} on {record.host} is parked"
-            self.events.emit("parked", text, worker=record.worker, node=record.host)
+        self._parking.parked(record)
 
     def resumed(self, record: WorkerRecord) -> None:
-        clocks = [self.records[worker].clock for worker in sorted(self.tickets.presence.present)]
-        self.send(record, m.Resumed(clocks[0] if clocks else record.clock))
-        self._send_announcements(record)
+        self._parking.unparked(record)
 
     def continued(self, record: WorkerRecord, suspended_s: float) -> None:
-        self.send(record, m.Continued(suspended_s))
+        self.outbox.send(record, m.Continued(suspended_s))
 
     def receive(self, worker: int, received: Received) -> None:
         if self._failure is not None and not self._closed:
@@ -485,7 +396,7 @@ class Server:
             return
         match message:
             case m.Hello():
-                self._welcome(record, message)
+                self.handshake.welcome(record, message)
             case m.Ready():
                 self._ready(record, message)
             case m.Progress():
@@ -498,20 +409,12 @@ class Server:
                 record.error = None
                 record.num_messages += 1
                 if isinstance(message, m.Idle):
-                    self._idle(record)
+                    self._parking.returned(record)
+                    self.grant()
                     return
                 self._client.on_message(record, message, received)
                 if self.supervisor.membership.members[record.worker].retiring:
                     self.retire(record)  # it may have completed its window
-
-    def _idle(self, record: WorkerRecord) -> None:
-        if not record.returning:
-            raise WireError("a report that it has returned its tickets, which the head did not request.")
-        record.returning = False
-        self.tickets.returned(record.worker)
-        if not self.tickets.must_finish(record.worker) and not self._num_awake_calls:
-            self.supervisor.act_on(membership.Idle(record.worker))
-        self.grant()
 
     # ---- messages ----
 
@@ -521,124 +424,15 @@ class Server:
         if not self.shares_memory:
             self.supervisor.read_shared()
 
-    def send(
-        self, record: WorkerRecord, message: m.FromHead, frames: Sequence[Any] = (), fds: Sequence[int] = ()
-    ) -> int:
-        """Send a message to one worker and return its size in bytes; 0 if it could not be sent.
-
-        A released worker continues with it. It reads news of published versions later, before its next ticket.
-        """
-        if record.link is None:
-            return 0
-        if not isinstance(message, (m.Newest, m.Probe)):
-            self.supervisor.act_on(membership.Acquire(record.worker))
-        asks = isinstance(message, (m.SendAgent, m.Call, m.ReturnTickets)) and not record.is_server
-        record.owes_reply = record.owes_reply or asks
-        encoded = [m.encode(message), *frames]
-        try:
-            with typed_shortage(f"worker {record.worker} could not be sent a message"):
-                record.link.send(encoded, fds if self.shares_memory else ())
-        except OSError as error:
-            self.supervisor.send_failed(record, error)
-            return 0
-        nbytes = sum(memoryview(frame).nbytes for frame in encoded)
-        if isinstance(message, m.SendBase):
-            self.base_sent += nbytes
-        return nbytes
-
-    def announce(self, message: m.FromHead, frames: Sequence[Any] = (), fds: Sequence[int] = ()) -> None:
-        """Send a message to all ready workers now, and to other workers when they become ready or are unparked.
-
-        The message replaces an earlier announcement of the same type.
-        """
-        self.retract(type(message))
-        self._num_announced += 1
-        self._announcements.append((self._num_announced, message, frames, fds))
-        for record in self.supervisor.records:
-            if record.ready:
-                self._send_announcements(record)
-
-    def _send_announcements(self, record: WorkerRecord) -> None:
-        """Send the announcements that a worker did not get yet."""
-        for number, message, frames, fds in self._announcements:
-            if number > record.announced:
-                record.announced = number
-                if self.servers and not record.is_server:  # the agent and its weights go to the acting servers only
-                    if isinstance(message, (m.SendBase, m.Parameters, m.Newest)):
-                        continue
-                    frames = [b""] if isinstance(message, m.SendAgent) else frames
-                if not record.is_server or not isinstance(message, m.SetLayout):
-                    self.send(record, message, frames, fds)
-
-    def retract(self, *kinds: type) -> None:
-        """Stop sending announcements of these types to workers that become ready."""
-        self._announcements = [entry for entry in self._announcements if not isinstance(entry[1], kinds)]
-
-    def _welcome(self, record: WorkerRecord, hello: m.Hello) -> None:
-        different = mismatches(hello.versions)
-        if hello.run != self.supervisor.run or hello.worker != record.worker or hello.incarnation != record.incarnation:
-            different.append("it belongs to another run or incarnation")
-        record.host, record.pid = hello.host, hello.pid
-        if different:
-            reason = f"{record.role} {record.worker} on {hello.host} does not fit: {'; '.join(different)}."
-            self.send(record, m.Refuse(reason))
-            self.fail(HandshakeError(f"{reason} Install the same versions on both sides."))
-            return
-        self.supervisor.act_on(membership.Hello(record.worker))
-        self._set_phase(record, Phase.CONSTRUCT)
-        if not record.incarnation:
-            self.start_s["connect"] = time.monotonic() - self._started_at
-        welcome = m.Welcome(
-            record.first, record.roots, record.resume.tolist(), import_path(), _preloaded(), record.clock
-        )
-        self.send(record, welcome, [self._program])
-
-    def _set_phase(self, record: WorkerRecord, phase: Phase) -> None:
-        """Set the phase of a worker without shared memory until its next heartbeat arrives."""
-        if not self.shares_memory:
-            record.words[PHASE] = phase
-
     def _ready(self, record: WorkerRecord, message: m.Ready) -> None:
         if record.is_server:
-            record.ready, record.has_been_ready, record.announced = True, True, 0
-            self.supervisor.act_on(membership.Ready(record.worker))
-            self._set_phase(record, Phase.IDLE)
-            self._emit_ready(record)
-            self._send_announcements(record)
+            self.handshake.accept_server(record)
             return
-        spaces = (unpack(message.observation_space), unpack(message.action_space))
-        if self.spaces is not None and spaces != self.spaces:
-            self.fail(
-                HandshakeError(
-                    f"worker {record.worker} on {record.host} has the spaces {spaces}, another worker has "
-                    f"{self.spaces}. All environments of a run must have equal spaces."
-                )
-            )
+        if not self.handshake.accepts(record, message):
             return
-        if self.spaces is None or (record.worker == 0 and not record.incarnation):
-            self.frame_stack = message.frame_stack
-            self.spaces = spaces  # prefer the spaces of slot 0, which have its random generators
-        record.ready, record.has_been_ready, record.announced = True, True, 0
-        retiring = self.supervisor.membership.members[record.worker].retiring
-        if retiring and not self.tickets.must_finish(record.worker):
-            self.tickets.park(record.worker)  # it is to be parked before its first ticket
-        else:
-            self.tickets.join(record.worker)
-        if not record.incarnation:
-            self.start_s["construct"] = time.monotonic() - self._started_at - self.start_s["connect"]
-        self.supervisor.act_on(membership.Ready(record.worker))
-        self._set_phase(record, Phase.IDLE)
-        self._emit_ready(record)
-        self._send_announcements(record)
+        self._parking.admit(record)
+        self.handshake.complete(record)
         self.grant()
-
-    def _emit_ready(self, record: WorkerRecord) -> None:
-        if record.incarnation and not self.supervisor.membership.members[record.worker].blameless:
-            text = f"{record.role} {record.worker} was restarted on {record.host} (restart {record.incarnation})"
-            self.events.emit("restarted", text, worker=record.worker, node=record.host)
-        else:
-            text = f"{record.role} {record.worker} joined on {record.host}"
-            self.events.emit("joined", text, worker=record.worker, node=record.host)
 
     def _failed(self, record: WorkerRecord, failure: m.Failure) -> None:
         error = record.failed(failure)
@@ -669,22 +463,14 @@ class Server:
         """Issue and send all tickets that workers may get now."""
         if self._failure is not None or self._holds:
             return
-        for issued in self.tickets.grant(self, self._client.version()):
+        for issued in self.tickets.grant(self.available, self._client.version()):
             ticket, frames = self._client.make_ticket(issued)
-            self.send(self.records[issued.worker], ticket, frames)
+            self.outbox.send(self.records[issued.worker], ticket, frames)
 
     def cancel(self) -> None:
         """End the session and cancel its open tickets."""
         open_tickets = self.tickets.in_flight
         upto = self.tickets.cancel()
-        for record in self.records:
-            if open_tickets and record.link is not None:
-                record.words[CANCEL] = upto
-                if not self.supervisor.membership.is_suspended(record.worker):
-                    self.send(record, m.Cancel(upto))
-        self._release()
-
-
-def _preloaded() -> list[str]:
-    """Return the large modules that workers import early."""
-    return [name for name in _PRELOADED if name in sys.modules]
+        if open_tickets:
+            self.outbox.send_cancel(upto)
+        self._parking.release()

@@ -71,7 +71,7 @@ class Stepper:
         if message := rollouts.fit(1, 1, {**base_rows(self._obs_schema, "<f8"), **actions}, {}):
             assert rollouts.memory is not None
             with self.server.locked():
-                self.server.announce(message, fds=[rollouts.memory.fd])
+                self.server.outbox.announce(message, fds=[rollouts.memory.fd])
 
     def step(self, actions: Mapping[str, Array]) -> list[Info]:
         """Step every environment."""

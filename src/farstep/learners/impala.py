@@ -196,5 +196,7 @@ class Impala(OnPolicy):
                 waiting.enter_context(loop.timer("collect"))
 
             flow.on(DataKeyTrigger(n=chunks, size=steps, of="windows"), update, name="update")
+            with loop.collecting():  # a signal ends the wait for workers that import the agent's modules
+                flow.bind()
             waiting.enter_context(loop.timer("collect"))
             flow.run(until=lambda: loop.stopping)

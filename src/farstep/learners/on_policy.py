@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import msgspec
@@ -14,6 +15,7 @@ from farstep.batch import Batch
 from farstep.checkpoint.checks import Count, converted
 from farstep.cluster_env import ClusterEnv
 from farstep.elastic.scaling import Rule
+from farstep.learners.device_lease import DeviceLease
 from farstep.learners.loop.iteration import Iteration, Loop
 from farstep.learners.loop.statistics import Statistics, check_rewards
 from farstep.learners.loop.timing import Timer
@@ -78,6 +80,8 @@ class OnPolicy:
         """Defaults of options that are None."""
         rate = self.defaults.learning_rate if config.learning_rate is None else config.learning_rate
         self._optimizer = Optimizer(agent, rate, config.max_grad_norm, seed, config.value_lr)
+        self._lease: DeviceLease | None = None
+        """None if the learner keeps its device for the whole run."""
         self._statistics = Statistics(agent)
         self._anneal_lr = config.anneal_lr
         self._critic_warmup_updates = config.critic_warmup_updates
@@ -85,6 +89,13 @@ class OnPolicy:
         self._scaling = None if scaling is None else WorkerScaling(scaling)
         self._had_scaling = False
         """Whether the loaded checkpoint is from a run with a scaling rule, so that workers may be parked."""
+
+    def release_device(self) -> None:
+        """From now on, hold the device only during updates, so that learners of other runs can use it in between.
+
+        With a coordinator that has devices, each update first waits for one of them (`ClusterEnv.device_token`).
+        """
+        self._lease = DeviceLease(self.agent, self._optimizer, self.device)
 
     def batches(self, env: ClusterEnv) -> Iterator[Batch]:
         """Return an endless iterator of batches.
@@ -152,7 +163,8 @@ class OnPolicy:
         """
         version = env.version
         lags = version - batch["version"][batch["valid"]].astype(np.int64)
-        metrics = self.update(batch, version, loop.fraction_done, loop.timer)
+        with self._on_device(env, loop.timer):
+            metrics = self.update(batch, version, loop.fraction_done, loop.timer)
         with loop.timer("publish"):
             env.publish(self.agent)
         counters = None if self._scaling is None else self._scaling.apply(env, self._updates)
@@ -168,6 +180,15 @@ class OnPolicy:
                 counters=counters,
             )
         )
+
+    @contextmanager
+    def _on_device(self, env: ClusterEnv, timer: Timer) -> Iterator[None]:
+        """Context manager: inside, the learner is on its device."""
+        if self._lease is None:
+            yield
+            return
+        with self._lease.update(env, timer) as self.device:
+            yield
 
     def prepare(self, batch: Batch, version: int, progress: float) -> Rollout:
         """Start an update: set the learning rates and convert the batch to tensors.

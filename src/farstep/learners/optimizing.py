@@ -58,13 +58,18 @@ class AdamGroup:
     Args:
         learning_rate: Learning rate of Adam.
         slices: The parameters.
-        vectors: Values, gradients, and Adam's first and second moments of all parameters.
     """
 
-    def __init__(self, learning_rate: float, slices: Sequence[slice], vectors: Sequence[Tensor]) -> None:
+    def __init__(self, learning_rate: float, slices: Sequence[slice]) -> None:
         self._learning_rate = self.lr = learning_rate
-        self._tensors = [[vector[part] for part in slices] for vector in vectors]
-        self.steps = [torch.zeros((), device=vectors[0].device) for _ in slices]
+        self._slices = slices
+        self._tensors: list[list[Tensor]] = []
+        self.steps = [torch.zeros(()) for _ in slices]
+
+    def use(self, vectors: Sequence[Tensor]) -> None:
+        """Use these vectors from now on: values, gradients, and Adam's first and second moments of all parameters."""
+        self._tensors = [[vector[part] for part in self._slices] for vector in vectors]
+        self.steps = [step.to(vectors[0].device) for step in self.steps]
 
     def anneal(self, left: float) -> None:
         """Set the learning rate to the fraction `left` of its initial value."""
@@ -110,16 +115,42 @@ class Optimizer:
     def __init__(
         self, agent: ActorCritic, learning_rate: float, max_grad_norm: float, seed: int, value_lr: float | None = None
     ) -> None:
-        flat, self._gradient = flatten_parameters(_trained(agent))
+        self._parameters = _trained(agent)
         self._max_grad_norm = max_grad_norm
-        self._moments = {name: torch.zeros_like(flat) for name in ("exp_avg", "exp_avg_sq")}
-        policy, critic = _parameter_slices(agent)
-        vectors = (flat, self._gradient, *self._moments.values())
-        self._policy = AdamGroup(learning_rate, policy, vectors)
-        self._critic = AdamGroup(learning_rate if value_lr is None else value_lr, [critic], vectors)
-        self._critic_gradient = self._gradient[critic]
+        policy, self._critic_slice = _parameter_slices(agent)
+        self._policy = AdamGroup(learning_rate, policy)
+        self._critic = AdamGroup(learning_rate if value_lr is None else value_lr, [self._critic_slice])
+        flat = torch.cat([parameter.detach().flatten() for parameter in self._parameters])
+        self._use(flat, {name: torch.zeros_like(flat) for name in ("exp_avg", "exp_avg_sq")})
+        self._cpu_vectors: tuple[Tensor, ...] | None = None
+        """Pinned copies of parameters and moments, kept while these are on a GPU; None before the first `move`."""
         self.generator = torch.Generator().manual_seed(seed)
         """Random generator for the order of rows in minibatches."""
+
+    def _use(self, flat: Tensor, moments: dict[str, Tensor]) -> None:
+        """Use these vectors from now on, with a gradient of 0."""
+        self._flat, self._moments, self._gradient = flat, moments, torch.zeros_like(flat)
+        point_at(self._parameters, flat, self._gradient)
+        self._critic_gradient = self._gradient[self._critic_slice]
+        for group in (self._policy, self._critic):
+            group.use((flat, self._gradient, *moments.values()))
+
+    def move(self, device: torch.device) -> None:
+        """Move parameters, moments and step counts to a device. Gradients are 0 between updates and are not copied.
+
+        Copies between pinned memory and a GPU are asynchronous; the caller synchronizes before it uses the CPU's.
+        """
+        vectors = (self._flat, *self._moments.values())
+        if self._flat.device.type == "cpu":
+            if self._cpu_vectors is None:
+                self._cpu_vectors = tuple(pinned(vector) for vector in vectors)
+            moved = tuple(vector.to(device, non_blocking=True) for vector in self._cpu_vectors)
+        else:
+            assert self._cpu_vectors is not None and device.type == "cpu"
+            for kept, vector in zip(self._cpu_vectors, vectors, strict=True):
+                kept.copy_(vector, non_blocking=True)
+            moved = self._cpu_vectors
+        self._use(moved[0], dict(zip(self._moments, moved[1:], strict=True)))
 
     def anneal(self, left: float) -> None:
         """Set the learning rates to the fraction `left` of their initial values."""
@@ -240,16 +271,27 @@ class Optimizer:
         self.anneal(1.0)
 
 
+def pinned(tensor: Tensor) -> Tensor:
+    """Return a copy in pinned memory, which a GPU reads and writes without the CPU; without CUDA, the tensor itself."""
+    return tensor.pin_memory() if torch.cuda.is_available() else tensor
+
+
 def flatten_parameters(parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
     """Move the parameters into one flat vector and their gradients into another; return both vectors."""
-    sizes = [parameter.numel() for parameter in parameters]
     flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
     gradient = torch.zeros_like(flat)
+    point_at(parameters, flat, gradient)
+    return flat, gradient
+
+
+def point_at(parameters: list[nn.Parameter], flat: Tensor, gradient: Tensor) -> None:
+    """Make the parameters and their gradients views of two flat vectors."""
+    sizes = [parameter.numel() for parameter in parameters]
     pieces = zip(parameters, torch.split(flat, sizes), torch.split(gradient, sizes), strict=True)
     for parameter, values, gradients in pieces:
+        parameter.grad = None  # torch refuses a gradient on another device
         parameter.data = values.view_as(parameter)
         parameter.grad = gradients.view_as(parameter)
-    return flat, gradient
 
 
 def _trained(agent: ActorCritic) -> list[nn.Parameter]:

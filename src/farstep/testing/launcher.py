@@ -33,6 +33,8 @@ MakeConfig = Callable[..., LaunchConfig]
 _SEED = 11
 _LEASE_S = 10.0
 _DEADLINE_S = 60.0
+_PAUSE_S = 0.05
+"""Between batches while a node starts or ends; without a pause, collecting would use all CPU time."""
 _LAST_WORDS = "these are my last words"
 
 
@@ -309,6 +311,7 @@ def _collect_until(env: ClusterEnv, agent: TableAgent, columns: int) -> None:
         if batch["obs"].shape[1] == columns:
             return
         assert time.monotonic() < deadline, f"no batch of {columns} columns: {env.stats()['workers']}"
+        time.sleep(_PAUSE_S)
 
 
 def _stay(make_config: MakeConfig) -> None:

@@ -33,6 +33,8 @@ why no worker can be forked."""
 FAILED = "an import failed"
 """Why a zygote does not fork if the worker itself will report the cause."""
 MAX_FDS = 16
+_OUTPUT_BYTES = 16384
+"""Last bytes of the imports' output that are kept; a new pipe has room for them."""
 _BASE = ("farstep.worker.loop", "farstep.worker.connect", "farstep.wire.channels.dealer")
 _BLAS = ("openblas_set_num_threads", "openblas_set_num_threads64_", "scipy_openblas_set_num_threads64_")
 
@@ -92,6 +94,8 @@ class Zygote:
         self._workers: dict[int, _Forked] = {}
         """Workers by their pidfd, and by the descriptor of their reports."""
         self._refusal = ""
+        self._import_output = b""
+        """What imports printed, for the output of the first worker."""
 
     def import_modules(self, names: Sequence[str], limit_s: float) -> None:
         """Import what workers need, within `limit_s` seconds.
@@ -99,8 +103,18 @@ class Zygote:
         If an import fails or takes too long, modules may be half imported, so that a fork could not repeat the import.
         The zygote then refuses to fork, and a worker that starts cold reports the error.
         """
+        with os.fdopen(os.memfd_create("farstep-imports"), "w+b") as printed:
+            with _output_to(printed.fileno()):
+                self._import_all([*_BASE, *names], limit_s)
+            printed.seek(0)
+            self._import_output = printed.read()[-_OUTPUT_BYTES:]
+        gc.collect()
+        gc.freeze()  # a collection in a worker does not touch these objects, so their pages stay shared
+        _report(self._requests, READY)
+
+    def _import_all(self, names: Sequence[str], limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
-        for name in (*_BASE, *names):
+        for name in names:
             try:
                 with _time_limit(deadline - time.monotonic()):
                     importlib.import_module(name)
@@ -112,9 +126,6 @@ class Zygote:
                 self._refusal = f"importing {name} starts threads"
             if self._refusal:
                 break
-        gc.collect()
-        gc.freeze()  # a collection in a worker does not touch these objects, so their pages stay shared
-        _report(self._requests, READY)
 
     def serve(self) -> dict[str, Any]:
         """Fork workers until the launcher closes the socket, then exit.
@@ -148,6 +159,7 @@ class Zygote:
             elif not (pid := os.fork()):
                 return self._become_worker(request)
             else:
+                self._import_output = b""
                 self._watch(pid, request.reports)
         except OSError:
             _report(request.reports, NOT_FORKED)
@@ -189,6 +201,7 @@ class Zygote:
             os.dup2(source, target)
         os.close(null)
         os.close(request.output)
+        os.write(1, self._import_output)
         os.chdir(job["folder"])
         os.environ.clear()
         os.environ.update(job["environ"])
@@ -199,6 +212,23 @@ class Zygote:
                 bootstrap[name] = received[value]
         _use_threads(int(bootstrap["threads"]))
         return bootstrap
+
+
+@contextlib.contextmanager
+def _output_to(fd: int) -> Iterator[None]:
+    """Context manager: what this process prints goes to `fd`."""
+    before = [(number, os.dup(number)) for number in (1, 2)]
+    try:
+        for number, _ in before:
+            os.dup2(fd, number)
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # an import may have closed it
+                stream.flush()
+        for number, copy in before:
+            os.dup2(copy, number)
+            os.close(copy)
 
 
 class _TooSlow(BaseException):

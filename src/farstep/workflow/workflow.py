@@ -565,7 +565,8 @@ class Workflow:
         parked = ""
         if feed.num_parked:
             are, them = ("is", "it") if feed.num_parked == 1 else ("are", "them")
-            parked = f" {counted(feed.num_parked, 'worker')} {are} parked; env.scale(workers=...) resumes {them}."
+            parked = f" {counted(feed.num_parked, 'worker')} {are} parked; "
+            parked += f"env.scale(workers={self.env.num_workers}) unparks {them}."
         if not feed.under_way:
             raise FarstepError(
                 "the workflow is in a deadlock: no worker is rolling, no chunk is waiting and no trigger has a "

@@ -27,7 +27,7 @@ def simplify(ops: list[Op]) -> list[Op]:
             source = producer(ops, op.args[0])
             if source is None or source.name != "_log_softmax" or not _same_view(source.out, op.args[0]):
                 continue
-            if (source.args[1] - op.args[1]) % op.out.dim() == 0:
+            if (source.args[1] - op.args[1]) % max(1, op.out.dim()) == 0:
                 exp = torch.ops.aten.exp.default
                 ops[index] = Op(exp, (op.args[0],), {}, op.outputs, op.reads, op.writes)
     return ops

@@ -62,7 +62,10 @@ def parse(
     except SystemExit as end:
         if not end.code:
             raise
-        raise ConfigError(f"{_sentence(printed.getvalue())} '{command} --help' explains every option.") from None
+        from_file = default is not None  # then other names in the message are those of the file
+        names = [name for name in option_names(kind) if not from_file or name in map(_name, arguments)]
+        text = _as_options(_sentence(printed.getvalue()), names)
+        raise ConfigError(f"{text} '{command} --help' explains every option.") from None
     return found  # type: ignore[no-any-return]
 
 
@@ -96,6 +99,16 @@ def option_names(kind: Any) -> list[str]:
             option = name.replace("_", "-")
             found += [f"--{option}", *([f"--no-{option}"] if hint is bool else [])]
     return found
+
+
+def _as_options(text: str, options: Sequence[str]) -> str:
+    """Replace names of fields in an error message by the options that set them."""
+    for option in options:
+        field = option[2:].replace("-", "_")
+        # A name of one word may also be an ordinary word of the sentence.
+        pattern = rf"(?<![\w.-]){field}(?![\w-])" if "_" in field else rf"^{field}(?= is )|(?<![\w.-]){field}(?==)"
+        text = re.sub(pattern, option, text)
+    return text
 
 
 def _name(argument: str) -> str:

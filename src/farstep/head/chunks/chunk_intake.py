@@ -105,7 +105,7 @@ class ChunkIntake:
         ends = self._rollouts.take_part(record, issued, self.request.steps, part, received)
         self._counters.receive_s += time.monotonic() - began
         if ends is None:
-            self._server.send(record, m.Taken(part.index))
+            self._server.outbox.send(record, m.Taken(part.index))
         elif self.request.on_part is not None:
             self._notify(issued, part.stage, part.stage + 1, ends, key_of(record, part.index), part.passed)
 
@@ -135,4 +135,4 @@ class ChunkIntake:
 
     def _grant_sends(self) -> None:
         for worker, index in self._send_queue.next(lambda worker: self._server.records[worker].incarnation):
-            self._server.send(self._server.records[worker], m.GrantSend(index))
+            self._server.outbox.send(self._server.records[worker], m.GrantSend(index))

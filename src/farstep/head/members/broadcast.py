@@ -36,7 +36,7 @@ class Broadcast:
             arguments: One tuple for all workers, or one per worker; None for a worker that is not called and whose
                 result is None.
         """
-        with self._server.awake():
+        with self._server.unparked():
             return self._call(name, *arguments)
 
     def _call(self, name: str, *arguments: tuple[Any, ...] | None) -> list[Any]:
@@ -50,7 +50,7 @@ class Broadcast:
                 if args is None:
                     self._answers[record.worker] = None
                 elif record.ready:
-                    server.send(record, m.Call(self._request, name), [cloudpickle.dumps((args, {}))])
+                    server.outbox.send(record, m.Call(self._request, name), [cloudpickle.dumps((args, {}))])
                 else:
                     self.lost(record)
         server.wait(lambda: True if len(self._answers) >= len(server.records) else None)

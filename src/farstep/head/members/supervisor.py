@@ -30,6 +30,8 @@ _PHASES = {
     "transfer": "sending",
 }
 """Descriptions of phases in which a running worker calls neither an environment nor the policy."""
+_STARTING = ("connect", "construct", "load")
+"""Phases in which a worker runs the user's imports and constructors."""
 _EXIT_GRACE_S = 1.0
 """Seconds for a worker to end by itself after its connection closed; its exit status then explains the cause."""
 
@@ -128,6 +130,12 @@ class Supervisor:
     def ended(self) -> bool:
         return all(record.handle is None or record.handle.poll() is not None for record in self.records)
 
+    def kill_starting(self) -> None:
+        """Kill workers that import modules, construct environments or load an agent: they do not read messages."""
+        for record in self.records:
+            if record.handle is not None and (record.link is None or record.phase in _STARTING):
+                record.handle.kill()
+
     def kill(self) -> None:
         for record in self.records:
             if record.handle is not None:
@@ -137,6 +145,15 @@ class Supervisor:
         for record in self.records:
             self._drop_process(record)
         self.launcher.close()
+
+    def local_pids(self) -> dict[str, int]:
+        """The processes of workers that the head has started itself on this machine, by name."""
+        handles = {f"{record.role} {record.worker}": record.handle for record in self.records}
+        return {
+            name: handle.pid
+            for name, handle in handles.items()
+            if handle is not None and handle.pid not in (0, os.getpid())
+        }
 
     def whereabouts(self) -> str:
         """What the head is waiting for: nodes, and workers that are starting or still working."""

@@ -54,7 +54,7 @@ class WorkerRecord:
     """Whether it still has to answer `ReturnTickets`. Until then it gets no ticket, so that its chunks stay in
     order."""
     announced: int = 0
-    """Number of the last announcement that it got (see `Server.announce`)."""
+    """Number of the last announcement that it got (see `Outbox.announce`)."""
     num_messages: int = 0
     """Messages received from it, without heartbeats."""
     silent_since: float = math.inf

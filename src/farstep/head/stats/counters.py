@@ -119,7 +119,7 @@ class Counters:
             "pulls": {"total": self._total_pulls(server), "per_worker": list(self.pulls)},
             "bytes": {
                 "weights_sent": self.weights_sent,
-                "base_sent": server.base_sent,
+                "base_sent": server.outbox.base_sent,
                 "probes_sent": self.probes_sent,
                 "rollouts_received": self.rollouts_received,
             },
@@ -133,7 +133,7 @@ class Counters:
             "divergence": dict(self.divergence),
             "inference": inference,
             "acting": [self._acting(record, now) for record in server.servers],
-            "start": dict(server.start_s),
+            "start": dict(server.handshake.start_s),
             "time": {
                 "workers": self.workers.total(),
                 "per_worker": self.workers.per_worker(),

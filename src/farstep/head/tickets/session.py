@@ -45,6 +45,8 @@ class CollectionSession:
     """For each worker that joined during the session, the first round that includes it."""
     unparked: set[int] = field(default_factory=set)
     """Workers that joined after they were parked."""
+    newcomers: set[int] = field(default_factory=set)
+    """Workers that joined during the session, and of which the learner has consumed nothing since."""
     lanes: dict[int, list[int]] = field(default_factory=dict)
     """For each worker, its free lanes (only without rounds)."""
     lanes_per_worker: int = 0
@@ -103,6 +105,8 @@ class CollectionSession:
     def consume(self, worker: int, chunks: int) -> None:
         """Record that the learner is done with chunks of a worker. Chunks of earlier sessions do not count."""
         left = max(0, self.held[worker] - chunks)
+        if left < self.held[worker]:
+            self.newcomers.discard(worker)
         self.held_total -= self.held[worker] - left
         self.held[worker] = left
 

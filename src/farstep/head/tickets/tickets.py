@@ -337,6 +337,7 @@ class Tickets:
         self.presence.park(worker)
         if (session := self._session) is not None:
             session.unparked.discard(worker)
+            session.newcomers.discard(worker)
             session.missing = None
             session.redo[worker].clear()
 
@@ -348,6 +349,7 @@ class Tickets:
         """
         was_parked = worker in self.presence.parked
         if self.presence.join(worker) and (session := self._session) is not None:
+            session.newcomers.add(worker)
             if was_parked:
                 session.unparked.add(worker)
             others = self._present(session) - {worker}

@@ -88,7 +88,10 @@ class WorkerQueue:
         feed = session.feed
         if feed is None or feed.max_staleness is None or self.is_inside(worker):
             return True
-        return self._chunks_of(worker) < session.depth * feed.per_worker * feed.chunks
+        # A batch without a newcomer may be in the learner's hands, and be followed by a publish before the newcomer's
+        # first window is consumed. So the newcomer rolls one window less ahead; otherwise its last one would be stale.
+        depth = max(1, session.depth - (worker in session.newcomers))
+        return self._chunks_of(worker) < depth * feed.per_worker * feed.chunks
 
     def is_inside(self, worker: int) -> bool:
         """Whether the worker's next chunk continues a window."""

@@ -129,7 +129,7 @@ class Publisher:
                 if record.ready and record.incarnation == request.incarnation:
                     probe = m.Probe(self.agent_id, self.version, request.indices, list(answer))
                     frames = [array.tobytes() for array in answer.values()]
-                    self._counters.probes_sent += self._server.send(record, probe, frames)
+                    self._counters.probes_sent += self._server.outbox.send(record, probe, frames)
             self._server.drain()
 
     def _check_base(self, agent: Agent) -> None:
@@ -158,7 +158,7 @@ class Publisher:
     def _announce(self) -> None:
         """Announce the current version to workers without shared memory."""
         if not self._server.shares_memory:
-            self._server.announce(m.Newest(self.version))
+            self._server.outbox.announce(m.Newest(self.version))
 
     # ---- adopting an agent ----
 
@@ -207,8 +207,8 @@ class Publisher:
             self._counters.divergence.clear()
             self._warnings.forget()
             self._announce_base(base)
-            self._server.announce(m.SendAgent(self.agent_id, self._base_hash), [payload])
-            self._server.announce(store.message(), fds=[store.memory.fd])
+            self._server.outbox.announce(m.SendAgent(self.agent_id, self._base_hash), [payload])
+            self._server.outbox.announce(store.message(), fds=[store.memory.fd])
             self._announce()
         try:
             self._server.wait(lambda: True if self._all_answered() else None, starting=True)
@@ -217,27 +217,29 @@ class Publisher:
             self._forget_agent()
             raise
         self._agent = agent
-        self._server.start_s["agent"] = time.monotonic() - began
+        self._server.handshake.start_s["agent"] = time.monotonic() - began
 
     def _announce_base(self, base: BaseWeights | None) -> None:
         """Send an agent's base to workers, unless they have it."""
         if base is None:
             self._base_hash = ""
-            self._server.retract(m.SendBase)
+            self._server.outbox.retract(m.SendBase)
         elif base.content_hash != self._base_hash:
             self._base_hash = base.content_hash
-            self._server.announce(m.SendBase(base.content_hash), [base.payload])
+            self._server.outbox.announce(m.SendBase(base.content_hash), [base.payload])
 
     def _forget_agent(self) -> None:
         with self._server.locked():
             self._agent = self.prober = None
-            self._server.retract(m.SendAgent, m.Parameters, m.Newest)
+            self._server.outbox.retract(m.SendAgent, m.Parameters, m.Newest)
             if self._store is not None:
                 self._store.close()
 
     def _all_answered(self) -> bool:
         """Whether all present workers have answered, and at least one has (all nodes may be absent for a while)."""
-        return bool(self._answers) and all(record.worker in self._answers for record in self._server.present())
+        return bool(self._answers) and all(
+            record.worker in self._answers for record in self._server.available.present()
+        )
 
     def _agree(self, agent: Agent) -> None:
         """Check that all workers can use the agent, and that it returns the same arrays on all of them."""
@@ -298,4 +300,4 @@ class Publisher:
         frames: list[BytesLike] = []
         if self._store is not None and message.agent == self.agent_id:
             base, frames = self._store.handover(record.worker, message.held)
-        self._server.send(record, m.Weights(message.agent, self.version, base), frames)
+        self._server.outbox.send(record, m.Weights(message.agent, self.version, base), frames)

@@ -61,6 +61,9 @@ class RunConfig:
     or options of the acting server as JSON: '{"device": "cuda"}'."""
     device: str = "cpu"
     """Device of the learner: cpu, cuda, cuda:1."""
+    release_device: bool = False
+    """Hold the device only during updates: while the learner waits for rows, it is in main memory. With --coordinator,
+    updates take turns on its devices. For ppo, async-ppo and impala."""
     threads: int | None = None
     """Number of threads of the learner. None: 1, or all cores if observations are images and workers wait during
     updates."""

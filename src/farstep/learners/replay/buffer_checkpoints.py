@@ -139,7 +139,7 @@ class BufferCheckpoints:
                 "--buffer-size or --buffer-checkpoint-s 0",
             )
         else:
-            self._emit("checkpointed", text)
+            self._emit("announced", text)
         self._thread = threading.Thread(target=self._write_regularly, name="farstep-buffer-checkpoints", daemon=True)
         self._thread.start()
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
+from farstep.config.env import is_number
 from farstep.config.field_docs import show_fields
 from farstep.errors import ConfigError
 from farstep.learners.options.checks import check_above, check_counts, check_numbers
@@ -49,10 +50,12 @@ class LoopConfig:
     def __post_init__(self) -> None:
         check_counts(self, "buffer_size", "learning_starts", "batch_size", "num_steps", "publish_every", "report_every")
         check_numbers(self, buffer_checkpoint_s=(0, inf))
-        if self.frame_stack:
-            check_counts(self, "frame_stack")
-        if self.frame_stack == 1:
-            raise ConfigError("frame_stack is 1; a stack has at least 2 frames, and 0 stores whole observations.")
+        stack = self.frame_stack
+        if stack is not None and not (is_number(stack) and stack % 1 == 0 and (stack == 0 or stack >= 2)):
+            raise ConfigError(
+                f"frame_stack is {stack!r}; expected the number of frames of a stack, at least 2, or 0 to "
+                "store whole observations."
+            )
         if self.learning_starts > self.buffer_size:
             raise ConfigError(
                 f"learning_starts is {self.learning_starts}, more than the {self.buffer_size} rows that the buffer "

@@ -38,7 +38,7 @@ def frame_stack_of(config: LoopConfig, env: ClusterEnv) -> FrameStack | None:
         return None
     shown = ", ".join(f"{name} {spec}" for name, spec in schema.items())
     raise ConfigError(
-        f"frame_stack is {count}, but no observation is an image with a multiple of {count} entries on its first or "
+        f"--frame-stack is {count}, but no observation is an image with a multiple of {count} entries on its first or "
         f"last axis: {shown}. Leave out --frame-stack, or choose 0."
     )
 

@@ -139,7 +139,7 @@ class ReplayLoop:
                     self._config.buffer_size,
                     self._algorithm.sampler,
                     limiter=limiter,
-                    pooled=_is_concurrent(self._config, env),
+                    pooled=is_concurrent(self._config, env),
                     frame_stack=frame_stack_of(self._config, env),
                     seed=self._seed,
                 )
@@ -153,7 +153,8 @@ class ReplayLoop:
     ) -> _Session:
         session = _Session(self._algorithm, self._config, env, loop, buffer, checkpoints)
         stack.callback(session.close)
-        session.bind()
+        with loop.collecting():  # a signal ends the wait for workers that import the agent's modules
+            session.bind()
         return session
 
     def _resume(
@@ -193,7 +194,7 @@ def make_limiter(config: LoopConfig, round_rows: int) -> RateLimiter:
     return RateLimiter(ratio, config.learning_starts, first, first + ahead)
 
 
-def _is_concurrent(config: LoopConfig, env: ClusterEnv) -> bool:
+def is_concurrent(config: LoopConfig, env: ClusterEnv) -> bool:
     """Return whether to learn while workers roll. Workers in this process cannot."""
     return config.concurrent and not isinstance(env.config, InProcessConfig)
 
@@ -233,7 +234,7 @@ class _Session:
         steps = self._config.chunk_steps(self._env.num_envs)
         self._explore()
         flow = self._flow = Workflow(self._env, self._algorithm.agent, self._buffer, steps=steps)
-        if _is_concurrent(self._config, self._env):
+        if is_concurrent(self._config, self._env):
             flow.on_chunk = self._collect
             flow.on(TimeTrigger(1, unit="env_steps"), self._learn, thread=True, name="learn")
         else:
@@ -251,7 +252,8 @@ class _Session:
         if path is None:
             return
         recorded = RecordedEpisodes.load(path)
-        recorded.check(path, self._buffer, self._algorithm.names, self._env.launch())
+        recorded.check(path, self._buffer.schema, self._algorithm.names, self._env.launch())
+        recorded.check_room(path, self._buffer.capacity)
         recorded.insert_into(self._buffer)  # `CompleteEpisodes` does not bound inserts yet
         self._env.emit_event(
             "loaded",

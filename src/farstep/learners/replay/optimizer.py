@@ -43,8 +43,8 @@ class FlatAdam:
         self.values, self._gradient = flatten_parameters(list(parameters))
         self._max_grad_norm = max_grad_norm
         self._moments = {name: torch.zeros_like(self.values) for name in ("exp_avg", "exp_avg_sq")}
-        vectors = (self.values, self._gradient, *self._moments.values())
-        self._group = AdamGroup(learning_rate, [slice(0, self.values.numel())], vectors)
+        self._group = AdamGroup(learning_rate, [slice(0, self.values.numel())])
+        self._group.use((self.values, self._gradient, *self._moments.values()))
 
     def minimize(self, loss: Tensor) -> dict[str, Tensor]:
         """Make one step down the gradient of a loss.

@@ -20,7 +20,7 @@ from farstep.errors import ConfigError, RunError, counted
 from farstep.learners.loop.evaluation import MAX_STEPS, episode_quotas
 from farstep.learners.networks.encoders import Space
 from farstep.observe.files import as_run_error, replace_file
-from farstep.schema import leaf_spaces, leaves, nest
+from farstep.schema import ArraySpec, Schema, leaf_spaces, leaves, nest
 
 _FORMAT = 1
 _ROWS, _FINAL = "rows/", "final/"
@@ -28,6 +28,7 @@ _ROWS, _FINAL = "rows/", "final/"
 _DERIVED = {"valid", "version", "episode_start"}
 """Arrays of a batch that the file does not need, because every row is one of a complete episode."""
 _STEPS = 64
+_ADVICE = "Record episodes with 'farstep eval RUN --sample --record episodes.npz', and pass --warmup episodes.npz."
 
 
 @dataclass(frozen=True)
@@ -83,16 +84,12 @@ class RecordedEpisodes:
         try:
             with np.load(path, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
-        except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise ConfigError(
-                f"{path} cannot be read as recorded episodes: {error}. Record some with "
-                f"'farstep eval RUN --sample --record {path}'."
-            ) from None
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror or 'it is no recording'}. {_ADVICE}") from None
+        except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error):
+            raise ConfigError(f"{path} is damaged, or is no file of recorded episodes. {_ADVICE}") from None
         if "format" not in arrays or "lengths" not in arrays or arrays["format"].tolist() != _FORMAT:
-            raise ConfigError(
-                f"{path} has no recorded episodes of format {_FORMAT}; record them with "
-                f"'farstep eval RUN --sample --record {path}'."
-            )
+            raise ConfigError(f"{path} has no recorded episodes of format {_FORMAT}. {_ADVICE}")
         found = cls(
             {name.removeprefix(_ROWS): array for name, array in arrays.items() if name.startswith(_ROWS)},
             {name.removeprefix(_FINAL): array for name, array in arrays.items() if name.startswith(_FINAL)},
@@ -128,23 +125,38 @@ class RecordedEpisodes:
 
     # ---- replaying ----
 
-    def check(self, path: Path, buffer: Buffer, names: Collection[str], spaces: tuple[Space, Space]) -> None:
+    def check_room(self, path: Path, capacity: int) -> None:
+        """Raise `ConfigError` if a buffer of `capacity` rows is too small for these episodes."""
+        if (rows := int(self.lengths.sum())) > capacity:
+            raise ConfigError(
+                f"{path} has {rows:,} steps, but the replay buffer holds {capacity:,}. Raise --buffer-size, or record "
+                "fewer episodes."
+            )
+
+    def check_names(self, path: Path, names: Collection[str]) -> None:
+        """Raise `ConfigError` if one of the arrays that a learner needs is missing."""
+        recorded = {*self.rows, *(name.split(".")[0] for name in self.rows)}
+        for name in names:
+            if name not in recorded and name not in _DERIVED and name != "next_obs":
+                raise self._missing(path, name)
+
+    def check(self, path: Path, schema: Schema, names: Collection[str], spaces: tuple[Space, Space]) -> None:
         """Check that a learner can replay these episodes.
 
         Args:
             path: Their file, for error messages.
-            buffer: The learner's buffer, with its arrays.
+            schema: The arrays of the learner's buffer, or those that are known before it is allocated.
             names: The arrays of a batch that the learner needs.
             spaces: Observation space and action space of the environments.
 
         Raises:
-            ConfigError: An array is missing or has another shape, a value is outside of its space, or the buffer has
-                too little room.
+            ConfigError: An array is missing or has another shape, or a value is outside of its space.
         """
-        for name in buffer.schema:
+        self.check_names(path, names)
+        for name, spec in schema.items():
             if (name in names or name.split(".")[0] in names) and name not in _DERIVED:
-                self._check_array(path, name, buffer)
-        for name in (name for name in buffer.schema if name.split(".")[0] == "obs"):
+                self._check_array(path, name, spec)
+        for name in (name for name in schema if name.split(".")[0] == "obs"):
             final = self.final_obs.get(name)
             if final is None or final.shape[1:] != self.rows[name].shape[1:] or final.dtype != self.rows[name].dtype:
                 raise ConfigError(f"{path}: the final observations do not match {name!r}.")
@@ -153,19 +165,17 @@ class RecordedEpisodes:
                 _check_values(path, name, self.rows[name], leaf)
                 if key == "obs":
                     _check_values(path, name, self.final_obs[name], leaf)
-        if (rows := int(self.lengths.sum())) > buffer.capacity:
-            raise ConfigError(
-                f"{path} has {rows:,} steps, but the replay buffer holds {buffer.capacity:,}. Raise --buffer-size, or "
-                "record fewer episodes."
-            )
 
-    def _check_array(self, path: Path, name: str, buffer: Buffer) -> None:
-        spec, array = buffer.schema[name], self.rows.get(name)
+    def _missing(self, path: Path, name: str) -> ConfigError:
+        return ConfigError(
+            f"{path} has no array {name!r}, which this learner needs; it has {', '.join(sorted(self.rows))}. "
+            "Record it with an agent of the same kind, in the same environment."
+        )
+
+    def _check_array(self, path: Path, name: str, spec: ArraySpec) -> None:
+        array = self.rows.get(name)
         if array is None:
-            raise ConfigError(
-                f"{path} has no array {name!r}, which this learner needs; it has {', '.join(sorted(self.rows))}. "
-                "Record it with an agent of the same kind, in the same environment."
-            )
+            raise self._missing(path, name)
         if array.shape[1:] != spec.shape or not np.can_cast(array.dtype, np.dtype(spec.dtype), "same_kind"):
             raise ConfigError(
                 f"{path}: {name!r} is {array.dtype}{list(array.shape[1:])} per step, but the environments and the "
@@ -204,6 +214,22 @@ class RecordedEpisodes:
             dict.fromkeys(EPISODE_KEYS, nothing),
             np.array([column]),
             np.array([False]),
+        )
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise `ConfigError` if `path` exists and is no recording of farstep, so that no other file is overwritten."""
+    if not path.exists():
+        return
+    try:
+        with zipfile.ZipFile(path) as file:
+            names = file.namelist()
+    except (OSError, zipfile.BadZipFile):
+        names = []
+    if not {"format.npy", "lengths.npy"} <= set(names):
+        raise ConfigError(
+            f"{path} exists and is no recording of farstep, so it is not replaced. Choose another file, e.g. "
+            "--record episodes.npz."
         )
 
 

@@ -14,7 +14,8 @@ _INTRODUCTION = """\
 
 This page lists every number that farstep logs or counts, with its unit and meaning. The names are the same in
 `metrics.jsonl`, TensorBoard, Weights & Biases and the terminal. A *counter* never decreases while the process runs; a
-*gauge* may rise and fall; an *info* is text.
+*gauge* may rise and fall; an *info* is text. The [glossary](architecture.md#glossary) explains words such as chunk,
+ticket, version and probe.
 
 - [Metrics of `farstep train`](#metrics-of-farstep-train)
 - [Counters of `env.stats()`](#counters-of-envstats), for any program
@@ -23,20 +24,21 @@ This page lists every number that farstep logs or counts, with its unit and mean
 _TRAINING = """
 ## Metrics of `farstep train`
 
-PPO, asynchronous PPO and IMPALA log one line per update. DQN, Ape-X and SAC log one line per `--report-every` steps.
-[Training](training.md#metrics-of-a-run) says where to look first if a run is slow or does not learn. The pages of
-[PPO](ppo.md), [asynchronous PPO](async_ppo.md), [IMPALA](impala.md), [DQN](dqn.md) and [SAC](sac.md) have remedies for
-numbers that are not healthy. The column *healthy* has rules of thumb, not measurements.
+PPO, asynchronous PPO and IMPALA log one line per update. DQN, Ape-X, SAC and A-RIDE log one line per `--report-every`
+steps. [Training](training.md#metrics-of-a-run) says where to look first if a run is slow or does not learn. The column
+*healthy* has rules of thumb, not measurements. The pages of [PPO](ppo.md), [asynchronous PPO](async_ppo.md),
+[IMPALA](impala.md), [DQN](dqn.md) and [SAC](sac.md) have remedies for numbers that are not healthy.
 """
 _STATS = """
 ## Counters of `env.stats()`
 
 `env.stats()` is a plain dictionary. All its counters start at `launch()`. The name `bytes/weights_sent` stands for
-`env.stats()["bytes"]["weights_sent"]`; a part in angle brackets is any key, or a position in a list. If a counter and a
-metric of `farstep train` have the same name, they are the same number. *Logged as* names the related metric of
-`farstep train`. Its value differs: it covers only the time since the previous line, is a mean over workers, or
-continues after a resume.
+`env.stats()["bytes"]["weights_sent"]`. A part in angle brackets stands for any key, or for a position in a list.
 [The guide](guide.md#counters) shows how to log these numbers from your own program.
+
+If a counter and a metric of `farstep train` have the same name, they are the same number. The column *logged as* names
+a related metric of `farstep train` whose value differs: it covers only the time since the previous line, is a mean over
+workers, or continues after a resume.
 """
 _OWN = """
 ## Names of your own

@@ -99,8 +99,8 @@ STATS_GROUPS = (
     ),
     Namespace(
         "slots/",
-        "A worker holds a slot while its process runs: from its start until it ends, is parked, or is released "
-        "between two rollouts ([elasticity](elasticity.md)). Suspended workers keep their memory.",
+        "Here, a slot is the place of a running worker. A worker holds a slot while its process runs: from its start "
+        "until it ends, is parked, or is released between two rollouts ([elasticity](elasticity.md)).",
         (
             _head("slots/held", "slots that are held now", unit="slots"),
             _head("slots/held_seconds", "time in which slots were held, summed over slots", kind="counter", unit="s"),
@@ -117,6 +117,15 @@ STATS_GROUPS = (
                 kind="counter",
                 unit="s",
             ),
+        ),
+    ),
+    Namespace(
+        "devices/",
+        "Devices that this run's learner took with `device_token` ([devices](sharing.md#devices)); 0 if it took none.",
+        (
+            _head("devices/uses", "number of times that a device was taken", kind="counter", unit="uses"),
+            _head("devices/held_seconds", "time in which a device was held", kind="counter", unit="s"),
+            _head("devices/waited_seconds", "time in which the learner waited for a device", kind="counter", unit="s"),
         ),
     ),
     Namespace(
@@ -328,8 +337,8 @@ STATS_GROUPS = (
             ),
             _head(
                 "time/head/held",
-                "from a ticket until its chunk arrived, summed over workers without shared memory. Subtract these "
-                "workers' env, inference, send and weights: the rest is the time that messages travelled",
+                "time from a ticket until its chunk arrived, summed over workers without shared memory. To get the "
+                "time that messages travelled, subtract these workers' env, inference, send and weights",
                 kind="counter",
                 unit="seconds",
             ),

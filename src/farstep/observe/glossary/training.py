@@ -94,11 +94,12 @@ NAMESPACES = (
     ),
     Namespace(
         "train/actor/",
-        "The update of the policy. Numbers are means over all minibatches of all epochs of an update; for dqn, apex "
-        "and sac, over all updates since the previous line. The *behavior policy* acted; the *proximal policy* is the "
-        "learner's policy at the start of the update; the *current policy* is being optimized. Two quotients of the "
-        "probabilities of a row's action are used: the *ratio* is current / proximal (with `--no-decoupled`: current / "
-        "behavior), and the *weight* is proximal / behavior. V-trace calls the weight *rho*.",
+        "The update of the policy. Numbers are means over all minibatches of all epochs of an update; for dqn, apex, "
+        "sac and aride, over all updates since the previous line.\n\n"
+        "The *behavior policy* is the one that acted. The *proximal policy* is the learner's policy at the start of "
+        "the update. The *current policy* is the one that is being optimized. Two quotients of the probabilities of a "
+        "row's action are used. The *ratio* is current / proximal (with `--no-decoupled`: current / behavior). The "
+        "*weight* is proximal / behavior. V-trace calls the weight *rho*.",
         (
             _learner(
                 "train/actor/policy_loss",
@@ -255,8 +256,8 @@ NAMESPACES = (
             ),
             _learner(
                 "train/actor/kept_fraction",
-                "steps that change the policy: those of episodes that pass `--filter-quantile`, with `--gate positive` "
-                "only those with a positive advantage",
+                "steps that change the policy: those of episodes that pass `--filter-quantile`. With `--gate "
+                "positive`, only those of them with a positive advantage",
                 unit="fraction",
                 when="aride",
             ),
@@ -270,7 +271,7 @@ NAMESPACES = (
     ),
     Namespace(
         "train/critic/",
-        "The update of the critic; also means, as above.",
+        "The update of the critic. As above, numbers are means over minibatches or updates.",
         (
             _learner(
                 "train/critic/value_loss",
@@ -329,7 +330,7 @@ NAMESPACES = (
     ),
     Namespace(
         "replay/",
-        "The replay buffer, and the ratio that its limiter holds.",
+        "The replay buffer, and the ratio of updates to steps that its limiter keeps.",
         (
             _learner("replay/rows", "rows in the buffer", unit="rows", when=_REPLAY),
             _learner(
@@ -387,6 +388,18 @@ NAMESPACES = (
             ),
             _learner(
                 "time/actor_training", "forward and backward passes, and optimizer steps", unit="seconds", label="train"
+            ),
+            _learner(
+                "time/device_wait",
+                "waiting for a device that other runs use",
+                unit="seconds",
+                when="`--release-device`",
+            ),
+            _learner(
+                "time/device_move",
+                "moving the learner to its device and back",
+                unit="seconds",
+                when="`--release-device`",
             ),
             _loop(
                 "time/publish",

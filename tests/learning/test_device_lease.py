@@ -1,0 +1,117 @@
+"""Learners that hold their device only during updates."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import farstep
+from farstep.cli import main
+from farstep.elastic.coordinator_server import read_status
+from farstep.learners.loop.training import Limits, Training
+from farstep.learners.networks.nets import make_agent
+from farstep.learners.ppo import PPO, PPOConfig
+from tests.cluster.test_sharing import PATIENCE_S, serving
+
+STEPS = 16
+SOURCE = {"type": "gymnasium", "env_name": "CartPole-v1", "envs_per_node": 4, "seed": 3}
+
+
+def trained(
+    device: str, releases: bool, updates: int = 3, config: farstep.LaunchConfig | None = None
+) -> tuple[PPO, dict[str, float], Training]:
+    """Train a small PPO. Return it with the device's part of `stats()`."""
+    options = PPOConfig(num_steps=STEPS, update_epochs=2)
+    with farstep.ClusterEnv(SOURCE, config or farstep.InProcessConfig()) as env:
+        torch.manual_seed(1)
+        learner = PPO(make_agent(*env.launch(), options.net, options.gamma), options, seed=1, device=device)
+        if releases:
+            learner.release_device()
+        training = Training(learner, env, Limits(total_steps=updates * STEPS * 4))
+        training.run()
+        return learner, env.stats()["devices"], training
+
+
+def parameters(learner: PPO) -> list[torch.Tensor]:
+    return [*(tensor.cpu() for tensor in learner.agent.state_dict().values())]
+
+
+def test_release_changes_nothing_but_the_time_held() -> None:
+    released, devices, _ = trained("cpu", releases=True)
+    held, none, _ = trained("cpu", releases=False)
+    assert all(map(torch.equal, parameters(released), parameters(held)))
+    assert devices["uses"] == 3 and devices["held_seconds"] > 0
+    assert none == {"uses": 0, "held_seconds": 0.0, "waited_seconds": 0.0}
+
+
+def test_moving_keeps_parameters_moments_and_gradients_in_place() -> None:
+    """On the CPU a move copies nothing, but rebuilds every view; the next update must still reach the agent."""
+    learner, _, _ = trained("cpu", releases=False)
+    other, _, _ = trained("cpu", releases=False)
+    for moved in (learner, other):
+        moved.agent.zero_grad(set_to_none=False)
+    learner._optimizer.move(torch.device("cpu"))  # noqa: SLF001
+    for each in (learner, other):
+        for parameter in each.agent.parameters():
+            assert parameter.grad is not None
+            parameter.grad.fill_(0.5)
+        each._optimizer._step(critic_only=False)  # noqa: SLF001
+    assert all(map(torch.equal, parameters(learner), parameters(other)))
+
+
+def test_learners_take_turns_on_the_device_of_their_coordinator(tmp_path: Path) -> None:
+    inside, failures = threading.Semaphore(1), []
+    with serving(tmp_path / "c", slots=2, devices=1) as name, contextlib.ExitStack() as stack:
+        config = farstep.LocalConfig(workers_per_node=1, coordinator=name)
+        envs = [stack.enter_context(farstep.ClusterEnv(SOURCE, config)) for _ in range(2)]
+        options = PPOConfig(num_steps=STEPS, update_epochs=1)
+
+        class Watched(PPO):
+            def update(self, *arguments: object) -> dict[str, float]:
+                if not inside.acquire(blocking=False):
+                    failures.append("two learners updated at once")
+                    return super().update(*arguments)  # type: ignore[arg-type]
+                try:
+                    return super().update(*arguments)  # type: ignore[arg-type]
+                finally:
+                    inside.release()
+
+        learners = [Watched(make_agent(*env.launch(), options.net, options.gamma), options, seed=1) for env in envs]
+
+        def learn(learner: Watched, env: farstep.ClusterEnv) -> None:
+            learner.release_device()
+            for batch, _ in zip(learner.batches(env), range(10), strict=False):
+                training = Training(learner, env, Limits(total_steps=10**6))
+                learner.iterate(batch, env, training)
+
+        threads = [threading.Thread(target=learn, args=pair) for pair in zip(learners, envs, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        assert not failures
+        assert [env.stats()["devices"]["uses"] for env in envs] == [10, 10]
+        assert [run.workload.device_uses for run in read_status(name)[1]] == [10, 10]
+
+
+def test_replay_learners_refuse_to_release(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["train", "dqn", "--env", "CartPole-v1", "--release-device", "--folder", str(tmp_path)]) != 0
+    assert "ppo, async-ppo, impala" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_released_gpu_holds_no_memory_and_learns_the_same() -> None:
+    held, _, _ = trained("cuda", releases=False)
+    expected = parameters(held)
+    del held
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    released, devices, _ = trained("cuda", releases=True)
+    assert torch.cuda.memory_allocated() == before
+    assert {tensor.device.type for tensor in released.agent.state_dict().values()} == {"cpu"}
+    assert all(map(torch.equal, parameters(released), expected))
+    assert devices["uses"] == 3

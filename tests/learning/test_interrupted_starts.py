@@ -1,0 +1,78 @@
+"""Ctrl-C while workers still import modules ends a run at once, with the usual status and message."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from farstep.testing import CountingEnv
+from tests.cluster.checks import cluster, eventually
+
+SLOW_IMPORT = '''
+import importlib.abc, os, pathlib, sys, time
+import gymnasium
+
+class Blocking(importlib.abc.MetaPathFinder):
+    """Never finishes importing the agent's module."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            pathlib.Path({marker!r}).touch()
+            while True:
+                time.sleep(0.05)
+
+sys.meta_path.insert(0, Blocking())
+
+def make():
+    return gymnasium.make("CartPole-v1")
+'''
+
+
+@pytest.mark.parametrize("learner", ["dqn", "impala"])
+def test_sigint_ends_a_run_whose_workers_still_import_the_agent(learner: str, tmp_path: Path) -> None:
+    marker = tmp_path / "importing"
+    module = f"farstep.learners.networks.{'q_network' if learner == 'dqn' else 'nets'}"
+    (tmp_path / "slow_import.py").write_text(SLOW_IMPORT.format(module=module, marker=str(marker)))
+    command = [sys.executable, "-m", "farstep", "train", learner, "--env", "slow_import.make", "--env-type", "factory"]
+    command += ["--num-envs", "1", "--workers", "1", "--name", "stopped"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as head:
+        try:
+            eventually(marker.exists)
+            head.send_signal(signal.SIGINT)
+            said, _ = head.communicate(timeout=45)  # the import never ends
+        finally:
+            head.kill()
+    assert head.returncode == 130, said
+    assert f"stopped by SIGINT; continue with: farstep train {learner} --resume runs/stopped" in said
+
+
+class EndlessConstructor(CountingEnv):
+    """Signals that its constructor runs, and never returns from it."""
+
+    def __init__(self, marker: str) -> None:
+        Path(marker).touch()
+        threading.Event().wait()
+
+
+def test_close_does_not_wait_for_workers_that_cannot_read_its_message(tmp_path: Path) -> None:
+    marker = tmp_path / "constructing"
+    env = cluster(EndlessConstructor, env_kwargs={"marker": str(marker)}, timeouts={"close_s": 3600.0})
+
+    def interrupt() -> None:
+        eventually(marker.exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupting = threading.Thread(target=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            interrupting.start()
+            env.launch()  # ends the workers before it raises
+        finally:
+            interrupting.join()
+    env.close()
