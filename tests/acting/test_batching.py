@@ -1,10 +1,15 @@
-"""Which requests an acting server puts into its next batch."""
+"""Which requests an acting server puts into its next batch, and which processes may send them."""
 
 from __future__ import annotations
 
+import os
+import socket
 from dataclasses import dataclass
 
+import pytest
+
 from farstep.acting.batching import next_batch
+from farstep.wire.channels.local import is_own_process
 
 
 @dataclass
@@ -34,3 +39,11 @@ def test_the_window_ends_with_time_with_rows_or_when_nobody_else_can_come() -> N
     assert next_batch([one], 3, 1.006, 64, 0.005)[0] == [one]
     assert next_batch([one, two], 3, 1.002, 8, 0.005)[0] == [one, two]
     assert next_batch([one, two], 2, 1.002, 64, 0.005)[0] == [one, two]
+
+
+def test_processes_of_other_users_are_recognized(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        assert is_own_process(ours)
+        monkeypatch.setattr(os, "getuid", lambda me=os.getuid(): me + 1)
+        assert not is_own_process(ours)

@@ -193,3 +193,27 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], reason: s
 def test_workers_in_the_callers_process_cannot_be_served() -> None:
     with pytest.raises(ConfigError, match="InProcessConfig starts no processes"):
         cluster(config=in_process(), inference="served").launch()
+
+
+def test_a_network_says_once_that_its_actions_are_not_bit_for_bit_the_same() -> None:
+    torch = pytest.importorskip("torch")
+
+    class Network(torch.nn.Module):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 3)
+
+        def act(self, obs: Any) -> Any:
+            return self.layer(obs).argmax(-1)
+
+        def get_parameters(self) -> dict[str, Any]:
+            return dict(self.named_parameters())
+
+    agent = Network()
+    with cluster(envs=4, workers=2, inference="served") as env:
+        for _ in range(2):
+            with torch.no_grad():
+                agent.layer.bias += 0.1
+            within(lambda: env.collect(agent, 5))
+        assert env.inference == "served on cpu, eager"
+        assert sum("not bit for bit" in event.text for event in env.events("warned")) == 1

@@ -52,6 +52,9 @@ _RETRY_S = 0.02
 class ServerLost(Exception):
     """The acting server ended. Its replacement knows nothing of the episodes in progress."""
 
+    def __init__(self) -> None:
+        super().__init__("the acting server of this worker ended; its replacement has lost recurrent states")
+
 
 class ServedError(Exception):
     """The agent raised in the acting server, or cannot be used there."""

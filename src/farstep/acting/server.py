@@ -43,7 +43,6 @@ from farstep.rollout.program import Program
 from farstep.rollout.progress import COUNT, PHASE, SERVED_BATCHES, SERVED_ROWS, SERVED_WAIT_US, Phase
 from farstep.rollout.rows import Slots
 from farstep.rollout.weight_headers import check_digest
-from farstep.schema import map_leaves
 from farstep.wire import messages as m
 from farstep.wire.channels.doorbell import Doorbell, Fence
 from farstep.wire.channels.local import LocalLink, is_own_process
@@ -310,7 +309,7 @@ class ActingServer:
         program, had_torch = self._program, "torch" in sys.modules
         assert program is not None
         slots = Slots(join.first, list(join.roots), list(join.episodes))
-        obs = _structure(unpack(join.obs))
+        obs = unpack(join.obs)
         actor = BatchActor(self._payload, "eager", obs, slots, program.weights, self._has_gpu, self._base[1])
         if torch := sys.modules.get("torch"):
             if not had_torch:
@@ -409,8 +408,3 @@ class ActingServer:
             group.arrived = 0.0
             client.doorbell.ring()
         words[SERVED_BATCHES] += 1
-
-
-def _structure(packed: Any) -> Any:
-    """A structure as `schema.space_schema` returns it; the codec may return lists for tuples."""
-    return map_leaves(lambda leaf: leaf, packed)
