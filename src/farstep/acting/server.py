@@ -37,7 +37,7 @@ from farstep.acting.mailbox import (
     Mailbox,
     MailboxLayout,
 )
-from farstep.core import Link, Received
+from farstep.core import BytesLike, Link, Received
 from farstep.errors import AgentError, WireError, described, printable
 from farstep.rollout.program import Program
 from farstep.rollout.progress import COUNT, PHASE, SERVED_BATCHES, SERVED_ROWS, SERVED_WAIT_US, Phase
@@ -190,13 +190,7 @@ class ActingServer:
     def _handle(self, message: m.FromHead, received: Received) -> None:
         match message:
             case m.Welcome():
-                sys.path[:] = list(dict.fromkeys(message.path + sys.path))
-                self._program = pickle.loads(received.frames[1])
-                self._sync.rule = self._program.sync
-                for module in message.preload:
-                    __import__(module)
-                self._words[PHASE] = Phase.IDLE
-                self._link.send([m.encode(m.Ready(b"", b""))])
+                self._construct(message, received.frames[1])
             case m.SendBase():
                 self._base = (message.content_hash, bytearray(received.frames[1]))
             case m.SendAgent():
@@ -210,6 +204,15 @@ class ActingServer:
                 self._running = False
             case _:
                 pass  # for workers only, or an answer to a request that was given up
+
+    def _construct(self, message: m.Welcome, program: BytesLike) -> None:
+        sys.path[:] = list(dict.fromkeys(message.path + sys.path))
+        self._program = pickle.loads(program)
+        self._sync.rule = self._program.sync
+        for module in message.preload:
+            __import__(module)
+        self._words[PHASE] = Phase.IDLE
+        self._link.send([m.encode(m.Ready(b"", b""))])
 
     def _adopt(self, message: m.SendAgent, payload: bytes) -> None:
         """Use this agent from now on; it is loaded when the first worker joins with its observations."""
