@@ -19,6 +19,7 @@ from farstep.acting.mailbox import (
     HELD,
     IS_FIRST,
     MIN_VERSION,
+    NEWEST,
     PULLED_BYTES,
     PULLS,
     REQUEST,
@@ -95,6 +96,8 @@ class ServedActor:
         self._link: LocalLink | None = None
         self.version = self.passed = -1
         """The oldest version that acted in the current chunk, and the oldest that its rows count as."""
+        self.newest = 0
+        """The newest version that the head has announced; 0 with shared memory, where the server sees it at once."""
         self._requested = [0] * len(groups)
         self._waited_ns = self._waits = 0
         self._reported_pulls = self._reported_bytes = 0
@@ -240,7 +243,7 @@ class ServedActor:
         if starts.any():
             arrays[ROOTS][part] = self._slots.roots[part]
             arrays[EPISODES][part] = self._slots.episodes[part]
-        words[TICKET], words[MIN_VERSION] = self._ticket, self._min_version
+        words[TICKET], words[MIN_VERSION], words[NEWEST] = self._ticket, self._min_version, self.newest
         words[IS_FIRST] = self._is_first[group]
         self._requested[group] += 1
         self._fence()

@@ -20,10 +20,12 @@ HELD, PULLS, PULLED_BYTES = range(3)
 """Words of the whole mailbox: the ticket whose rows must all have one version (0: none), written by the worker; the
 number of weight pulls of this server, and the bytes that this worker reports for them, written by the server."""
 _HEAD_WORDS = 8
-REQUEST, TICKET, MIN_VERSION, IS_FIRST, USED = range(5)
+REQUEST, TICKET, MIN_VERSION, IS_FIRST, USED, NEWEST = range(6)
 """Words of a group that the worker writes: number of the current request; its ticket; the oldest version that may act;
 whether it is the first of its chunk, so that the recurrent state is to be recorded; the last request whose answer the
-worker has used. If the server has acted since then, its answer was given up with a cancelled chunk."""
+worker has used (if the server has acted since then, its answer was given up with a cancelled chunk); the newest version
+that the head has announced to the worker. Without shared memory, a ticket may arrive at a worker before the
+announcement arrives at the server."""
 ANSWER, VERSION, COUNTS_AS, FAILED = range(8, 12)
 """Words of a group that the server writes: number of the last request that was answered; the version that acted, and
 the version that it counts as; whether `act` raised."""

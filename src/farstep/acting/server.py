@@ -28,6 +28,7 @@ from farstep.acting.mailbox import (
     FAILED,
     HELD,
     MIN_VERSION,
+    NEWEST,
     PULLED_BYTES,
     PULLS,
     REQUEST,
@@ -367,6 +368,8 @@ class ActingServer:
             return []
         actor, needed = self._actor, max(group.words[MIN_VERSION] for _, group in pending)
         assert actor is not None
+        if isinstance(weights := self._sync.weights, RemoteWeights):
+            weights.announced = max(weights.announced, *(group.words[NEWEST] for _, group in pending))
         if not any(client.holds for client in self._clients.values()):
             if actor.version < 0:
                 check_digest(self._digest, actor.loader.schema)

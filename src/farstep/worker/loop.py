@@ -196,6 +196,8 @@ class Worker:
             case m.Newest():
                 if isinstance(self._sync.weights, RemoteWeights):
                     self._sync.weights.announced = message.version
+                elif isinstance(self._actor, ServedActor):
+                    self._actor.newest = message.version
             case m.Probe():
                 if message.agent == self._agent_id and isinstance(self._actor, Actor):  # otherwise for a replaced agent
                     self._sync.compare(message, received.frames[1:], self._actor)

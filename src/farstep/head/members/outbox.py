@@ -92,7 +92,7 @@ class Outbox:
             if number > record.announced:
                 record.announced = number
                 if self._is_served and not record.is_server:  # the agent and its weights go to the acting servers only
-                    if isinstance(message, (m.SendBase, m.Parameters, m.Newest)):
+                    if isinstance(message, (m.SendBase, m.Parameters)):
                         continue
                     frames = [b""] if isinstance(message, m.SendAgent) else frames
                 if not record.is_server or not isinstance(message, m.SetLayout):
