@@ -74,6 +74,7 @@ class Where:
         seed: Seed of the episode, if known.
         episode_step: Step of the episode, if known.
         version: Version of the policy, if known.
+        role: What the process is: `worker` or `acting server`.
     """
 
     worker: int
@@ -85,9 +86,10 @@ class Where:
     seed: int | None = None
     episode_step: int | None = None
     version: int | None = None
+    role: str = "worker"
 
     def __str__(self) -> str:
-        parts = [f"worker {self.worker}"]
+        parts = [f"{self.role} {self.worker}"]
         if self.incarnation:
             parts[0] += f" (restart {self.incarnation})"
         process = [f"pid {self.pid}"] if self.pid else []

@@ -130,6 +130,9 @@ def seen(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     of_episodes = EpisodeReplayConfig(learning_starts=20, batch_size=2, report_every=20)
     aride = ArideConfig(replay=of_episodes, filter_quantile=0.5, refresh_every=1)
     train(seen, make_env("CartPole-v1", 4, launcher="in-process"), aride, 200)
+    with cluster(envs=2, inference="served") as env:
+        env.collect(TableAgent(), 4)
+        seen.stats |= set(entries(env.stats()))
     _drop_chunks(seen, folder)
     _run_workflow(seen)
     _run_workflow_on_nodes(seen, folder)

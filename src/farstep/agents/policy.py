@@ -43,7 +43,8 @@ class Policy:
         self.recurrent = callable(getattr(agent, "initial_state", None))
         parameters = _parameters_of(agent.act)
         self.wants_rng, self._wants_slots = "rng" in parameters, "slots" in parameters
-        self._slots = slots
+        self.slots = slots
+        """The environment slot of each row, for an `act` that takes `slots`; None: 0, 1, ..."""
         own = ("rng", "slots")
         further = [name for name, needed in list(parameters.items())[1:] if needed and name not in own]
         if further and not self.recurrent:
@@ -65,7 +66,7 @@ class Policy:
             import torch
 
             self._torch = torch
-        self._device = self._moved() if has_gpu and self.is_torch else None
+        self.device = self._moved() if has_gpu and self.is_torch else None
         """The GPU that the module was moved to; None if it was not moved."""
 
     def _moved(self) -> str | None:
@@ -106,8 +107,8 @@ class Policy:
         if not self._wants_slots:
             return {}
         count = len(next(flat(arguments[0])))
-        known = self._slots is not None and len(self._slots) == count
-        slots = np.array(self._slots if known else np.arange(count), np.int64)
+        known = self.slots is not None and len(self.slots) == count
+        slots = np.array(self.slots if known else np.arange(count), np.int64)
         return {"slots": self._tensors(slots) if self.is_torch else slots}
 
     def priorities(self, rows: Mapping[str, Nested]) -> Array:
@@ -204,14 +205,14 @@ class Policy:
 
     def _tensors(self, value: Nested) -> Nested:
         tensors = map_leaves(self._torch.from_numpy, value)
-        return tensors if self._device is None else map_leaves(lambda t: t.to(self._device), tensors)
+        return tensors if self.device is None else map_leaves(lambda t: t.to(self.device), tensors)
 
     # ---- fast path: recorded once; compared with `act` at the start and after every load of weights ----
 
     def accelerate(self, obs: Nested, state: Nested, episode_start: Any) -> None:
         """Record `act` as a program. If the program gives other results than `act`, log the reason and stay eager."""
-        if self._device is not None:
-            self.note = f"eager on {self._device}"
+        if self.device is not None:
+            self.note = f"eager on {self.device}"
             return
         if self._inference != "auto" or not self.is_torch:
             self.note = "eager" if self.is_torch else "the agent's own act"

@@ -87,9 +87,9 @@ def check_recording(run: RunConfig) -> None:
 
 def _environment(run: RunConfig) -> Env:
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # frames need no screen, but SDL would fail without one
-    config = run.env_config(envs_per_node=1, stagger=None)
+    config = run.env_config(envs_per_node=1, stagger=None, inference=None)
     kwargs = {**config.env_kwargs, "render_mode": "rgb_array"}
-    return Source.of(run.env_config(envs_per_node=1, stagger=None, env_kwargs=kwargs)).build()
+    return Source.of(run.env_config(envs_per_node=1, stagger=None, inference=None, env_kwargs=kwargs)).build()
 
 
 def _frames(

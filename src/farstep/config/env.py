@@ -19,12 +19,13 @@ from gymnasium.envs.registration import EnvSpec
 from farstep.config.base import Options as _Config
 from farstep.config.base import OrMapping, or_mapping
 from farstep.config.field_docs import show_fields
+from farstep.config.inference import ServedInference
 from farstep.config.transfer import ALL_AT_ONCE, TransferTrigger
 from farstep.core import SyncRule
 from farstep.errors import AgentError, ConfigError, described
 
 EnvType = Literal["gymnasium", "factory", "vector", "envpool"]
-Inference = Literal["auto", "eager"]
+Inference = Literal["local", "served", "auto", "eager"]
 Compression = Literal["auto", "none", "lz4", "zstd"]
 StaggerInit = Literal["advance", "clock", "policy"]
 StaggerOffsets = Literal["even", "random"]
@@ -187,9 +188,10 @@ class EnvConfig(_Config):
     compression: Compression = "auto"
     """Compression of chunks from workers without shared memory: `lz4`, `zstd` (both need `farstep[compression]`),
     `none`, or `auto`, which measures the connection and chooses for each array."""
-    inference: Inference = "auto"
-    """`auto`: replace the agent's `act` by a faster version if both return the same values. `eager`: always call
-    `act`."""
+    inference: OrMapping[Inference | ServedInference] = or_mapping("local")
+    """Where and how actions are computed. `local`: each worker has a copy of the agent, and replaces its `act` by a
+    faster version if both return the same values; `auto` means the same. `eager`: the same, but always call `act`.
+    `served`: one acting server per node acts for its workers; a mapping has its options: `{"device": "cuda"}`."""
     stagger: OrMapping[Stagger | None] = or_mapping(None)
     """Spread environments over the horizon; a mapping is accepted: `{"horizon": 1000}`. None: all start together."""
     info_keys: Sequence[str] = ()
@@ -202,7 +204,16 @@ class EnvConfig(_Config):
     def __post_init__(self) -> None:
         self._one_of("type", EnvType)
         self._check_info_keys()
-        self._one_of("inference", Inference)
+        if isinstance(self.inference, Mapping) or self.inference == "served":
+            options = self.inference if isinstance(self.inference, Mapping) else None
+            object.__setattr__(self, "inference", ServedInference.of(options))
+        if not isinstance(self.inference, ServedInference):
+            self._one_of("inference", Inference)
+        elif self.kl_threshold is not None or int(getattr(self.sync, "probes", 0)):
+            raise ConfigError(
+                "EnvConfig has served inference and a sync rule that measures divergence (kl_threshold or AAPS), which "
+                "this version cannot combine; use inference='local', or another rule such as farstep.sync.EveryK(4)."
+            )
         self._one_of("compression", Compression)
         self._at_least("envs_per_node", 1)
         object.__setattr__(self, "weights", WeightsConfig.of(self.weights))
@@ -243,6 +254,11 @@ class EnvConfig(_Config):
         for name in ("seed_episodes", "release_idle"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"EnvConfig.{name} is {getattr(self, name)!r}; expected True or False.")
+
+    @property
+    def serving(self) -> ServedInference | None:
+        """The options of acting servers; None if workers act themselves."""
+        return self.inference if isinstance(self.inference, ServedInference) else None
 
     def _check_vector_stagger(self, stagger: Stagger) -> None:
         if stagger.init != "clock" or stagger.early != "partial":

@@ -52,7 +52,7 @@ class Collector:
         program = Program(
             Source.of(env_config),
             rule,
-            env_config.inference,
+            "eager" if env_config.inference == "eager" else "auto",
             env_config.weights,
             self._transfer,
             env_config.compression,
@@ -60,6 +60,7 @@ class Collector:
             seed=seed,
             stagger=env_config.stagger,
             num_slots=config.most_nodes * env_config.envs_per_node,
+            serving=env_config.serving,
         )
         self.server = Server(
             config,
@@ -366,7 +367,10 @@ class Collector:
             reset.seeds = (
                 None  # a restarted worker started with these seeds, and may have skipped an episode that crashes it
             )
-        return m.Ticket(issued.seq, issued.lane, request.steps, issued.min_version, reset, request.infos), []
+        one_version = self.server.tickets.one_version
+        return m.Ticket(
+            issued.seq, issued.lane, request.steps, issued.min_version, reset, request.infos, one_version
+        ), []
 
     def on_message(self, record: WorkerRecord, message: m.FromWorker, received: Received) -> None:
         match message:

@@ -37,10 +37,11 @@ from farstep.head.members.message_rules import check_message, is_late
 from farstep.head.members.outbox import Outbox
 from farstep.head.members.parking import Parking
 from farstep.head.members.supervisor import Supervisor
-from farstep.head.members.worker_records import WorkerRecord, expected, split
+from farstep.head.members.worker_records import WorkerRecord, acting_servers, expected, split
 from farstep.head.slow_call_warnings import WaitWarning, warn_while_slow
 from farstep.head.tickets.tickets import Tickets
 from farstep.launch import launcher_for
+from farstep.launch.acting_plan import ActingPlan
 from farstep.rollout.nested_launch import refuse_nested_launch
 from farstep.rollout.program import Program
 from farstep.rollout.progress import check_words, copy_words
@@ -87,6 +88,9 @@ class Server:
         self._client, self.events = client, events
         workers = config.num_workers(envs_per_node)
         self.records = split(config.most_nodes, envs_per_node, workers, root)
+        self._plan = ActingPlan(workers, config.most_nodes, program.serving)
+        self.servers = acting_servers(self._plan.num_servers, workers, self.records[-1].stop)
+        """The records of acting servers; empty if workers act themselves."""
         per_node = workers // config.most_nodes
         self.gpus_per_worker = config.gpus_per_node / per_node
         self.tickets = Tickets(workers, config.fewest_nodes * per_node)
@@ -106,15 +110,16 @@ class Server:
             with warn_while_slow(self._slow_start, events.emit):
                 envs = max(record.num_envs for record in self.records)
                 modules = [*preloaded(), *program.source.modules()]
-                launcher = launcher_for(config, workers, envs, modules, events.emit)
+                launcher = launcher_for(config, self._plan, envs, modules, events.emit)
             opened.callback(launcher.close)
             self.shares_memory, self.is_driven = launcher.shares_memory, launcher.driven
+            everyone = [*self.records, *self.servers]
             self.supervisor = Supervisor(
-                launcher, self.records, config.timeouts, restart_budget, self._event_loop, self, events.emit
+                launcher, everyone, config.timeouts, restart_budget, self._event_loop, self, events.emit
             )
             opened.pop_all()
-        self.available = Availability(self.records, self.tickets, self.supervisor.membership)
-        self.outbox = Outbox(self.records, self.supervisor, self.shares_memory)
+        self.available = Availability(self.records, self.servers, self.tickets, self.supervisor.membership)
+        self.outbox = Outbox(everyone, self.supervisor, self.shares_memory)
         self.handshake = Handshake(pickled, self.supervisor, self.outbox, self.shares_memory, self.fail, events.emit)
         self._parking = Parking(
             self.records, self.tickets, self.supervisor, self.outbox, client, events.emit, release_idle=release_idle
@@ -185,6 +190,10 @@ class Server:
         finally:
             with self.locked():
                 self._parking.end_call()
+
+    def clients(self) -> list[list[int]]:
+        """For each acting server, the workers that it acts for."""
+        return [self._plan.clients_of(record.worker) for record in self.servers]
 
     def close(self) -> None:
         """Stop workers, kill those that do not stop in time, and free all resources.
@@ -345,17 +354,24 @@ class Server:
     # ---- callbacks of the supervisor (see `supervisor.Listener`) ----
 
     def expected(self, record: WorkerRecord) -> str:
+        if record.is_server:  # it must answer as long as a worker of its node may need it
+            clients = (self.records[worker] for worker in self._plan.clients_of(record.worker))
+            return "idle" if any(each.handle is not None and each.handle.poll() is None for each in clients) else ""
         return expected(record, self.tickets.oldest_of(record.worker))
 
     def lost(self, record: WorkerRecord) -> None:
+        if record.is_server:
+            return  # its workers notice, and roll their chunks again
         self.tickets.lost(record.worker)
         self._client.on_lost(record)
 
     def absent(self, record: WorkerRecord) -> None:
-        self.tickets.leave(record.worker)
+        if not record.is_server:
+            self.tickets.leave(record.worker)
 
     def draining(self, record: WorkerRecord) -> None:
-        self.tickets.drain(record.worker)
+        if not record.is_server:
+            self.tickets.drain(record.worker)
 
     def retire(self, record: WorkerRecord) -> None:
         self._parking.retire(record)
@@ -372,7 +388,7 @@ class Server:
     def receive(self, worker: int, received: Received) -> None:
         if self._failure is not None and not self._closed:
             return  # the run has failed: ignore later messages
-        record = self.records[worker]
+        record = self.supervisor.records[worker]
         try:
             self._handle(record, m.decode_from_worker(received.frames), received)
         except WireError as error:
@@ -414,6 +430,9 @@ class Server:
             self.supervisor.read_shared()
 
     def _ready(self, record: WorkerRecord, message: m.Ready) -> None:
+        if record.is_server:
+            self.handshake.accept_server(record)
+            return
         if not self.handshake.accepts(record, message):
             return
         self._parking.admit(record)

@@ -34,6 +34,12 @@ class UserWarnings:
         """Store how workers call the agent, and warn if they do not use the fast path."""
         if note.startswith("eager:") and note != self.inference:
             self._emit("warned", f"workers call the agent without the fast path, because {note[7:]}")
+        if note.startswith("served") and note.endswith("eager") and note != self.inference:
+            self._emit(
+                "warned",
+                "acting servers act on rows of several workers at once, so a network's actions are not bit for bit "
+                "those of inference='local', and may differ between runs with the same seed",
+            )
         self.inference = note
 
     def note_incomparable(self, why: str) -> None:

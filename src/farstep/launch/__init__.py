@@ -19,6 +19,7 @@ from farstep.config.launch import (
 from farstep.core import Launcher
 from farstep.errors import ConfigError
 from farstep.event import Emit
+from farstep.launch.acting_plan import ActingPlan
 from farstep.launch.cluster import ClusterLauncher
 from farstep.launch.daemon.affinity import assign_cores
 from farstep.launch.daemon.process import ProcessStarter
@@ -32,12 +33,12 @@ from farstep.launch.local import LocalLauncher
 from farstep.launch.network import NetworkLauncher
 
 
-def launcher_for(config: LaunchConfig, workers: int, envs: int, modules: Sequence[str], emit: Emit) -> Launcher:
+def launcher_for(config: LaunchConfig, plan: ActingPlan, envs: int, modules: Sequence[str], emit: Emit) -> Launcher:
     """Create the launcher for a configuration. This starts nothing yet.
 
     Args:
         config: Where workers run.
-        workers: Maximum number of workers.
+        plan: Maximum number of workers, and the acting servers.
         envs: Maximum number of environments per worker.
         modules: Modules that workers need, for zygotes.
         emit: Receives events about nodes.
@@ -45,10 +46,15 @@ def launcher_for(config: LaunchConfig, workers: int, envs: int, modules: Sequenc
     Raises:
         ConfigError: This version has no launcher for the configuration.
     """
+    workers = plan.num_workers
     if isinstance(config, InProcessConfig):
+        if plan.num_servers:
+            raise ConfigError(
+                "inference is 'served', but InProcessConfig starts no processes; use LocalConfig, or inference='local'."
+            )
         return InProcessLauncher(workers, envs)
     if isinstance(config, LocalConfig):
-        gpus = [config.gpu_of(worker) for worker in range(workers)]
+        gpus = [config.gpu_of(worker) for worker in range(workers + plan.num_servers)]
         with contextlib.ExitStack() as failed:
             warn = partial(emit, "warned")
             connect_s = config.timeouts.connect_s
@@ -61,15 +67,15 @@ def launcher_for(config: LaunchConfig, workers: int, envs: int, modules: Sequenc
             starter = ProcessStarter(config.cpus_per_worker, config.start_method, modules, connect_s, warn, cores)
             failed.callback(starter.close)
             launcher = (
-                LocalLauncher(workers, envs, starter, gpus)
+                LocalLauncher(plan, envs, starter, gpus)
                 if config.transport == "shm"
-                else NetworkLauncher(envs, starter, config.transport, gpus)
+                else NetworkLauncher(plan, envs, starter, config.transport, gpus)
             )
             failed.pop_all()  # the launcher owns it now
         return launcher
     if isinstance(config, EngineConfig):
         engine = _engine_for(config, workers // config.most_nodes, emit)
-        return ClusterLauncher(config, workers, envs, modules, engine, emit)
+        return ClusterLauncher(config, plan, envs, modules, engine, emit)
     raise ConfigError(f"{type(config).__name__} is not a launch configuration that this version can start.")
 
 

@@ -19,6 +19,7 @@ from farstep.config.launch import EngineConfig
 from farstep.core import Ended, Launcher, Received, Started
 from farstep.errors import LaunchError, WireError, counted
 from farstep.event import Emit
+from farstep.launch.acting_plan import ActingPlan
 from farstep.launch.addresses import own_addresses
 from farstep.launch.engines.engine import Engine
 from farstep.launch.groups import Groups
@@ -46,10 +47,10 @@ class ClusterLauncher(Launcher):
     driven = False
 
     def __init__(
-        self, config: EngineConfig, workers: int, envs: int, modules: Sequence[str], engine: Engine, emit: Emit
+        self, config: EngineConfig, plan: ActingPlan, envs: int, modules: Sequence[str], engine: Engine, emit: Emit
     ) -> None:
         self._config, self._envs, self._modules, self._engine, self._emit = config, envs, modules, engine, emit
-        self._per_node = workers // config.most_nodes
+        self._plan, self._per_node = plan, plan.num_workers // config.most_nodes
         self._run = os.urandom(8).hex()
         self._nodes: dict[str, Node] = {}
         """Connected nodes, by the name that their node daemon chose."""
@@ -61,7 +62,7 @@ class ClusterLauncher(Launcher):
         self._next_beat, self._stopping = 0.0, False
         self.refused: dict[str, tuple[str, str]] = {}
         """Hosts whose nodes were refused: why, and what to do."""
-        peers = config.most_nodes if config.relay else workers
+        peers = config.most_nodes if config.relay else plan.num_workers + plan.num_servers
         _raise_file_limit(_FILES_PER_PEER * peers, emit)
         self._invalid: Counter[int] = Counter()
         """Number of invalid messages of each group."""
@@ -104,11 +105,12 @@ class ClusterLauncher(Launcher):
             "encrypted": self._config.encrypted,
             "gpu": self._config.gpu_of(worker % self._per_node),
             "rank": worker % self._per_node,
+            **self._plan.bootstrap(worker),
         }
         words = private_words(self._envs)
         encoded = json.dumps(bootstrap).encode()
         handle = RemoteWorker(worker, incarnation, encoded, words, self._notify, self._forget_worker)
-        node = self._blocks[worker // self._per_node]
+        node = self._blocks[self._plan.node_of(worker)]
         if node is None or node.leaving:
             words[PHASE] = Phase.QUEUED
             self._queued[worker] = handle
@@ -210,7 +212,8 @@ class ClusterLauncher(Launcher):
         return f"{missing} of {wanted} not connected yet{f': {status}' if status else ''}"
 
     def spare(self) -> int:
-        return sum(worker // self._per_node >= self._wanted for worker in self._queued)
+        rolling = (worker for worker in self._queued if worker < self._plan.num_workers)
+        return sum(self._plan.node_of(worker) >= self._wanted for worker in rolling)
 
     def nodes(self) -> list[dict[str, object]]:
         return [
@@ -350,7 +353,7 @@ class ClusterLauncher(Launcher):
     def _start_queued(self) -> None:
         """Start queued workers whose block now has a node."""
         for worker, handle in list(self._queued.items()):
-            node = self._blocks[worker // self._per_node]
+            node = self._blocks[self._plan.node_of(worker)]
             if node is not None and not node.leaving:
                 del self._queued[worker]
                 node.start(handle, time.monotonic())

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Sequence
 
 from farstep.core import Launcher, Received, Started
+from farstep.launch.acting_plan import ActingPlan
 from farstep.launch.daemon.process import ProcessStarter
 from farstep.rollout.progress import PHASE, Phase, ProgressBoard
 from farstep.wire.channels.local import local_pair
@@ -17,9 +18,9 @@ class LocalLauncher(Launcher):
     shares_memory = True
     driven = False
 
-    def __init__(self, workers: int, envs: int, starter: ProcessStarter, gpus: Sequence[int | None]) -> None:
-        self._starter, self._gpus = starter, gpus
-        self._board = ProgressBoard(workers, envs)
+    def __init__(self, plan: ActingPlan, envs: int, starter: ProcessStarter, gpus: Sequence[int | None]) -> None:
+        self._plan, self._starter, self._gpus = plan, starter, gpus
+        self._board = ProgressBoard(plan.num_workers + plan.num_servers, envs)
 
     def start(self, worker: int, incarnation: int, run: str) -> Started:
         words = self._board.words(worker)
@@ -34,6 +35,7 @@ class LocalLauncher(Launcher):
             "link_fd": theirs.fileno(),
             **self._board.bootstrap(worker),
             "gpu": self._gpus[worker],
+            **self._plan.bootstrap(worker),
         }
         try:
             with theirs:

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 
 from farstep.core import Launcher, Received, Started
+from farstep.launch.acting_plan import ActingPlan
 from farstep.launch.daemon.process import ProcessStarter
 from farstep.launch.hub import HubLink, admit_worker, drain
 from farstep.rollout.progress import PHASE, Phase, private_words
@@ -19,11 +20,13 @@ class NetworkLauncher(Launcher):
     shares_memory = False
     driven = False
 
-    def __init__(self, envs: int, starter: ProcessStarter, transport: str, gpus: Sequence[int | None]) -> None:
+    def __init__(
+        self, plan: ActingPlan, envs: int, starter: ProcessStarter, transport: str, gpus: Sequence[int | None]
+    ) -> None:
         # An abstract socket leaves no file behind. tcp listens only on loopback, on any free port.
         address = f"ipc://@farstep-{os.getpid()}-{os.urandom(8).hex()}" if transport == "ipc" else "tcp://127.0.0.1:*"
         self._transport, self._envs, self._gpus = transport, envs, gpus
-        self._starter = starter
+        self._plan, self._starter = plan, starter
         self._hub = Hub(address, reliable=True)
 
     def start(self, worker: int, incarnation: int, run: str) -> Started:
@@ -32,6 +35,7 @@ class NetworkLauncher(Launcher):
             "address": self._hub.address,
             "encrypted": True,
             "gpu": self._gpus[worker],
+            **self._plan.bootstrap(worker),
         }
         words = private_words(self._envs)
         words[PHASE] = Phase.CONNECT

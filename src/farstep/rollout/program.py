@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import cloudpickle
 
 from farstep.config.env import ALL_WEIGHTS, Stagger, WeightsConfig
+from farstep.config.inference import ServedInference
 from farstep.config.transfer import ALL_AT_ONCE, TransferTrigger
 from farstep.core import SyncRule
 from farstep.errors import ConfigError, described
@@ -33,6 +34,8 @@ class Program:
     stagger: Stagger | None = None
     num_slots: int = 0
     """Maximum number of environments of the run; used only with `stagger`."""
+    serving: ServedInference | None = None
+    """How acting servers act; None: each worker acts with its own copy of the agent."""
 
     def pickled(self) -> bytes:
         """The program as bytes; raises `ConfigError` if a part of it cannot be pickled."""

@@ -130,6 +130,17 @@ class Slots:
         self.fresh[:] = False
         self.any_fresh = False
 
+    def mark_starts_in(self, part: slice, row: Array) -> None:
+        """As `mark_starts`, for some of the slots; `row` has the entries of these slots."""
+        row[:] = self.fresh[part]
+        self.fresh[part] = False
+        self.any_fresh = bool(self.fresh.any())
+
+    def unmark_starts(self, row: Array) -> None:
+        """Undo `mark_starts` for a row that is not recorded after all."""
+        self.fresh |= row
+        self.any_fresh = bool(self.fresh.any())
+
     def finish(self, steps: int) -> bytes:
         """End a chunk: count its rows and update `resume`; returns records of `batch.ENDS` as bytes."""
         self.total_rows += steps

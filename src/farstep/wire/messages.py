@@ -136,7 +136,8 @@ class Chunk(msgspec.Struct, tag="chunk"):
 
     ticket: int
     version: int
-    """The version that acted in all rows; -1 if the agent has no parameters, 0 if the head acts."""
+    """The version that acted in all rows, or the oldest of several; -1 if the agent has no parameters, 0 if the head
+    acts."""
     resume: bytes
     """One int64 per slot: the episode with which a replacement of this worker continues."""
     index: int = 0
@@ -390,6 +391,8 @@ class Ticket(msgspec.Struct, tag="ticket"):
     reset: Reset | None = None
     infos: bool = False
     """Whether to send the environments' infos with the chunk."""
+    one_version: bool = False
+    """Whether one version must act in all rows. Only a worker that acts through an acting server can mix versions."""
 
 
 class Cancel(msgspec.Struct, tag="cancel"):

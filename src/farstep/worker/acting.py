@@ -138,7 +138,11 @@ class Actor:
         if self.policy.recurrent:
             for name, leaf in leaves_of(self._state, "state"):
                 rows.chunk[name][:] = as_array(leaf)
-        self._rows = rows.row
+        self._write_to(rows.row)
+
+    def _write_to(self, rows: dict[str, Array]) -> None:
+        """Use these arrays `[steps, n, ...]` in the next calls of `act`."""
+        self._rows = rows
         self._flat = all(isinstance(sub, str) for sub in self.structure.values())
         actions = leaf_names(self.structure["action"])
         self._float_actions = [name for name in actions if self._rows[name].dtype.kind == "f"]
@@ -182,12 +186,8 @@ class Actor:
         """
         if not self.has_priorities:
             return
-        arrays = {name: array[:steps] for name, array in rows.row.items() if name != PRIORITY and not is_final(name)}
-        given: dict[str, Any] = {key: nest(structure, arrays) for key, structure in self.structure.items()}
-        given |= {key: arrays[key] for key in ("reward", "terminated", "truncated", "episode_start", "valid")}
-        given["obs"] = nest(self._obs, arrays)
-        given["last_obs"] = nest(self._obs, {name: rows.row[name][steps] for name in leaf_names(self._obs)})
-        rows.row[PRIORITY][:steps] = self.policy.priorities(map_leaves(np.array, given))
+        given = prioritized_rows(rows, steps, self.structure, self._obs)
+        rows.row[PRIORITY][:steps] = self.policy.priorities(given)
 
     def timed_act(self, t: int) -> None:
         """Call `act` and measure its duration."""
@@ -231,7 +231,11 @@ class Actor:
     def _slot_and_value(self, place: Iterable[int], row: Array) -> tuple[int, Any]:
         """The environment slot that an index into a row belongs to, and the value there."""
         i, *rest = place
-        return self._slots.first + int(i), row[(i, *rest)]
+        return self._slot_of(int(i)), row[(i, *rest)]
+
+    def _slot_of(self, i: int) -> int:
+        """The environment slot of row entry `i`."""
+        return self._slots.first + i
 
     @contextlib.contextmanager
     def restoring_state(self) -> Iterator[None]:
@@ -252,7 +256,7 @@ class Actor:
     def _explain(self, error: Exception, obs: Iterable[Array]) -> None:
         """Raise `SpaceError` instead of the error of `act` if the observations have NaN."""
         if found := with_nan(obs):
-            slots = ", ".join(str(self._slots.first + i) for i in found)
+            slots = ", ".join(str(self._slot_of(i)) for i in found)
             raise SpaceError(
                 f"the observations of environment slot{'s' * (len(found) > 1)} {slots} have NaN, and act raised "
                 f"{described(error)}. Fix the environment, or replace NaN in a wrapper."
@@ -299,6 +303,16 @@ class Actor:
             return ""
         self._reported_note = self.policy.note
         return self._reported_note
+
+
+def prioritized_rows(rows: Rows, steps: int, structure: Mapping[str, Any], obs: Structure) -> dict[str, Any]:
+    """Copies of the arrays of a complete chunk that `priorities` of an agent gets (see `Actor.add_priorities`)."""
+    arrays = {name: array[:steps] for name, array in rows.row.items() if name != PRIORITY and not is_final(name)}
+    given: dict[str, Any] = {key: nest(sub, arrays) for key, sub in structure.items()}
+    given |= {key: arrays[key] for key in ("reward", "terminated", "truncated", "episode_start", "valid")}
+    given["obs"] = nest(obs, arrays)
+    given["last_obs"] = nest(obs, {name: rows.row[name][steps] for name in leaf_names(obs)})
+    return {key: map_leaves(np.array, value) for key, value in given.items()}
 
 
 def _unpacked(payload: bytes, base: bytearray | None) -> Any:

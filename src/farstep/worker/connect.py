@@ -7,6 +7,8 @@ import socket
 import threading
 from typing import Any
 
+from farstep.acting.server import ActingServer
+from farstep.core import Link
 from farstep.errors import LaunchError
 from farstep.rollout.progress import BEAT_S, RATE, private_words
 from farstep.wire.channels.local import LocalLink
@@ -15,17 +17,17 @@ from farstep.wire.messages import Progress, encode
 from farstep.worker.loop import Worker
 
 
-def connect(bootstrap: dict[str, Any]) -> Worker:
-    """Make the worker that the bootstrap describes, connected to its head."""
+def connect(bootstrap: dict[str, Any]) -> Worker | ActingServer:
+    """Make the worker or acting server that the bootstrap describes, connected to its head."""
     identity = (int(bootstrap["worker"]), int(bootstrap["incarnation"]), str(bootstrap["run"]))
-    has_gpu = bootstrap.get("gpu") is not None
     match bootstrap["transport"]:
         case "shm":
             link = LocalLink(socket.socket(fileno=bootstrap["link_fd"]))
-            return Worker(link, *identity, _words(bootstrap), has_gpu)
+            return _process(link, identity, _words(bootstrap), bootstrap)
         case "relay":
             words = _words(bootstrap)
-            return Worker(RelayedLink(socket.socket(fileno=bootstrap["link_fd"]), words), *identity, words, has_gpu)
+            link = RelayedLink(socket.socket(fileno=bootstrap["link_fd"]), words)
+            return _process(link, identity, words, bootstrap)
         case "ipc" | "tcp":
             from farstep.wire.channels.dealer import DealerLink
             from farstep.wire.channels.zmq import MAIN
@@ -39,7 +41,7 @@ def connect(bootstrap: dict[str, Any]) -> Worker:
                 encrypted=bootstrap["encrypted"],
             )
             threading.Thread(target=_beat, args=(bootstrap, words), daemon=True, name="farstep-beat").start()
-            return Worker(link_to_head, *identity, words, has_gpu)
+            return _process(link_to_head, identity, words, bootstrap)
         case other:
             raise LaunchError(f"bootstrap with unknown transport {other!r}.")
 
@@ -54,6 +56,15 @@ class RelayedLink(LocalLink):
     def rate(self) -> float:
         """The throughput between daemon and head in bytes per second; infinite before the first measurement."""
         return float(self._words[RATE]) or math.inf
+
+
+def _process(
+    link: Link, identity: tuple[int, int, str], words: memoryview, bootstrap: dict[str, Any]
+) -> Worker | ActingServer:
+    has_gpu, address = bootstrap.get("gpu") is not None, str(bootstrap.get("acting", ""))
+    if bootstrap.get("role") == "acting":
+        return ActingServer(link, identity, words, address, has_gpu)
+    return Worker(link, *identity, words, has_gpu, address)
 
 
 def _words(bootstrap: dict[str, Any]) -> memoryview:

@@ -23,12 +23,13 @@ from typing import Any
 import cloudpickle
 from gymnasium.vector import AutoresetMode
 
+from farstep.acting.client import ServedActor, ServedError, ServerLost, group_sizes
 from farstep.agents.divergence import Comparison, comparing_method
 from farstep.core import BytesLike, Link, Received
 from farstep.errors import WireError, described, printable
 from farstep.resources import core_ranges
 from farstep.rollout.program import Program
-from farstep.rollout.progress import COUNT, PHASE, ROLLED, SLOT, Phase
+from farstep.rollout.progress import CANCEL, COUNT, PHASE, ROLLED, SLOT, Phase
 from farstep.rollout.rows import Slots
 from farstep.rollout.weight_headers import check_digest
 from farstep.schema import Schema, space_schema
@@ -46,7 +47,7 @@ from farstep.worker.hosting.strict import StrictEnvs
 from farstep.worker.hosting.vector import HostedVector
 from farstep.worker.inbox import Inbox, TicketCancelled
 from farstep.worker.lock_step import LockStep
-from farstep.worker.rolling import AnyHost, Roller, Rollout
+from farstep.worker.rolling import AnyActor, AnyHost, Roller, Rollout
 from farstep.worker.saving import Saving, seed_generators
 from farstep.worker.weights.probing import Probing
 from farstep.worker.weights.sources import RemoteWeights, SharedWeights
@@ -71,9 +72,18 @@ class Worker:
     """Hosts a range of environment slots and rolls one chunk per ticket of the head."""
 
     def __init__(
-        self, link: Link, worker: int, incarnation: int, run: str, words: memoryview, has_gpu: bool = False
+        self,
+        link: Link,
+        worker: int,
+        incarnation: int,
+        run: str,
+        words: memoryview,
+        has_gpu: bool = False,
+        acting_address: str = "",
     ) -> None:
         self._link, self._words, self._has_gpu = link, words, has_gpu
+        self._acting_address = acting_address
+        """Where the acting server of this worker listens; empty if the worker acts itself."""
         self._id = (worker, incarnation, run)
         self._inbox = Inbox(link, words)
         self._tickets: deque[tuple[m.Ticket, list[Any]]] = deque()
@@ -81,7 +91,7 @@ class Worker:
         self._owns_process = False
         """False for a worker inside the head's process."""
         self._host: AnyHost | None = None
-        self._actor: Actor | None = None
+        self._actor: AnyActor | None = None
         self._base: tuple[str, bytearray] = ("", bytearray())
         """The base that the head sent last: content hash and bytes."""
         self._sync = WeightSync(words)
@@ -194,8 +204,10 @@ class Worker:
             case m.Newest():
                 if isinstance(self._sync.weights, RemoteWeights):
                     self._sync.weights.announced = message.version
+                elif isinstance(self._actor, ServedActor):
+                    self._actor.newest = message.version
             case m.Probe():
-                if message.agent == self._agent_id and self._actor is not None:  # otherwise for a replaced agent
+                if message.agent == self._agent_id and isinstance(self._actor, Actor):  # otherwise for a replaced agent
                     self._sync.compare(message, received.frames[1:], self._actor)
             case m.Weights():
                 log.debug("ignoring weights of version %d: their ticket was cancelled", message.version)
@@ -272,8 +284,13 @@ class Worker:
 
     def _adopt(self, message: m.SendAgent, payload: bytes) -> None:
         self._words[PHASE] = Phase.LOAD
+        if isinstance(self._actor, ServedActor):
+            self._actor.close()
         self._actor, self._agent_id = None, -1
         self._sync.close()
+        if self._program.serving is not None:
+            self._join_server(message)
+            return
         had_torch = "torch" in sys.modules
         assert isinstance(self._host, Host)
         slots, program = self._host.slots, self._program
@@ -304,12 +321,46 @@ class Worker:
             gc.freeze()  # exclude existing objects, mostly torch's, from garbage collection
         self._words[PHASE] = Phase.IDLE
 
+    def _join_server(self, message: m.SendAgent) -> None:
+        """Have the acting server act for this worker, with the agent that the head has sent to it."""
+        host = self._host
+        assert isinstance(host, Host)
+        host.prepare(self._user_errors)
+        self._words[PHASE] = Phase.LOAD
+        groups = group_sizes(host.num_envs, type(host) is HostedEnvs)
+        schemas = (self._obs_schema, self._action_schema)
+        actor = ServedActor(
+            self._id[0], self._acting_address, message.agent, host.slots, self._obs, schemas, groups, self._wait_served
+        )
+        try:
+            joined = actor.join(host.current)
+        except TicketCancelled:
+            actor.close()
+            return  # the run has ended
+        except BaseException:
+            actor.close()
+            raise
+        self._actor, self._agent_id = actor, message.agent
+        self._send(
+            m.AgentReady(
+                message.agent, joined.schema, joined.recorded, joined.state, joined.state_structure, joined.note
+            )
+        )
+        self._words[PHASE] = Phase.IDLE
+
+    def _wait_served(self) -> None:
+        """Called while this worker waits for the acting server. The head watches the server itself."""
+        self._words[COUNT] += 1  # shows the head that this worker is not stuck
+        self._inbox.poll()
+        if self._words[CANCEL] >= 2**62:
+            raise TicketCancelled
+
     def _connect_weights(self, message: m.Parameters, fds: Sequence[int]) -> None:
         if message.agent != self._agent_id:  # for an agent that this worker rejected
             for fd in fds:
                 os.close(fd)
             return
-        assert self._actor is not None
+        assert isinstance(self._actor, Actor)
         self._words[PHASE] = Phase.LOAD
         check_digest(message.digest, self._actor.loader.schema)
         self._words[PHASE] = Phase.IDLE
@@ -338,6 +389,9 @@ class Worker:
             rollout = self._roller.roll(ticket, frames, self._actor, self._index, self._sync.passed)
         except TicketCancelled:
             return
+        except ServerLost:
+            self._retry_with_new_server(ticket, frames)
+            return
         except self._user_errors as error:
             self._fail(ticket, frames, error)
             self._timer.lap("env")
@@ -354,8 +408,31 @@ class Worker:
         finally:
             self._timer.lap("send")
 
+    def _retry_with_new_server(self, ticket: m.Ticket, frames: list[Any]) -> None:
+        """Roll a ticket again with the replacement of the acting server, which knows nothing of current episodes."""
+        actor = self._actor
+        assert isinstance(actor, ServedActor)
+        self._recover(None)
+        if ticket.reset is not None:
+            ticket.reset.seeds = None  # already applied
+        self._words[PHASE] = Phase.LOAD
+        try:
+            assert isinstance(self._host, Host)
+            self._host.prepare(self._user_errors)
+            self._words[PHASE] = Phase.LOAD
+            actor.join(self._host.current)
+        except TicketCancelled:
+            return
+        except ServedError as error:
+            self._report(error, agent=self._agent_id)
+            return
+        finally:
+            self._words[PHASE] = Phase.IDLE
+            self._timer.lap("inference")
+        self._tickets.appendleft((ticket, frames))
+
     def _update_weights(self, ticket: m.Ticket) -> None:
-        if self._actor is not None and ticket.steps:
+        if isinstance(self._actor, Actor) and ticket.steps:
             try:
                 self._sync.pull_if_needed(ticket, self._actor)
             finally:
@@ -377,7 +454,8 @@ class Worker:
         if self._sync.probing is not None and ticket.steps:
             unmeasured = self._sync.probing.take_note()
             self._sync.probing.remember(self._index, rollout.version, self._roller.rows, ticket.steps)
-        totals, payload = self._sync.take_totals(), rollout.payload
+        source = self._actor if isinstance(self._actor, ServedActor) else self._sync
+        totals, payload = source.take_totals(), rollout.payload
         return m.Chunk(
             ticket=ticket.seq,
             version=rollout.version,
@@ -430,12 +508,17 @@ class Worker:
     ) -> None:
         phase = Phase(self._words[PHASE])
         text = printable("".join(traceback.format_exception(error)))
+        kind = type(error).__name__ if type(error).__module__ in _KNOWN_ERRORS else ""
+        message, label = described(error), phase.label
+        if isinstance(error, ServedError):  # show the error as it was raised in the acting server
+            remote = error.failed
+            message, text, kind, label = remote.message, remote.traceback, remote.kind, remote.phase
         self._send(
             m.Failure(
-                message=described(error),
+                message=message,
                 traceback=text,
-                phase=phase.label,
-                kind=type(error).__name__ if type(error).__module__ in _KNOWN_ERRORS else "",
+                phase=label,
+                kind=kind,
                 version=self._actor.version if self._actor else None,
                 ticket=ticket,
                 again=again,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from farstep.acting.client import ServedActor
 from farstep.rollout.blocks import Layout
 from farstep.rollout.progress import ACT, CANCEL, COUNT, PHASE
 from farstep.rollout.rows import Rows
@@ -27,6 +28,7 @@ from farstep.worker.inbox import TicketCancelled
 from farstep.worker.worker_timer import WorkerTimer
 
 AnyHost = HostedEnvs | HostedVector | StrictEnvs
+AnyActor = Actor | ServedActor
 _POLL_S = 0.2
 """Seconds between two polls of the link for a `Cancel` while rolling, in a worker without shared memory."""
 
@@ -84,7 +86,7 @@ class Roller:
         """This worker's columns of the first lane."""
         return Rows(self._layout, self._blocks, 0, *self._columns)
 
-    def roll(self, ticket: m.Ticket, frames: Sequence[Any], actor: Actor | None, index: int, passed: int) -> Rollout:
+    def roll(self, ticket: m.Ticket, frames: Sequence[Any], actor: AnyActor | None, index: int, passed: int) -> Rollout:
         """Roll the chunk of a ticket.
 
         Args:
@@ -106,21 +108,26 @@ class Roller:
         self._rolled, self._next_measured = 0, 0
         try:
             self._begin(ticket, rows, acting, index)
-            self._roll_rows(ticket, rows, acting)
+            if isinstance(acting, ServedActor):
+                self._roll_served_rows(ticket, rows, acting)
+            else:
+                self._roll_rows(ticket, rows, acting)
             if acting is not None:
                 acting.add_priorities(rows, steps)
             ends = host.finish(steps)
         finally:
+            if isinstance(acting, ServedActor):
+                acting.release()
             self._timer.end_roll(self._rolled, acting, self._next_measured)
         version = actor.version if actor else 0
-        passed = max(version, passed)
+        passed = acting.passed if isinstance(acting, ServedActor) else max(version, passed)
         resume = host.slots.resume.tobytes()
         clock, stagger_steps = host.report() if isinstance(host, Staggered) else (0, 0)
         payload = ChunkPayload([ends], [], [], 0) if self._shared else self._sender.finish(ends, passed)
         infos = pack(host.infos, opaque=True) if ticket.infos and host.infos else None
         return Rollout(version, passed, resume, clock, stagger_steps, payload, infos)
 
-    def _begin(self, ticket: m.Ticket, rows: Rows, acting: Actor | None, index: int) -> None:
+    def _begin(self, ticket: m.Ticket, rows: Rows, acting: AnyActor | None, index: int) -> None:
         """Bring the environments to the first row, and prepare the chunk sender."""
         host, steps = self._host, ticket.steps
         host.want_infos(ticket.infos)
@@ -129,6 +136,8 @@ class Roller:
         host.begin(rows, steps)
         if acting is not None:
             acting.begin(rows)
+            if isinstance(acting, ServedActor):
+                acting.hold(ticket)
             if isinstance(host, Staggered):
                 host.advance_to_phase(steps, acting, partial(self._check_cancelled, ticket))
             self._next_measured = self._timer.first_measured(acting)
@@ -136,7 +145,7 @@ class Roller:
         whole = acting is not None and acting.has_priorities  # they are known only once the chunk is complete
         self._due = -1 if self._shared else self._sender.begin(ticket, index, rows, whole)
 
-    def _roll_rows(self, ticket: m.Ticket, rows: Rows, acting: Actor | None) -> None:
+    def _roll_rows(self, ticket: m.Ticket, rows: Rows, acting: AnyActor | None) -> None:
         host, words, due, measured = self._host, self._words, self._due, self._next_measured
         next_poll = time.monotonic() + _POLL_S
         t = 0
@@ -164,6 +173,49 @@ class Roller:
             t = ticket.steps
         finally:
             self._rolled, self._next_measured = t, measured
+
+    def _roll_served_rows(self, ticket: m.Ticket, rows: Rows, acting: ServedActor) -> None:
+        """Roll with an acting server: step one group of environments while the server acts for the others."""
+        host, words, due, groups = self._host, self._words, self._due, acting.groups
+        starts = rows.row["episode_start"]
+
+        def check_cancelled() -> None:
+            acting.idle()
+            self._check_cancelled(ticket)
+
+        def request(t: int, group: int) -> None:
+            if host.slots.any_fresh:
+                host.slots.mark_starts_in(groups[group], starts[t, groups[group]])
+            acting.request(t, group)
+
+        t = 0
+        try:
+            for group in range(len(groups) if ticket.steps else 0):
+                request(0, group)
+            for t in range(ticket.steps):
+                if t == due:
+                    due = self._send_rows(t)
+                for group, part in enumerate(groups):
+                    words[PHASE] = ACT
+                    words[COUNT] += 1
+                    if group == 0 and words[CANCEL] >= ticket.seq:
+                        raise TicketCancelled
+                    # Once a group has stepped, the others must step too, so that all slots end in the same row.
+                    acting.receive(t, group, check_cancelled if group == 0 else None)
+                    if len(groups) == 1:
+                        host.step(t)
+                    else:
+                        assert isinstance(host, HostedEnvs)
+                        host.step(t, part)
+                    if t + 1 < ticket.steps:
+                        request(t + 1, group)
+            t = ticket.steps
+        except TicketCancelled:
+            host.slots.unmark_starts(starts[t])
+            host.finish(t)
+            raise
+        finally:
+            self._rolled = t
 
     def _send_rows(self, t: int) -> int:
         self._timer.lap("env")

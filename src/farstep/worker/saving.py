@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from farstep.acting.client import ServedActor
 from farstep.worker.acting import Actor
 from farstep.worker.hosting.base import Host, HostedEnvs, SavedSlot
 
@@ -21,7 +22,11 @@ class Saving:
     """Saves and restores one worker. The head calls both methods by name (`messages.Call`)."""
 
     def __init__(
-        self, host: Host, actor: Actor | None, owns_process: bool, failures: tuple[type[BaseException], ...]
+        self,
+        host: Host,
+        actor: Actor | ServedActor | None,
+        owns_process: bool,
+        failures: tuple[type[BaseException], ...],
     ) -> None:
         self._host, self._actor, self._owns_process, self._failures = host, actor, owns_process, failures
 

@@ -12,10 +12,18 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, Protocol
 
 from farstep.wire.messages import Times
-from farstep.worker.acting import Actor
+
+
+class TimedActor(Protocol):
+    """What measures its own calls of `act`."""
+
+    def take_timed(self) -> tuple[int, int]:
+        """Total nanoseconds and number of measured calls since the last call of this method."""
+        ...
+
 
 Part = Literal["env", "inference", "tickets", "send", "weights"]
 _LONG_ROW_NS = 100_000
@@ -84,7 +92,7 @@ class WorkerTimer:
         """Start a chunk."""
         self._env_before = self._ns["env"]
 
-    def first_measured(self, actor: Actor) -> int:
+    def first_measured(self, actor: TimedActor) -> int:
         """Start the rows of a chunk, and return the first row to measure. Earlier `timed_act` calls count exactly."""
         ns, _ = actor.take_timed()
         self._ns["inference"] += ns
@@ -95,7 +103,7 @@ class WorkerTimer:
         """The next row to measure after row `t`."""
         return t + 1 if self._measures_all else t + 1 + int(self._random() * _MOST_ROWS_BETWEEN)
 
-    def end_roll(self, rows: int, actor: Actor | None, next_measured: int) -> None:
+    def end_roll(self, rows: int, actor: TimedActor | None, next_measured: int) -> None:
         """End a chunk after `rows` rows: move the time of inference from the environment to its own part."""
         self.lap("env")
         if actor is None:

@@ -14,11 +14,19 @@ class Availability:
 
     Args:
         records: All workers.
+        servers: All acting servers.
         tickets: Know which workers are present, and which must finish a window.
         membership: The states of the workers.
     """
 
-    def __init__(self, records: Sequence[WorkerRecord], tickets: Tickets, membership: Membership) -> None:
+    def __init__(
+        self,
+        records: Sequence[WorkerRecord],
+        servers: Sequence[WorkerRecord],
+        tickets: Tickets,
+        membership: Membership,
+    ) -> None:
+        self._servers = servers
         self._records, self._tickets, self._membership = records, tickets, membership
 
     def present(self) -> list[WorkerRecord]:
@@ -26,9 +34,10 @@ class Availability:
         return [record for record in self._records if not self._tickets.presence.is_away(record.worker)]
 
     def all_ready(self) -> bool:
-        """Whether a quorum of workers is present and all present workers are ready."""
+        """Whether a quorum of workers is present, and all present workers and their acting servers are ready."""
         present = self.present()
-        return len(present) >= self._tickets.presence.quorum and all(record.ready for record in present)
+        servers = [record for record in self._servers if record.phase != "queued"]
+        return len(present) >= self._tickets.presence.quorum and all(record.ready for record in [*present, *servers])
 
     def unsettled(self) -> bool:
         """Whether the set of workers to wait for will change, because workers are missing or about to leave.

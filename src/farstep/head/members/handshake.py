@@ -67,7 +67,7 @@ class Handshake:
             different.append("it belongs to another run or incarnation")
         record.host, record.pid, record.cores = hello.host, hello.pid, hello.cores
         if different:
-            reason = f"worker {record.worker} on {hello.host} does not fit: {'; '.join(different)}."
+            reason = f"{record.role} {record.worker} on {hello.host} does not fit: {'; '.join(different)}."
             self._outbox.send(record, m.Refuse(reason))
             self._fail(HandshakeError(f"{reason} Install the same versions on both sides."))
             return
@@ -97,6 +97,14 @@ class Handshake:
         record.ready, record.has_been_ready, record.announced = True, True, 0
         return True
 
+    def accept_server(self, record: WorkerRecord) -> None:
+        """Count an acting server that has connected as alive, and send it the announcements."""
+        record.ready, record.has_been_ready, record.announced = True, True, 0
+        self._supervisor.act_on(membership.Ready(record.worker))
+        self._set_phase(record, Phase.IDLE)
+        self._emit_ready(record)
+        self._outbox.send_announcements(record)
+
     def complete(self, record: WorkerRecord) -> None:
         """Count an accepted worker as alive, and send it the announcements."""
         if not record.incarnation:
@@ -113,10 +121,10 @@ class Handshake:
 
     def _emit_ready(self, record: WorkerRecord) -> None:
         if record.incarnation and not self._supervisor.membership.members[record.worker].blameless:
-            text = f"worker {record.worker} was restarted on {record.host} (restart {record.incarnation})"
+            text = f"{record.role} {record.worker} was restarted on {record.host} (restart {record.incarnation})"
             self._emit("restarted", text, worker=record.worker, node=record.host)
         else:
-            text = f"worker {record.worker} joined on {record.host}"
+            text = f"{record.role} {record.worker} joined on {record.host}"
             self._emit("joined", text, worker=record.worker, node=record.host)
 
 

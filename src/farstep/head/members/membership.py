@@ -246,10 +246,12 @@ class Membership:
         workers: Number of workers.
         limits_s: For each phase, seconds without progress after which a worker counts as stuck.
         restart_budget: Number of failures tolerated within `RESTART_WINDOW_S` seconds; one more fails the run.
+        servers: Number of acting servers, which are members after the workers. They hold no slots.
     """
 
-    def __init__(self, workers: int, limits_s: dict[str, float], restart_budget: int) -> None:
-        self.members = [Member() for _ in range(workers)]
+    def __init__(self, workers: int, limits_s: dict[str, float], restart_budget: int, servers: int = 0) -> None:
+        self.members = [Member() for _ in range(workers + servers)]
+        self._num_workers = workers
         self.restarts = 0
         self.slots = SlotLedger()
         """The time in which workers hold their slots: while they run, from the start of each process."""
@@ -258,7 +260,8 @@ class Membership:
         self.stopping = False
 
     def count(self, *states: State) -> int:
-        return sum(member.state in states for member in self.members)
+        """The number of workers in these states."""
+        return sum(member.state in states for member in self.members[: self._num_workers])
 
     def is_suspended(self, worker: int) -> bool:
         """Whether the process of a worker is suspended. A parked worker whose process has ended does not count."""
@@ -362,7 +365,7 @@ class Membership:
 
     def _observed(self, event: Observed, now: float) -> None:
         member, seen = self.members[event.worker], (event.phase, event.count)
-        if member.state is State.STARTING:
+        if member.state is State.STARTING and event.worker < self._num_workers:
             (self.slots.release if event.phase == "queued" else self.slots.acquire)(event.worker, now)
         if seen != member.seen:
             member.seen, member.since, member.stacks_requested = seen, now, False
@@ -370,7 +373,8 @@ class Membership:
     def _enter(self, worker: int, state: State, now: float) -> None:
         member = self.members[worker]
         member.state, member.since, member.stacks_requested = state, now, False
-        (self.slots.acquire if state in _HOLDING else self.slots.release)(worker, now)
+        if worker < self._num_workers:
+            (self.slots.acquire if state in _HOLDING else self.slots.release)(worker, now)
 
     def _start(self, worker: int, now: float) -> Start:
         member = self.members[worker]

@@ -18,7 +18,7 @@ class Outbox:
     """The messages from the head to all workers of a run. Callers must hold the event loop's lock.
 
     Args:
-        records: All workers.
+        records: All workers and acting servers.
         supervisor: Lets a released worker continue, and restarts a worker that cannot be sent a message.
         shares_memory: Whether workers share memory with the head, so that they can receive file descriptors.
     """
@@ -31,6 +31,7 @@ class Outbox:
         """What a worker gets before its first ticket (agent, parameters, layout): numbers in the order of announcement,
         messages, frames and descriptors."""
         self._num_announced = 0
+        self._is_served = any(record.is_server for record in records)
 
     def send(
         self, record: WorkerRecord, message: m.FromHead, frames: Sequence[Any] = (), fds: Sequence[int] = ()
@@ -43,10 +44,11 @@ class Outbox:
             return 0
         if not isinstance(message, (m.Newest, m.Probe)):
             self._supervisor.act_on(membership.Acquire(record.worker))
-        record.owes_reply = record.owes_reply or isinstance(message, (m.SendAgent, m.Call, m.ReturnTickets))
+        asks = isinstance(message, (m.SendAgent, m.Call, m.ReturnTickets)) and not record.is_server
+        record.owes_reply = record.owes_reply or asks
         encoded = [m.encode(message), *frames]
         try:
-            with typed_shortage(f"worker {record.worker} could not be sent a message"):
+            with typed_shortage(f"{record.role} {record.worker} could not be sent a message"):
                 record.link.send(encoded, fds if self._shares_memory else ())
         except OSError as error:
             self._supervisor.send_failed(record, error)
@@ -59,7 +61,7 @@ class Outbox:
     def send_cancel(self, upto: int) -> None:
         """Cancel all tickets up to this id on all workers."""
         for record in self._records:
-            if record.link is not None:
+            if record.link is not None and not record.is_server:
                 record.words[CANCEL] = upto
                 if not self._supervisor.membership.is_suspended(record.worker):
                     self.send(record, m.Cancel(upto))
@@ -89,7 +91,12 @@ class Outbox:
         for number, message, frames, fds in self._announcements:
             if number > record.announced:
                 record.announced = number
-                self.send(record, message, frames, fds)
+                if self._is_served and not record.is_server:  # the agent and its weights go to the acting servers only
+                    if isinstance(message, (m.SendBase, m.Parameters)):
+                        continue
+                    frames = [b""] if isinstance(message, m.SendAgent) else frames
+                if not record.is_server or not isinstance(message, m.SetLayout):
+                    self.send(record, message, frames, fds)
 
     def retract(self, *kinds: type) -> None:
         """Stop sending announcements of these types to workers that become ready."""

@@ -100,7 +100,8 @@ class Supervisor:
         slack_s = 0.0 if launcher.shares_memory else 3 * BEAT_S
         phases = [*(phase.label for phase in Phase if phase is not Phase.QUEUED), "transfer"]
         limits = {phase: getattr(timeouts, f"{phase}_s") + slack_s for phase in phases}
-        self.membership = membership.Membership(len(records), limits, restart_budget)
+        servers = sum(record.is_server for record in records)
+        self.membership = membership.Membership(len(records) - servers, limits, restart_budget, servers)
         self.run = f"{time.time_ns():x}"
         for fd in launcher.filenos():
             event_loop.register(fd, self._read_changed)
@@ -147,7 +148,7 @@ class Supervisor:
 
     def local_pids(self) -> dict[str, int]:
         """The processes of workers that the head has started itself on this machine, by name."""
-        handles = {f"worker {record.worker}": record.handle for record in self.records}
+        handles = {f"{record.role} {record.worker}": record.handle for record in self.records}
         return {
             name: handle.pid
             for name, handle in handles.items()
@@ -162,7 +163,7 @@ class Supervisor:
     def _pending(self, record: WorkerRecord) -> PendingWorker | None:
         """What a worker is doing; None if it has no work or no node."""
         member, phase = self.membership.members[record.worker], record.phase
-        if phase == "queued" or member.state is membership.State.PARKED:
+        if phase == "queued" or member.state is membership.State.PARKED or (record.is_server and phase == "idle"):
             return None
         state = member.state.value
         if member.state is membership.State.ALIVE:
@@ -233,7 +234,7 @@ class Supervisor:
             record.error = WorkerError(
                 f"a worker sent a message that cannot be accepted: {error}", record.where(record.phase)
             )
-            text = f"worker {record.worker} sent a message that cannot be accepted: {error}"
+            text = f"{record.role} {record.worker} sent a message that cannot be accepted: {error}"
             self._read_output(record)
             output = record.handle.output() if record.handle is not None else ""
             self._emit("lost", text, worker=record.worker, node=record.host, traceback=output)
@@ -252,7 +253,7 @@ class Supervisor:
         if new is None:
             self._event_loop.unregister(record.handle.output_fd)
         for line in (new or b"").decode(errors="replace").splitlines():
-            log.info("worker %d: %s", record.worker, line)
+            log.info("%s %d: %s", record.role, record.worker, line)
 
     # ---- supervising ----
 
@@ -364,7 +365,7 @@ class Supervisor:
         record.returning = False
         record.silent_since = math.inf
         try:
-            with typed_shortage(f"worker {record.worker} could not be started"):
+            with typed_shortage(f"{record.role} {record.worker} could not be started"):
                 started = self.launcher.start(record.worker, incarnation, self.run)
         except ResourceError as error:
             self._not_started(record, error)

@@ -61,8 +61,15 @@ class WorkerRecord:
     """Messages received from it, without heartbeats."""
     silent_since: float = math.inf
     """Time at which its connection closed while its process was still running; otherwise infinity."""
+    is_server: bool = False
+    """Whether it is an acting server, which hosts no environments."""
     _suspect: tuple[int, int] | None = None
     """Environment and episode in which it last died or got stuck."""
+
+    @property
+    def role(self) -> str:
+        """What its process is, for messages to users."""
+        return "acting server" if self.is_server else "worker"
 
     @property
     def num_envs(self) -> int:
@@ -85,6 +92,7 @@ class WorkerRecord:
             host=self.host,
             pid=self.pid,
             phase=phase,
+            role=self.role,
             **more,
         )
 
@@ -122,7 +130,7 @@ class WorkerRecord:
     def died(self, ended: Ended) -> WorkerError:
         """The error for a process that ended by itself."""
         output = self.handle.output() if self.handle else ""
-        return WorkerDied(f"a worker {ended}", self._where_in_env(self.phase), output=output)
+        return WorkerDied(f"{_a(self.role)} {ended}", self._where_in_env(self.phase), output=output)
 
     def stuck(self, phase: str, limit_s: float) -> WorkerError:
         """Request stack traces, and return the error for a process that makes no progress."""
@@ -134,7 +142,7 @@ class WorkerRecord:
                 _wait_for_output(self.handle)
             output = self.handle.output()
         return WorkerStuck(
-            f"no progress in phase {phase!r} for {limit_s:g} s (Timeouts.{phase}_s); the worker was killed",
+            f"no progress in phase {phase!r} for {limit_s:g} s (Timeouts.{phase}_s); the {self.role} was killed",
             self._where_in_env(phase),
             output=output,
         )
@@ -170,6 +178,16 @@ class ResetRequest:
         """The part that concerns one worker."""
         seeds = None if self.seeds is None else list(self.seeds[record.columns])
         return Reset(seeds, None if self.mask is None else self.mask[record.columns].tobytes(), self.options)
+
+
+def _a(role: str) -> str:
+    return f"an {role}" if role[0] in "aeiou" else f"a {role}"
+
+
+def acting_servers(count: int, first: int, stop: int) -> list[WorkerRecord]:
+    """Records of acting servers, numbered after the workers from `first` on; `stop` is the number of slots."""
+    empty = np.zeros(0, np.int64)
+    return [WorkerRecord(first + k, stop, stop, [], empty, private_words(0), is_server=True) for k in range(count)]
 
 
 def expected(record: WorkerRecord, ticket: int | None) -> str:

@@ -12,11 +12,13 @@ import numpy as np
 
 from farstep.batch import Batch
 from farstep.head.members.membership import State
+from farstep.head.members.worker_records import WorkerRecord
 from farstep.head.server import Server
 from farstep.head.stats.learner_times import LearnerTimes
 from farstep.head.stats.rates import Rate
 from farstep.head.stats.worker_times import WorkerTimes
 from farstep.head.tickets.records import AcceptedChunk
+from farstep.rollout.progress import SERVED_BATCHES, SERVED_ROWS, SERVED_WAIT_US
 from farstep.wire.messages import Chunk
 
 _WINDOW = 100
@@ -40,6 +42,8 @@ class Counters:
         self._lag_sum = self._lag_rows = self._lag_max = 0
         self._lags: list[Counter[int]] = [Counter() for _ in range(num_workers)]
         self._oldest: int | None = None
+        self._served: dict[int, tuple[Rate, int]] = {}
+        """For each acting server, the rate of its rows, and its rows at the last snapshot."""
 
     def received(self, worker: int, nbytes: int, steps: int) -> None:
         """Count the bytes and the environment steps of an accepted chunk."""
@@ -71,7 +75,7 @@ class Counters:
         self._returns.extend(batch.episodes["return"].tolist())
         self._lengths.extend(batch.episodes["length"].tolist())
         if rows:
-            versions = np.asarray(batch["version"])[0]  # a chunk has one version, so the first row suffices
+            versions = np.asarray(batch["version"]).min(axis=0)  # an acting server may mix versions within a chunk
             lags = version - versions
             for chunk in accepted:
                 self._lags[chunk.ticket.worker][_bucket(version - chunk.info.version)] += 1
@@ -113,7 +117,7 @@ class Counters:
                 "gpu_seconds": members.slots.held_seconds(now) * server.gpus_per_worker,
             },
             "nodes": server.supervisor.launcher.nodes(),
-            "pulls": {"total": sum(self.pulls), "per_worker": list(self.pulls)},
+            "pulls": {"total": self._total_pulls(server), "per_worker": list(self.pulls)},
             "bytes": {
                 "weights_sent": self.weights_sent,
                 "base_sent": server.outbox.base_sent,
@@ -129,6 +133,7 @@ class Counters:
             },
             "divergence": dict(self.divergence),
             "inference": inference,
+            "acting": [self._acting(record, now) for record in server.servers],
             "start": dict(server.handshake.start_s),
             "time": {
                 "workers": self.workers.total(),
@@ -141,6 +146,29 @@ class Counters:
                 "return_mean": float(np.mean(self._returns)) if self._returns else None,
                 "length_mean": float(np.mean(self._lengths)) if self._lengths else None,
             },
+        }
+
+    def _total_pulls(self, server: Server) -> int:
+        """Pulls of all workers or, if acting servers pull, of all servers. Workers of one server count the same."""
+        if not server.servers:
+            return sum(self.pulls)
+        return sum(max(self.pulls[worker] for worker in clients) for clients in server.clients())
+
+    def _acting(self, record: WorkerRecord, now: float) -> dict[str, Any]:
+        """What an acting server has done, from its progress words."""
+        rows, batches, waited = (int(record.words[i]) for i in (SERVED_ROWS, SERVED_BATCHES, SERVED_WAIT_US))
+        rate, before = self._served.get(record.worker, (Rate(), 0))
+        rate.add(max(0, rows - before), now)
+        self._served[record.worker] = (rate, rows)
+        return {
+            "host": record.host,
+            "pid": record.pid,
+            "rows": rows,
+            "batches": batches,
+            "batch_size": rows / batches if batches else 0.0,
+            "wait_ms": waited / batches / 1000 if batches else 0.0,
+            "rows_per_second": rate.per_second(now),
+            "restarts": record.incarnation,
         }
 
 

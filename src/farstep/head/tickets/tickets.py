@@ -123,6 +123,12 @@ class Tickets:
         return self._session is not None
 
     @property
+    def one_version(self) -> bool:
+        """Whether one version must act in all rows of a chunk: in synchronous sessions, and without staleness."""
+        session = self._session
+        return session is not None and session.feed is None and not session.max_staleness
+
+    @property
     def in_flight(self) -> int:
         """Open tickets."""
         return len(self._outstanding)

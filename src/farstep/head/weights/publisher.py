@@ -197,7 +197,8 @@ class Publisher:
         first_version = self.first_version
         if self._store is not None:  # continue the version numbers; a rejected agent used none
             first_version = self._store.version + (self._agent is not None)
-        store = ParameterStore(agent, self.agent_id + 1, len(self._server.records), first_version, self._weights)
+        readers = len(self._server.servers or self._server.records)
+        store = ParameterStore(agent, self.agent_id + 1, readers, first_version, self._weights)
         self._cancel_session()
         self._forget_agent()
         with self._server.locked():

@@ -71,7 +71,7 @@ class ProcessStarter:
         """
         environ = {**_environ(), **_with_gpu(bootstrap.get("gpu"))}
         contents = {"threads": self._threads, **bootstrap, "path": import_path()}
-        if self._assignment is not None:
+        if self._assignment is not None and bootstrap.get("role") != "acting":  # a server may use all cores
             contents["cores"] = self._assignment.cores_of(rank)
         with contextlib.ExitStack() as opened, contextlib.ExitStack() as kept:
             death = opened.enter_context(self._death_fd())

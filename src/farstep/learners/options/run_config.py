@@ -56,6 +56,9 @@ class RunConfig:
     release_idle: bool = False
     """Suspend all workers during updates of a learner that waits for its rollouts, such as ppo; learners that collect
     all the time release none."""
+    inference: str = "local"
+    """Where actions are computed: `local` (in each worker), `served` (one acting server per node acts for its workers),
+    or options of the acting server as JSON: '{"device": "cuda"}'."""
     device: str = "cpu"
     """Device of the learner: cpu, cuda, cuda:1."""
     release_device: bool = False
@@ -108,6 +111,7 @@ class RunConfig:
         _json_object("env_kwargs", self.env_kwargs)
         if self.stagger is not None:
             _json_object("stagger", self.stagger)
+        EnvConfig(env_name=self.env, inference=self._inference())
 
     def env_config(self, **changes: Any) -> EnvConfig:
         """Return the configuration of the training environments.
@@ -130,10 +134,15 @@ class RunConfig:
             "seed": self.seed,
             "kl_threshold": self.kl_threshold,
             "release_idle": self.release_idle,
+            "inference": self._inference(),
         }
         if self.stagger is not None:
             options["stagger"] = _json_object("stagger", self.stagger)
         return EnvConfig.of({name: value for name, value in (options | changes).items() if value is not None})
+
+    def _inference(self) -> Any:
+        """The option `EnvConfig.inference`."""
+        return _json_object("inference", self.inference) if self.inference.startswith("{") else self.inference
 
     def envs_per_node(self, nodes: int) -> int:
         """Return the number of environments per node. Raise `ConfigError` if they cannot be divided evenly."""

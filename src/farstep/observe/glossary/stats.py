@@ -263,7 +263,37 @@ STATS_GROUPS = (
     Namespace(
         "inference",
         "How workers act.",
-        (_workers("inference", "`fast`, or why `act` is not replayed; empty before the first rollout", kind="info"),),
+        (
+            _workers(
+                "inference",
+                "`fast`, or why `act` is not replayed, or how acting servers act; empty before the first rollout",
+                kind="info",
+            ),
+        ),
+    ),
+    Namespace(
+        "acting/",
+        "A list with one entry per acting server ([large policies](large_policies.md)); empty if workers act "
+        "themselves. A restarted server counts from 0.",
+        (
+            _workers("acting/<server>/host", "name of the host", kind="info"),
+            _workers("acting/<server>/pid", "process id", kind="info"),
+            _workers("acting/<server>/rows", "rows for which it has acted", kind="counter", unit="rows"),
+            _workers("acting/<server>/batches", "calls of `act`", kind="counter", unit="batches"),
+            _workers("acting/<server>/batch_size", "mean number of rows per call of `act`", unit="rows"),
+            _workers(
+                "acting/<server>/wait_ms",
+                "time from the arrival of a request to the start of its batch, summed over the requests of a batch; "
+                "mean over batches",
+                unit="ms",
+            ),
+            _workers(
+                "acting/<server>/rows_per_second",
+                "rows between the latest calls of `stats()`, per second",
+                unit="rows/s",
+            ),
+            _head("acting/<server>/restarts", "how many times it was restarted", kind="counter", unit="restarts"),
+        ),
     ),
     Namespace(
         "start/",

@@ -32,6 +32,13 @@ def local_pair() -> tuple[LocalLink, socket.socket]:
     return LocalLink(ours), theirs
 
 
+def is_own_process(sock: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket belongs to the same user."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    return bool(uid == os.getuid())
+
+
 class LocalLink:
     """One end of a socket pair."""
 

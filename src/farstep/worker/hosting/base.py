@@ -215,20 +215,27 @@ class HostedEnvs(Host):
         same = all(np.array_equal(self.current[name][i], leaf, equal_nan=True) for name, leaf in saved.obs.items())
         return "" if same else f"the observation differs from the saved observation; {_NOT_DETERMINISTIC}"
 
-    def step(self, t: int) -> None:
-        """Step every environment with the actions of row `t`. Write the new observations to row `t + 1`."""
+    def step(self, t: int, part: slice | None = None) -> None:
+        """Step environments with the actions of row `t`. Write the new observations to row `t + 1`.
+
+        Args:
+            t: The row.
+            part: Which environments; None: all. The parts of a row are stepped in order.
+        """
         progress, rewards, rows = self._progress, self._rewards, self._rows
         progress[PHASE] = STEP
         progress[COUNT] += 1
         self.slots.row = t
         ended: list[tuple[int, bool, bool, Any]] = []
-        actions = self._envs.actions(rows, t)
+        steps, actions, first = self._steps, self._envs.actions(rows, t), 0
+        if part is not None:
+            steps, actions, first = steps[part], actions[part], part.start
         infos = self.infos
         try:
             if self._single is not None and infos is None and self._stepped and not self._info_arrays:
                 next_obs = rows[self._single][t + 1]
                 shape = next_obs.shape[1:]
-                for i, (step, action) in enumerate(zip(self._steps, actions, strict=True)):
+                for i, (step, action) in enumerate(zip(steps, actions, strict=True), first):
                     progress[SLOT] = i
                     obs, rewards[i], terminated, truncated, info = step(action)
                     if getattr(obs, "shape", None) != shape:
@@ -238,7 +245,7 @@ class HostedEnvs(Host):
                         ended.append((i, terminated, truncated, info))
             else:
                 check = self._envs.check_obs if self._stepped else self._envs.check_first_obs
-                for i, (step, action) in enumerate(zip(self._steps, actions, strict=True)):
+                for i, (step, action) in enumerate(zip(steps, actions, strict=True), first):
                     progress[SLOT] = i
                     obs, rewards[i], terminated, truncated, info = step(action)
                     check(obs)
@@ -250,16 +257,20 @@ class HostedEnvs(Host):
                         ended.append((i, terminated, truncated, info))
                     elif infos is not None:
                         infos[i] = as_info(info)
-                self._stepped = True
+                self._stepped = first + len(steps) == self.num_envs
         except Exception as error:
-            self._blame(error, t, progress[SLOT], actions[progress[SLOT]])
+            self._blame(error, t, progress[SLOT], actions[progress[SLOT] - first])
             raise
         try:
             self._pack_rewards(*rewards)
         except struct.error:
             self._raise_for_rewards()
-        rows["reward"][t] = self._gained
-        self.slots.returns += self._gained
+        if part is None:
+            rows["reward"][t] = self._gained
+            self.slots.returns += self._gained
+        else:
+            rows["reward"][t, part] = self._gained[part]
+            self.slots.returns[part] += self._gained[part]
         for i, terminated, truncated, info in ended:
             self._end(t, i, terminated, truncated, info)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from farstep.acting.client import ServedActor
 from farstep.core import Array
 from farstep.errors import ConfigError
 from farstep.rollout.progress import ACT, COUNT, PHASE, SLOT, STEP
@@ -43,14 +44,14 @@ class Staggered(Host):
         self._out_of_phase = np.zeros(self.num_envs, bool)
         self._stagger_steps = 0
 
-    def advance_to_phase(self, steps: int, actor: Actor, check_cancelled: CheckCancelled) -> None:
+    def advance_to_phase(self, steps: int, actor: Actor | ServedActor, check_cancelled: CheckCancelled) -> None:
         """Bring all slots into phase before a chunk of `steps` rows."""
         if self._out_of_phase.any():
             self._schedule.fix_offsets(self.slots, steps)
             self._advance_slots(actor, check_cancelled)
             self._out_of_phase[:] = False
 
-    def _advance_slots(self, actor: Actor, check_cancelled: CheckCancelled) -> None:
+    def _advance_slots(self, actor: Actor | ServedActor, check_cancelled: CheckCancelled) -> None:
         raise NotImplementedError
 
     def reenter(self, clock: int) -> bool:
@@ -117,7 +118,7 @@ class StaggeredEnvs(HostedEnvs, Staggered):
                 self.slots.skip(i)
         return True
 
-    def _advance_slots(self, actor: Actor, check_cancelled: CheckCancelled) -> None:
+    def _advance_slots(self, actor: Actor | ServedActor, check_cancelled: CheckCancelled) -> None:
         now, init = self.slots.total_rows, self._schedule.stagger.init
         for i in np.flatnonzero(self._out_of_phase & (self._left < 0)).tolist():
             self._left[i] = 0 if init == "clock" else self._schedule.phase(i, now)
@@ -144,7 +145,7 @@ class StaggeredEnvs(HostedEnvs, Staggered):
     def _seed_sampler(self, i: int) -> None:
         self._sampler.seed(advance_seed(self.slots.roots[i], self.slots.first + i, self.slots.episodes[i]))
 
-    def _advance_with_agent(self, actor: Actor, check_cancelled: CheckCancelled) -> None:
+    def _advance_with_agent(self, actor: Actor | ServedActor, check_cancelled: CheckCancelled) -> None:
         """Advance slots with the agent's actions. The agent acts for all slots in row 0; only slots out of phase
         step."""
         rows, starts = self._rows, self._out_of_phase.copy()
@@ -188,7 +189,8 @@ class StaggeredEnvs(HostedEnvs, Staggered):
 
     # ---- rows ----
 
-    def step(self, t: int) -> None:
+    def step(self, t: int, part: slice | None = None) -> None:
+        assert part is None, "slots of a staggered worker step together"
         if self._num_waiting:
             self._rows["valid"][t] = ~self._waiting
         super().step(t)
@@ -283,7 +285,7 @@ class StaggeredVector(HostedVector, Staggered):
             self._first_length[i] = now - self.slots.start_row[i] + self._horizon - self._schedule.phase(i, now)
         return False
 
-    def _advance_slots(self, actor: Actor, check_cancelled: CheckCancelled) -> None:
+    def _advance_slots(self, actor: Actor | ServedActor, check_cancelled: CheckCancelled) -> None:
         now = self.slots.total_rows
         for i in np.flatnonzero(self._out_of_phase).tolist():
             self._first_row[i] = now

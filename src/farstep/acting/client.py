@@ -1,0 +1,367 @@
+"""A worker's side of served inference: asks the acting server for actions, one group of environments at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from farstep.acting import messages as am
+from farstep.acting.mailbox import (
+    ANSWER,
+    COUNTS_AS,
+    EPISODES,
+    FAILED,
+    HELD,
+    IS_FIRST,
+    MIN_VERSION,
+    NEWEST,
+    PULLED_BYTES,
+    PULLS,
+    REQUEST,
+    ROOTS,
+    STARTS,
+    TICKET,
+    USED,
+    VERSION,
+    Mailbox,
+    MailboxLayout,
+)
+from farstep.batch import PRIORITY
+from farstep.core import Array, Received
+from farstep.errors import WireError
+from farstep.rollout.rows import Rows, Slots
+from farstep.schema import Schema, Structure, leaf_names
+from farstep.wire.channels.doorbell import Doorbell, Fence
+from farstep.wire.channels.local import LocalLink, is_own_process
+from farstep.wire.channels.memory import SharedMemory
+from farstep.wire.codec import pack, unpack
+from farstep.wire.messages import Ticket
+from farstep.worker.acting import prioritized_rows
+from farstep.worker.weights.weight_sync import PullTotals
+
+_WAIT_S = 0.1
+"""Seconds between two calls of `idle` while the worker waits for the server."""
+_RETRY_S = 0.02
+"""Seconds between two attempts to connect while the server is being restarted."""
+
+
+class ServerLost(Exception):
+    """The acting server ended. Its replacement knows nothing of the episodes in progress."""
+
+    def __init__(self) -> None:
+        super().__init__("the acting server of this worker ended; its replacement has lost recurrent states")
+
+
+class ServedError(Exception):
+    """The agent raised in the acting server, or cannot be used there."""
+
+    def __init__(self, failed: am.Failed) -> None:
+        super().__init__(failed.message)
+        self.failed = failed
+
+
+class ServedActor:
+    """Acts through the acting server. It offers what the worker uses of an `Actor`, and requests per group.
+
+    Args:
+        worker: The worker's number.
+        address: Name of the server's abstract socket.
+        agent: Number of the agent that the head has sent.
+        slots: The worker's slots.
+        obs: How observations are nested.
+        schemas: The arrays of observations and of actions, per environment.
+        groups: Number of environments in each group.
+        idle: Called while the worker waits; may raise `TicketCancelled`.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        address: str,
+        agent: int,
+        slots: Slots,
+        obs: Structure,
+        schemas: tuple[Schema, Schema],
+        groups: list[int],
+        idle: Callable[[], None],
+    ) -> None:
+        self._worker, self._address, self.agent, self._slots, self._obs = worker, address, agent, slots, obs
+        self._obs_schema, self._action_schema = schemas
+        self._num_groups, self.idle = groups, idle
+        self._link: LocalLink | None = None
+        self.version = self.passed = -1
+        """The oldest version that acted in the current chunk, and the oldest that its rows count as."""
+        self.newest = 0
+        """The newest version that the head has announced; 0 with shared memory, where the server sees it at once."""
+        self._requested = [0] * len(groups)
+        self._waited_ns = self._waits = 0
+        self._reported_pulls = self._reported_bytes = 0
+        self._fence = Fence()
+
+    @property
+    def groups(self) -> list[slice]:
+        """The environments of each group."""
+        return self._mailbox.ranges
+
+    # ---- connecting ----
+
+    def join(self, current: Mapping[str, Array]) -> am.Joined:
+        """Connect to the server, wait until it has the agent, and return what the agent returns.
+
+        Args:
+            current: The current observations, on which the server tries the agent.
+
+        Raises:
+            ServedError: The agent cannot be used.
+        """
+        while True:
+            self.close()
+            try:
+                self._connect()
+                reply, received = self._ask(
+                    am.Join(
+                        self._worker,
+                        self.agent,
+                        self._slots.first,
+                        list(self._slots.roots),
+                        list(self._slots.episodes),
+                        pack(self._obs),
+                        self._obs_schema,
+                        self._action_schema,
+                        self._num_groups,
+                    ),
+                    pack(dict(current)),
+                )
+            except ServerLost:
+                continue
+            if not isinstance(reply, am.Joined) or len(received.fds) != 3:
+                raise WireError(f"the acting server answered {type(reply).__name__} to a Join.")
+            self._attach(reply, received)
+            return reply
+
+    def _connect(self) -> None:
+        while True:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                sock.connect("\0" + self._address)
+                if is_own_process(sock):
+                    self._link = LocalLink(sock)
+                    return
+            except (ConnectionRefusedError, BlockingIOError):
+                pass  # it is starting
+            except BaseException:
+                sock.close()
+                raise
+            sock.close()
+            self.idle()
+            time.sleep(_RETRY_S)
+
+    def _ask(self, message: am.FromClient, *frames: bytes) -> tuple[am.FromServer, Received]:
+        """Send a request and wait for its answer.
+
+        Raises:
+            ServedError: The server answered that the agent raised.
+            ServerLost: The server ended.
+        """
+        if self._link is None:
+            raise ServerLost
+        try:
+            self._link.send([am.encode(message), *frames])
+            while (received := self._link.receive(_WAIT_S)) is None:
+                self.idle()
+        except (EOFError, ConnectionError) as error:
+            raise ServerLost from error
+        reply = am.decode_from_server(received.frames)
+        if isinstance(reply, am.Failed):
+            raise ServedError(reply)
+        return reply, received
+
+    def _attach(self, reply: am.Joined, received: Received) -> None:
+        assert self._link is not None
+        memory, server, own = received.fds
+        layout = MailboxLayout(self._num_groups, self._obs_schema, reply.schema, reply.state)
+        self._mailbox = Mailbox(SharedMemory(memory, layout.nbytes), layout)
+        self._server, self._doorbell = Doorbell(server), Doorbell(own)
+        self._poll = self._doorbell.poll_with([self._link.fileno()])
+        self.structure: dict[str, Any] = unpack(reply.structure)
+        self._outputs = leaf_names(self.structure)
+        self._state_names = list(reply.state)
+        self.has_priorities = reply.has_priorities
+        self._requested = [0] * len(self._num_groups)
+        self._reported_pulls, self._reported_bytes = self._mailbox.words[PULLS], 0
+
+    def close(self) -> None:
+        """Disconnect."""
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+            if hasattr(self, "_mailbox"):
+                self._mailbox.close()
+                self._server.close()
+                self._doorbell.close()
+                del self._mailbox
+
+    def take_note(self) -> str:
+        """Nothing: the server reports how it calls the policy when a worker joins."""
+        return ""
+
+    # ---- a chunk ----
+
+    def begin(self, rows: Rows) -> None:
+        """Start a chunk that is written into `rows`. Raise `ServerLost` if the server has ended since the last one."""
+        if self._link is None or not hasattr(self, "_mailbox"):
+            raise ServerLost
+        self._rows, self._chunk = rows.row, rows.chunk
+        self.version = self.passed = 2**62
+        self._is_first = [True] * len(self._num_groups)
+        self._ticket, self._min_version = 0, 0
+
+    def hold(self, ticket: Ticket) -> None:
+        """Set the ticket of the chunk, and whether all its rows must have one version."""
+        self._ticket, self._min_version = ticket.seq, ticket.min_version
+        self._mailbox.words[HELD] = ticket.seq if ticket.one_version else 0
+
+    def release(self) -> None:
+        """End the chunk: the server may change its weights."""
+        if self._link is not None and hasattr(self, "_mailbox"):
+            self._mailbox.words[HELD] = 0
+            self._server.ring()
+
+    def request(self, t: int, group: int) -> None:
+        """Ask for the actions of row `t` of a group."""
+        mailbox, rows = self._mailbox, self._rows
+        arrays, words, part = mailbox.arrays, mailbox.group_words[group], mailbox.ranges[group]
+        for name in self._obs_schema:
+            arrays[name][part] = rows[name][t, part]
+        starts = rows["episode_start"][t, part]
+        arrays[STARTS][part] = starts
+        if starts.any():
+            arrays[ROOTS][part] = self._slots.roots[part]
+            arrays[EPISODES][part] = self._slots.episodes[part]
+        words[TICKET], words[MIN_VERSION], words[NEWEST] = self._ticket, self._min_version, self.newest
+        words[IS_FIRST] = self._is_first[group]
+        self._requested[group] += 1
+        self._fence()
+        words[REQUEST] = self._requested[group]
+        self._server.ring()
+
+    def receive(self, t: int, group: int, idle: Callable[[], None] | None = None) -> None:
+        """Wait for the actions of row `t` of a group, and write them into the row.
+
+        Args:
+            t: The row.
+            group: The group.
+            idle: Called while waiting, instead of the default; may raise `TicketCancelled`.
+
+        Raises:
+            ServedError: The agent raised.
+            ServerLost: The server ended.
+        """
+        mailbox, rows = self._mailbox, self._rows
+        words, part = mailbox.group_words[group], mailbox.ranges[group]
+        if words[ANSWER] != self._requested[group]:
+            began = time.perf_counter_ns()
+            self._wait(words, group, idle or self.idle)
+            self._waited_ns += time.perf_counter_ns() - began
+        self._waits += 1
+        self._fence()
+        if words[FAILED]:
+            self._raise_failure()
+        words[USED] = self._requested[group]
+        arrays = mailbox.arrays
+        for name in self._outputs:
+            rows[name][t, part] = arrays[name][part]
+        if self._is_first[group]:
+            self._is_first[group] = False
+            for name in self._state_names:
+                self._chunk[name][part] = arrays[name][part]
+        version, counts_as = words[VERSION], words[COUNTS_AS]
+        rows["version"][t, part] = version
+        self.version, self.passed = min(self.version, version), min(self.passed, counts_as)
+
+    def _wait(self, words: memoryview, group: int, idle: Callable[[], None]) -> None:
+        assert self._link is not None
+        requested, bell = self._requested[group], self._doorbell.fd
+        while True:
+            ready = [fd for fd, _ in self._poll.poll(_WAIT_S * 1000)]
+            if bell in ready:
+                self._doorbell.clear()
+            if words[ANSWER] == requested:
+                return
+            if any(fd != bell for fd in ready):
+                self._raise_failure()
+            if not ready:
+                idle()
+                self._server.ring()  # in case that a ring was lost with the server's predecessor
+
+    def _raise_failure(self) -> None:
+        """Raise what the server has sent: a failure of the agent, or the end of the connection."""
+        assert self._link is not None
+        try:
+            received = self._link.receive(_WAIT_S)
+        except (EOFError, ConnectionError) as error:
+            raise ServerLost from error
+        if received is not None and isinstance(reply := am.decode_from_server(received.frames), am.Failed):
+            raise ServedError(reply)
+
+    def act(self, t: int) -> None:
+        """Act on row `t` of all groups."""
+        for group in range(len(self._num_groups)):
+            self.request(t, group)
+        for group in range(len(self._num_groups)):
+            self.receive(t, group)
+
+    timed_act = act
+
+    def take_timed(self) -> tuple[int, int]:
+        """Nanoseconds for which the worker waited for actions, and the number of waits, since the last call."""
+        timed, self._waited_ns, self._waits = (self._waited_ns, self._waits), 0, 0
+        return timed
+
+    def take_totals(self) -> PullTotals:
+        """The pulls of the server since the last call. One worker reports their bytes."""
+        if self._link is None:
+            return PullTotals()
+        pulls, nbytes = self._mailbox.words[PULLS], self._mailbox.words[PULLED_BYTES]
+        totals = PullTotals(pulls - self._reported_pulls, nbytes - self._reported_bytes)
+        self._reported_pulls, self._reported_bytes = pulls, nbytes
+        return totals
+
+    # ---- rare requests ----
+
+    def add_priorities(self, rows: Rows, steps: int) -> None:
+        """As `Actor.add_priorities`; the server computes them."""
+        if self.has_priorities:
+            given = prioritized_rows(rows, steps, self.structure, self._obs)
+            _, received = self._ask(am.Prioritize(), pack(given))
+            rows.row[PRIORITY][:steps] = unpack(received.frames[1])
+
+    def save(self) -> dict[str, Any]:
+        """Recurrent state and generators of this worker's slots, as plain data."""
+        try:
+            return dict(unpack(self._ask(am.Save())[1].frames[1]))
+        except ServerLost:
+            return {"state": [], "generators": []}
+
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """Restore what `save` returned."""
+        self._ask(am.Restore(), pack(dict(saved)))
+
+    @contextlib.contextmanager
+    def restoring_state(self) -> Iterator[None]:
+        """As `Actor.restoring_state`."""
+        saved = self.save()
+        yield
+        self.resume(saved)
+
+
+def group_sizes(num_envs: int, divisible: bool) -> list[int]:
+    """Divide a worker's environments into two groups, if they can step separately."""
+    if not divisible or num_envs < 2:
+        return [num_envs]
+    return [len(part) for part in np.array_split(np.arange(num_envs), 2)]

@@ -1,0 +1,97 @@
+"""The memory through which one worker and its acting server exchange observations and actions.
+
+A worker divides its environments into groups. For each group it writes observations, then the number of its request;
+the server writes actions, then the same number as its answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from farstep.core import Array
+from farstep.schema import ArraySpec, Schema
+from farstep.wire.channels.memory import SharedMemory
+
+HELD, PULLS, PULLED_BYTES = range(3)
+"""Words of the whole mailbox: the ticket whose rows must all have one version (0: none), written by the worker; the
+number of weight pulls of this server, and the bytes that this worker reports for them, written by the server."""
+_HEAD_WORDS = 8
+REQUEST, TICKET, MIN_VERSION, IS_FIRST, USED, NEWEST = range(6)
+"""Words of a group that the worker writes: number of the current request; its ticket; the oldest version that may act;
+whether it is the first of its chunk, so that the recurrent state is to be recorded; the last request whose answer the
+worker has used (if the server has acted since then, its answer was given up with a cancelled chunk); the newest version
+that the head has announced to the worker. Without shared memory, a ticket may arrive at a worker before the
+announcement arrives at the server."""
+ANSWER, VERSION, COUNTS_AS, FAILED = range(8, 12)
+"""Words of a group that the server writes: number of the last request that was answered; the version that acted, and
+the version that it counts as; whether `act` raised."""
+_GROUP_WORDS = 16
+STARTS, ROOTS, EPISODES = "#starts", "#roots", "#episodes"
+"""Arrays beside observations, outputs and recurrent state; no agent can return these names."""
+_ALIGN = 64
+
+
+@dataclass(frozen=True)
+class MailboxLayout:
+    """What a mailbox contains. Server and worker compute the same offsets."""
+
+    groups: Sequence[int]
+    """Number of environments in each group."""
+    obs: Schema
+    outputs: Schema
+    state: Schema
+
+    @property
+    def num_envs(self) -> int:
+        return sum(self.groups)
+
+    def _specs(self) -> Schema:
+        own = {STARTS: ArraySpec((), "|b1"), ROOTS: ArraySpec((), "<i8"), EPISODES: ArraySpec((), "<i8")}
+        return {**self.obs, **self.outputs, **self.state, **own}
+
+    def _offsets(self) -> tuple[dict[str, int], int]:
+        offsets, end = {}, 8 * (_HEAD_WORDS + _GROUP_WORDS * len(self.groups))
+        for name, spec in self._specs().items():
+            offsets[name] = end = -(-end // _ALIGN) * _ALIGN
+            end += spec.nbytes * self.num_envs
+        return offsets, end
+
+    @property
+    def nbytes(self) -> int:
+        return self._offsets()[1]
+
+    def arrays(self, memory: memoryview) -> dict[str, Array]:
+        offsets, _ = self._offsets()
+        return {
+            name: np.ndarray((self.num_envs, *spec.shape), np.dtype(spec.dtype), memory, offsets[name])
+            for name, spec in self._specs().items()
+        }
+
+
+class Mailbox:
+    """A mapped mailbox."""
+
+    def __init__(self, memory: SharedMemory, layout: MailboxLayout) -> None:
+        self.memory, self.layout = memory, layout
+        words = memory.map[: 8 * (_HEAD_WORDS + _GROUP_WORDS * len(layout.groups))].cast("q")
+        self.words = words[:_HEAD_WORDS]
+        starts = range(_HEAD_WORDS, len(words), _GROUP_WORDS)
+        self.group_words = [words[start : start + _GROUP_WORDS] for start in starts]
+        self.arrays = layout.arrays(memory.map)
+        edges = np.cumsum([0, *layout.groups]).tolist()
+        self.ranges = [slice(first, stop) for first, stop in itertools.pairwise(edges)]
+
+    @classmethod
+    def create(cls, layout: MailboxLayout) -> Mailbox:
+        return cls(SharedMemory.create(layout.nbytes, "farstep-mailbox"), layout)
+
+    def views(self, names: Sequence[str], group: int) -> dict[str, Array]:
+        """The named arrays of one group."""
+        return {name: self.arrays[name][self.ranges[group]] for name in names}
+
+    def close(self) -> None:
+        self.memory.close()

@@ -1,0 +1,103 @@
+"""Messages between a worker and its acting server, over a Unix socket. Each request has one answer.
+
+worker                          server
+Join ────────────────────────►                       after `SendAgent`, and after a restart of the server
+                ◄────────────── Joined, or Failed    with the descriptors of mailbox and doorbells
+Save, Restore, Prioritize ───►
+                ◄────────────── Done, or Failed
+                ◄────────────── Failed               if `act` raised; the mailbox says that it failed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from farstep.core import BytesLike
+from farstep.schema import Schema
+from farstep.wire.messages import decoded
+
+
+class Join(msgspec.Struct, tag="join"):
+    """A worker asks the server to act for it. The next frame has its current observations, encoded by `codec.pack`."""
+
+    worker: int
+    agent: int
+    first: int
+    """The worker's first slot."""
+    roots: list[int]
+    episodes: list[int]
+    """Root seed and current episode of each slot."""
+    obs: bytes
+    """How observations are nested, encoded by `codec.pack`."""
+    obs_schema: Schema
+    action_schema: Schema
+    groups: list[int]
+    """Number of environments in each group."""
+
+
+class Joined(msgspec.Struct, tag="joined"):
+    """The server acts for the worker from now on.
+
+    The message carries three descriptors: the mailbox, the server's doorbell and the worker's doorbell.
+    """
+
+    schema: Schema
+    """The arrays that `act` returns, per environment."""
+    structure: bytes
+    recorded: bytes
+    """How these arrays are nested, without and with the agent's priorities, encoded by `codec.pack`."""
+    state: Schema
+    state_structure: bytes
+    note: str
+    """How the server calls the agent, for `stats()`."""
+    has_priorities: bool
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    """The agent raised, or cannot be used."""
+
+    message: str
+    traceback: str
+    phase: str
+    kind: str = ""
+    """The class of the exception, if Python or farstep defines it; otherwise empty."""
+
+
+class Save(msgspec.Struct, tag="save"):
+    """Return the recurrent state and the generators of the worker's slots."""
+
+
+class Restore(msgspec.Struct, tag="restore"):
+    """Restore what `Save` returned; it is in the next frame."""
+
+
+class Prioritize(msgspec.Struct, tag="prioritize"):
+    """Call `priorities` of the agent on the rows in the next frame."""
+
+
+class Done(msgspec.Struct, tag="done"):
+    """The result of a request is in the next frame, encoded by `codec.pack`."""
+
+
+FromClient = Join | Save | Restore | Prioritize
+FromServer = Joined | Failed | Done
+_encoder = msgspec.msgpack.Encoder()
+_from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
+_from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
+
+
+def encode(message: FromClient | FromServer) -> bytes:
+    """The header frame of a message."""
+    return _encoder.encode(message)
+
+
+def decode_from_client(frames: Sequence[BytesLike]) -> FromClient:
+    """Decode a worker's message. Raise `WireError` if it is not valid."""
+    return decoded(_from_client, frames)
+
+
+def decode_from_server(frames: Sequence[BytesLike]) -> FromServer:
+    """Decode the server's message. Raise `WireError` if it is not valid."""
+    return decoded(_from_server, frames)

@@ -1,0 +1,416 @@
+"""The acting server: a process that holds one copy of the policy and acts for the workers of its node.
+
+The head starts, supervises and restarts it like a worker, and sends it the agent and its weights. Workers connect to it
+over an abstract Unix socket. Only processes of the same user are accepted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from farstep.acting import messages as am
+from farstep.acting.batch_actor import BatchActor, Group
+from farstep.acting.batching import next_batch
+from farstep.acting.mailbox import (
+    ANSWER,
+    COUNTS_AS,
+    EPISODES,
+    FAILED,
+    HELD,
+    MIN_VERSION,
+    NEWEST,
+    PULLED_BYTES,
+    PULLS,
+    REQUEST,
+    ROOTS,
+    TICKET,
+    VERSION,
+    Mailbox,
+    MailboxLayout,
+)
+from farstep.core import BytesLike, Link, Received
+from farstep.errors import AgentError, WireError, described, printable
+from farstep.rollout.program import Program
+from farstep.rollout.progress import COUNT, PHASE, SERVED_BATCHES, SERVED_ROWS, SERVED_WAIT_US, Phase
+from farstep.rollout.rows import Slots
+from farstep.rollout.weight_headers import check_digest
+from farstep.wire import messages as m
+from farstep.wire.channels.doorbell import Doorbell, Fence
+from farstep.wire.channels.local import LocalLink, is_own_process
+from farstep.wire.codec import pack, unpack
+from farstep.wire.versions import versions
+from farstep.worker.inbox import Inbox, TicketCancelled
+from farstep.worker.saving import seed_generators
+from farstep.worker.weights.sources import RemoteWeights, SharedWeights
+from farstep.worker.weights.weight_sync import WeightSync
+
+_IDLE_S = 0.2
+"""Seconds between two updates of the progress counter while there is nothing to do."""
+_SERVICE_S = 0.01
+"""Seconds between two looks at sockets while batches follow each other."""
+_KNOWN_ERRORS = ("builtins", "farstep.errors")
+_OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
+
+
+@dataclass(eq=False)
+class _Client:
+    """A worker that is connected to this server."""
+
+    link: LocalLink
+    groups: list[Group] = field(default_factory=list)
+    mailbox: Mailbox | None = None
+    doorbell: Doorbell | None = None
+    acted_ticket: int = 0
+    """The ticket of the last request that was answered."""
+    waiting: tuple[am.Join, Received] | None = None
+    """A `Join` for an agent that has not arrived yet."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is inside a chunk whose rows must all have one version."""
+        return self.mailbox is not None and self.mailbox.words[HELD] == self.acted_ticket != 0
+
+    def forget_groups(self) -> None:
+        if self.mailbox is not None and self.doorbell is not None:
+            self.mailbox.close()
+            self.doorbell.close()
+        self.groups, self.mailbox, self.doorbell, self.acted_ticket = [], None, None, 0
+
+    def close(self) -> None:
+        self.forget_groups()
+        self.link.close()
+
+
+class ActingServer:
+    """Serves one copy of the policy.
+
+    Args:
+        link: Connection to the head.
+        identity: Number, incarnation and run, as for a worker.
+        words: Progress words, as for a worker.
+        address: Name of the abstract socket to listen on.
+        has_gpu: Whether to act on the GPU.
+    """
+
+    def __init__(
+        self, link: Link, identity: tuple[int, int, str], words: memoryview, address: str, has_gpu: bool
+    ) -> None:
+        self._link, self._identity, self._words, self._has_gpu = link, identity, words, has_gpu
+        self._inbox = Inbox(link, words)
+        self._sync = WeightSync(words)
+        self._doorbell = Doorbell.create()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind("\0" + address)
+        self._listener.listen(1024)
+        self._listener.setblocking(False)
+        self._clients: dict[int, _Client] = {}
+        """Connected workers by the descriptor of their socket."""
+        self._poll = self._doorbell.poll_with([self._listener.fileno(), link.fileno()])
+        self._program: Program | None = None
+        self._base: tuple[str, bytearray] = ("", bytearray())
+        self._agent_id = -1
+        self._payload = b""
+        self._actor: BatchActor | None = None
+        self._reply: am.Joined | None = None
+        self._rejection: am.Failed | None = None
+        """Why the current agent cannot be used."""
+        self._running = True
+        self._next_service = 0.0
+        self._total_pulls = 0
+        self._fence = Fence()
+
+    def serve(self) -> None:
+        """Act until `Stop`. Raise `EOFError` if the head closed the connection."""
+        worker, incarnation, run = self._identity
+        self._words[PHASE] = Phase.CONNECT
+        hello = m.Hello(worker, incarnation, run, socket.gethostname(), os.getpid(), versions())
+        self._link.send([m.encode(hello)])
+        timeout_s = 0.0
+        while self._running:
+            self._words[COUNT] += 1
+            if timeout_s > 0 or time.monotonic() >= self._next_service:
+                self._service(timeout_s)
+            timeout_s = self._act()
+
+    def close(self) -> None:
+        """Close all connections."""
+        for client in self._clients.values():
+            client.close()
+        self._listener.close()
+        self._doorbell.close()
+
+    # ---- sockets ----
+
+    def _service(self, timeout_s: float) -> None:
+        """Wait for a doorbell or a message, and handle all messages."""
+        ready = [fd for fd, _ in self._poll.poll(timeout_s * 1000)]
+        self._next_service = time.monotonic() + _SERVICE_S
+        for fd in ready:
+            if fd == self._doorbell.fd:
+                self._doorbell.clear()
+            elif fd == self._listener.fileno():
+                self._accept()
+            elif (client := self._clients.get(fd)) is not None:
+                self._read(client)
+        while self._running and (received := self._inbox.receive(0.0)) is not None:
+            self._handle(m.decode_from_head(received.frames), received)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            sock, _ = self._listener.accept()
+            if not is_own_process(sock):
+                sock.close()
+                return
+            sock.setblocking(False)
+            client = _Client(LocalLink(sock))
+            self._clients[sock.fileno()] = client
+            self._poll.register(sock.fileno(), select.POLLIN)
+
+    def _read(self, client: _Client) -> None:
+        fd = client.link.fileno()
+        try:
+            while (received := client.link.receive()) is not None:
+                self._answer(client, am.decode_from_client(received.frames), received)
+        except (EOFError, OSError, WireError):  # the worker ended, or sent an invalid message
+            self._poll.unregister(fd)
+            del self._clients[fd]
+            client.close()
+
+    # ---- messages of the head ----
+
+    def _handle(self, message: m.FromHead, received: Received) -> None:
+        match message:
+            case m.Welcome():
+                self._construct(message, received.frames[1])
+            case m.SendBase():
+                self._base = (message.content_hash, bytearray(received.frames[1]))
+            case m.SendAgent():
+                self._adopt(message, bytes(received.frames[1]))
+            case m.Parameters():
+                self._connect_weights(message, received.fds)
+            case m.Newest():
+                if isinstance(self._sync.weights, RemoteWeights):
+                    self._sync.weights.announced = message.version
+            case m.Refuse() | m.Stop():
+                self._running = False
+            case _:
+                pass  # for workers only, or an answer to a request that was given up
+
+    def _construct(self, message: m.Welcome, program: BytesLike) -> None:
+        sys.path[:] = list(dict.fromkeys(message.path + sys.path))
+        self._program = pickle.loads(program)
+        self._sync.rule = self._program.sync
+        for module in message.preload:
+            __import__(module)
+        self._words[PHASE] = Phase.IDLE
+        self._link.send([m.encode(m.Ready(b"", b""))])
+
+    def _adopt(self, message: m.SendAgent, payload: bytes) -> None:
+        """Use this agent from now on; it is loaded when the first worker joins with its observations."""
+        self._sync.close()
+        self._agent_id, self._payload = message.agent, payload
+        self._actor = self._reply = self._rejection = None
+        if not message.base:
+            self._base = ("", bytearray())
+        for client in list(self._clients.values()):
+            client.forget_groups()
+            if client.waiting is not None:
+                join, received = client.waiting
+                client.waiting = None
+                self._join(client, join, received)
+
+    def _connect_weights(self, message: m.Parameters, fds: Sequence[int]) -> None:
+        if message.agent != self._agent_id:
+            for fd in fds:
+                os.close(fd)
+            return
+        self._digest = message.digest
+        if fds:
+            self._sync.weights = SharedWeights(fds[0], message.nbytes, message.buffers)
+        else:
+            assert self._program is not None
+            self._sync.weights = RemoteWeights(self._request_weights, self._program.weights.delta)
+
+    def _request_weights(self, held: int) -> tuple[int, int, Sequence[Any]]:
+        self._link.send([m.encode(m.WeightRequest(self._agent_id, held))])
+        return self._inbox.wait_for_weights(self._agent_id)
+
+    # ---- messages of workers ----
+
+    def _answer(self, client: _Client, message: am.FromClient, received: Received) -> None:
+        try:
+            match message:
+                case am.Join():
+                    self._join(client, message, received)
+                case am.Save():
+                    assert self._actor is not None
+                    self._done(client, self._actor.save_groups(client.groups))
+                case am.Restore():
+                    assert self._actor is not None
+                    self._actor.restore_groups(client.groups, unpack(received.frames[1]))
+                    self._done(client, None)
+                case am.Prioritize():
+                    assert self._actor is not None
+                    self._words[PHASE] = Phase.ACT
+                    self._done(client, self._actor.policy.priorities(unpack(received.frames[1])))
+        except (EOFError, OSError, WireError):
+            raise
+        except Exception as error:
+            client.link.send([am.encode(self._failed(error))])
+        finally:
+            self._words[PHASE] = Phase.IDLE
+
+    def _done(self, client: _Client, result: object) -> None:
+        client.link.send([am.encode(am.Done()), pack(result)])
+
+    def _failed(self, error: BaseException) -> am.Failed:
+        text = printable("".join(traceback.format_exception(error)))
+        kind = type(error).__name__ if type(error).__module__ in _KNOWN_ERRORS else ""
+        return am.Failed(described(error), text, Phase(self._words[PHASE]).label, kind)
+
+    def _join(self, client: _Client, join: am.Join, received: Received) -> None:
+        client.forget_groups()
+        if join.agent > self._agent_id or self._program is None:
+            client.waiting = (join, received)
+            return
+        if join.agent < self._agent_id:
+            error = AgentError(f"agent {join.agent} was replaced by agent {self._agent_id}.")
+            client.link.send([am.encode(self._failed(error))])
+            return
+        current = unpack(received.frames[1])
+        if self._actor is None and self._rejection is None:
+            self._words[PHASE] = Phase.LOAD
+            try:
+                self._load(join, current)
+            except Exception as error:
+                self._rejection = self._failed(error)
+            self._words[PHASE] = Phase.IDLE
+        if self._rejection is not None:
+            client.link.send([am.encode(self._rejection)])
+            return
+        assert self._actor is not None and self._reply is not None
+        layout = MailboxLayout(join.groups, join.obs_schema, self._reply.schema, self._reply.state)
+        client.mailbox, client.doorbell = Mailbox.create(layout), Doorbell.create()
+        client.mailbox.arrays[ROOTS][:] = join.roots
+        client.mailbox.arrays[EPISODES][:] = join.episodes
+        client.mailbox.words[PULLS] = self._total_pulls
+        client.groups = [self._actor.new_group(client.mailbox, i, join.first) for i in range(len(join.groups))]
+        fds = [client.mailbox.memory.fd, self._doorbell.fd, client.doorbell.fd]
+        client.link.send([am.encode(self._reply)], fds)
+
+    def _load(self, join: am.Join, current: dict[str, Any]) -> None:
+        """Load the agent and try it on a worker's observations."""
+        program, had_torch = self._program, "torch" in sys.modules
+        assert program is not None
+        slots = Slots(join.first, list(join.roots), list(join.episodes))
+        obs = unpack(join.obs)
+        actor = BatchActor(self._payload, "eager", obs, slots, program.weights, self._has_gpu, self._base[1])
+        if torch := sys.modules.get("torch"):
+            if not had_torch:
+                torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+            if self._has_gpu and actor.policy.is_torch and actor.policy.device is None:
+                raise AgentError(
+                    "inference has device='cuda', but torch finds no GPU on this node; use device='cpu', or a node "
+                    "with a GPU."
+                )
+        seed_generators(program.seed, join.first, self._identity[1])
+        self._words[PHASE] = Phase.ACT
+        schema, state, structure = actor.dry_run(current, join.action_schema)
+        actor.prepare(join.obs_schema, schema)
+        how = "eager" if actor.policy.is_torch else "the agent's own act"
+        note = f"served on {actor.policy.device or 'cpu'}, {how}"
+        parts = (pack(actor.structure), pack(actor.recorded))
+        self._reply = am.Joined(schema, *parts, state, pack(structure), note, actor.has_priorities)
+        self._actor = actor
+
+    # ---- acting ----
+
+    def _act(self) -> float:
+        """Act on the next batch, if there is one. Return for how many seconds to wait for messages."""
+        if self._actor is None or self._sync.weights is None or self._program is None:
+            return _IDLE_S
+        assert self._program.serving is not None
+        now = time.monotonic()
+        pending = [(client, group) for client in self._clients.values() for group in client.groups if group.is_pending]
+        for _, group in pending:
+            group.arrived = group.arrived or now
+        try:
+            admitted = self._update_weights(pending)
+        except TicketCancelled:
+            return _IDLE_S  # the head has replaced the agent
+        options, possible = self._program.serving, sum(len(client.groups) for client in self._clients.values())
+        owners = {id(group): client for client, group in admitted}
+        groups, wait_s = next_batch(
+            [group for _, group in admitted], possible, now, options.max_batch, options.window_ms / 1000
+        )
+        if not groups:
+            return min(_IDLE_S, wait_s) if admitted else _IDLE_S
+        self._run(groups, [owners[id(group)] for group in groups], now)
+        return 0.0
+
+    def _update_weights(self, pending: Sequence[tuple[_Client, Group]]) -> list[tuple[_Client, Group]]:
+        """Pull weights between two batches if the sync rule decides to. Return the requests that may be answered now.
+
+        While a worker is inside a chunk that must have one version, the weights stay as they are. Requests that need
+        newer weights, and chunks that have not begun, then wait for the end of that chunk.
+        """
+        if not pending:
+            return []
+        actor, needed = self._actor, max(group.words[MIN_VERSION] for _, group in pending)
+        assert actor is not None
+        if isinstance(weights := self._sync.weights, RemoteWeights):
+            weights.announced = max(weights.announced, *(group.words[NEWEST] for _, group in pending))
+        if not any(client.holds for client in self._clients.values()):
+            if actor.version < 0:
+                check_digest(self._digest, actor.loader.schema)
+            self._sync.pull_if_needed(m.Ticket(0, 0, 1, needed), actor)
+            totals = self._sync.take_totals()
+            self._total_pulls += totals.pulls
+            pending[0][0].mailbox.words[PULLED_BYTES] += totals.nbytes  # type: ignore[union-attr]
+            return list(pending)
+        if needed <= max(actor.version, self._sync.passed):
+            return list(pending)
+        return [(client, group) for client, group in pending if group.words[TICKET] == client.acted_ticket]
+
+    def _run(self, groups: Sequence[Group], clients: Sequence[_Client], now: float) -> None:
+        actor, words = self._actor, self._words
+        assert actor is not None
+        requests = [group.words[REQUEST] for group in groups]
+        self._fence()
+        words[PHASE] = Phase.ACT
+        words[COUNT] += 1
+        failure: am.Failed | None = None
+        try:
+            actor.act_on(groups, requests)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            if type(error).__name__ in _OUT_OF_MEMORY:
+                raise  # the head restarts this process, and workers roll their chunks again
+            failure = self._failed(error)
+        words[PHASE] = Phase.IDLE
+        counts_as = max(actor.version, self._sync.passed)
+        for client, group, request in zip(clients, groups, requests, strict=True):
+            if failure is not None and not group.words[FAILED]:
+                with contextlib.suppress(OSError):
+                    client.link.send([am.encode(failure)])
+            client.acted_ticket = group.words[TICKET]
+            assert client.mailbox is not None and client.doorbell is not None
+            client.mailbox.words[PULLS] = self._total_pulls
+            group.words[VERSION], group.words[COUNTS_AS] = actor.version, counts_as
+            group.words[FAILED] = int(failure is not None)
+            self._fence()
+            group.words[ANSWER] = request
+            words[SERVED_WAIT_US] += int((now - group.arrived) * 1e6)
+            words[SERVED_ROWS] += group.num_envs
+            group.arrived = 0.0
+            client.doorbell.ring()
+        words[SERVED_BATCHES] += 1

@@ -1,0 +1,53 @@
+"""Configuration of served inference: an acting server on each node holds the policy and acts for its workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Literal
+
+from farstep.config.base import Options
+from farstep.config.field_docs import show_fields
+from farstep.errors import ConfigError
+
+Placement = Literal["node", "head"]
+ServedDtype = Literal["float32", "bfloat16"]
+
+
+@show_fields
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServedInference(Options):
+    """Act in a separate process, the acting server, instead of in each worker. Pass it as `EnvConfig.inference`."""
+
+    device: str = "cpu"
+    """Where the policy computes: `cpu` or `cuda`. With several copies on `cuda`, copy `k` uses GPU `k`."""
+    copies: int = 1
+    """Number of acting servers per node. Each holds one copy of the policy and acts for its share of the workers."""
+    max_batch: int = 4096
+    """Largest number of environments in one call of `act`. A group of one worker's environments is never divided."""
+    window_ms: float = 0.0
+    """Longest time that the first request of a batch waits for others while the server is idle, in milliseconds. 0: act
+    at once; requests that arrive while the server computes form the next batch."""
+    dtype: ServedDtype = "float32"
+    """Precision of the forward pass. Only `float32` is available in this version."""
+    where: Placement = "node"
+    """`node`: each node has its own acting servers. `head` is not available in this version."""
+
+    def __post_init__(self) -> None:
+        self._at_least("copies", 1)
+        self._at_least("max_batch", 1)
+        self._at_least("window_ms", 0.0)
+        self._one_of("dtype", ServedDtype)
+        self._one_of("where", Placement)
+        if not isinstance(self.device, str) or not re.fullmatch("cpu|cuda", self.device):
+            raise ConfigError(f"ServedInference.device is {self.device!r}; expected 'cpu' or 'cuda'.")
+        if self.where != "node":
+            raise ConfigError(
+                "ServedInference.where is 'head', which this version cannot do; leave it 'node', or step environments "
+                "with farstep.make_vec and act in your own process."
+            )
+        if self.dtype != "float32":
+            raise ConfigError(
+                f"ServedInference.dtype is {self.dtype!r}, which this version cannot do; leave it 'float32', or use "
+                "torch.autocast inside act."
+            )

@@ -1,0 +1,219 @@
+"""Served inference: an acting server holds the policy, and batches are those of local inference."""
+
+from __future__ import annotations
+
+import os
+import threading
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import farstep
+from farstep.errors import ConfigError
+from farstep.testing import CountingEnv, TableAgent
+from tests.acting.agents import HoldingAgent, PriorAgent, RandomAgent, VersionAgent, WhoAgent
+from tests.cluster.checks import arrays_of, assert_balanced, assert_same, assert_sound, cluster, in_process, within
+from tests.cluster.toys import NestedAgent, NestedEnv, RememberingAgent, counting_vector
+
+
+def copied(batch: farstep.Batch) -> dict[str, np.ndarray]:
+    is_nested = not isinstance(batch.last_obs, np.ndarray)
+    arrays = {**batch.arrays} if is_nested else arrays_of(batch)
+    return {name: array.copy() for name, array in arrays.items()}
+
+
+def batches(agent: Any, inference: Any, env: Any = CountingEnv, **options: Any) -> list[dict[str, np.ndarray]]:
+    """Three batches, with a new version before each, and a reset in between."""
+    found = []
+    with cluster(env, envs=5, workers=2, inference=inference, **options) as running:
+        for steps in (7, 3, 6):
+            batch = within(partial(running.collect, agent, steps))
+            if env is CountingEnv:
+                assert_sound(batch)
+            found.append(copied(batch))
+            within(lambda: running.publish(agent))
+        assert_balanced(running.stats())
+        within(lambda: running.reset(seed=9))
+        found.append(copied(within(lambda: running.collect(agent, 4))))
+    return found
+
+
+@pytest.mark.parametrize("make", [TableAgent, RandomAgent, RememberingAgent, PriorAgent])
+def test_batches_equal_those_of_local_inference(make: Any) -> None:
+    for served, local in zip(batches(make(), "served"), batches(make(), "local"), strict=True):
+        assert_same(served, local)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"env": NestedEnv, "agent": NestedAgent},
+        {"env": counting_vector, "type": "vector", "env_kwargs": {"mode": "NEXT_STEP"}},
+        {"stagger": {"horizon": 12, "init": "policy"}, "agent": RememberingAgent},
+        {"transport": "tcp", "agent": RememberingAgent},
+    ],
+    ids=["nested", "vector", "stagger", "tcp"],
+)
+def test_other_environments_and_transports_give_the_same_batches(options: dict[str, Any]) -> None:
+    make = options.pop("agent", TableAgent)
+    env = options.pop("env", CountingEnv)
+    if "transport" in options:
+        options["config"] = farstep.LocalConfig(workers_per_node=2, transport=options.pop("transport"))
+    compare = zip(batches(make(), {"copies": 2}, env, **options), batches(make(), "local", env, **options), strict=True)
+    for served, local in compare:
+        assert_same(served, local)
+
+
+def test_one_process_acts_for_all_workers() -> None:
+    with cluster(envs=6, workers=3, inference="served") as env:
+        batch = within(lambda: env.collect(WhoAgent(), 20))
+        (pid,) = np.unique(batch["pid"])
+        (server,) = env.stats()["acting"]
+        assert pid == server["pid"] != os.getpid()
+        assert (batch["slot"] == np.arange(6)).all()
+        assert server["rows"] == 6 * 20 and 1 <= server["batch_size"] <= 6
+        assert env.stats()["pulls"] == {"total": 1, "per_worker": [1, 1, 1]}
+        assert env.inference == "served on cpu, the agent's own act"
+        assert any("acting server 3 joined" in event.text for event in env.events())
+
+
+def test_max_batch_bounds_the_rows_of_a_call() -> None:
+    with cluster(envs=8, workers=2, inference={"max_batch": 2, "window_ms": 5}) as env:
+        assert within(lambda: env.collect(WhoAgent(), 10))["rows"].max() == 2
+
+
+def test_a_window_lets_the_server_wait_for_all_groups() -> None:
+    with cluster(envs=4, workers=2, inference={"window_ms": 10_000}) as env:
+        assert (within(lambda: env.collect(WhoAgent(), 10))["rows"] == 4).all()
+
+
+def test_every_row_has_the_version_that_chose_its_action() -> None:
+    agent, learner = HoldingAgent(), VersionAgent()
+    with cluster(envs=4, workers=2, inference="served") as env:
+        seen = set()
+        stream = env.stream(agent, steps=30, max_staleness=8)
+        for _ in range(4):
+            batch = within(lambda: next(stream))
+            np.testing.assert_array_equal(batch["number"], batch["version"])
+            seen |= {len(np.unique(column)) for column in batch["version"].T}
+            for _ in range(2):
+                agent.number = agent.number + 1
+                within(lambda: env.publish(agent))
+        stream.close()
+        assert env.stats()["versions"]["lag_max"] <= 8
+        assert_balanced(env.stats())
+    assert learner.number == 0
+
+
+def test_a_synchronous_chunk_has_one_version_although_others_are_published_meanwhile() -> None:
+    agent, stop = HoldingAgent(), threading.Event()
+    with cluster(envs=4, workers=2, inference="served") as env:
+        within(lambda: env.collect(agent, 1))
+
+        def publish() -> None:
+            while not stop.is_set():
+                agent.number = agent.number + 1
+                env.publish(agent)
+                stop.wait(0.005)
+
+        thread = threading.Thread(target=publish)
+        thread.start()
+        try:
+            for _ in range(3):
+                batch = within(lambda: env.collect(agent, 40))
+                np.testing.assert_array_equal(batch["number"], batch["version"])
+                assert (batch["version"] == batch["version"][0]).all()
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_a_stopped_rollout_loses_no_row_of_recurrent_episodes() -> None:
+    with cluster(envs=4, workers=2, inference="served") as env:
+        agent = RememberingAgent()
+        for _ in range(3):
+            stream = env.stream(agent, steps=50, max_staleness=3)
+            within(partial(next, stream))
+            stream.close()  # cancels chunks in the middle
+            batch = within(lambda: env.collect(agent, 10))
+            assert_sound(batch)
+            np.testing.assert_array_equal(batch["age"], batch["obs"][..., 1] + 1)
+
+
+def actions_in_progress(batch: farstep.Batch) -> list[dict[str, np.ndarray]]:
+    """For each slot, the actions since its last episode began, which must be in this batch."""
+    starts = batch["episode_start"]
+    first = len(starts) - 1 - np.argmax(starts[::-1], axis=0)
+    ended = (batch["terminated"] | batch["truncated"])[-1]
+    return [{"action": batch["action"][len(starts) if ended[i] else t :, i].copy()} for i, t in enumerate(first)]
+
+
+@pytest.mark.parametrize("make", [RememberingAgent, RandomAgent])
+def test_saved_runs_continue_with_state_and_generators(make: Any) -> None:
+    agent = make()
+    with cluster(envs=3, workers=2, inference="served") as env:
+        actions = actions_in_progress(within(lambda: env.collect(agent, 30)))
+        saved = within(env.save)
+        expected = arrays_of(within(lambda: env.collect(agent, 6)).copy())
+    with cluster(envs=3, workers=2, inference="served") as env:
+        within(lambda: env.resume(agent, saved, actions))
+        found = arrays_of(within(lambda: env.collect(agent, 6)))
+        same = ("obs", "action", "reward", "age" if make is RememberingAgent else "draw")
+        assert_same({name: found[name] for name in same}, {name: expected[name] for name in same})
+
+
+def test_workers_can_be_parked_and_another_agent_used() -> None:
+    with cluster(envs=4, workers=2, inference="served", release_idle=True) as env:
+        assert_sound(within(lambda: env.collect(TableAgent(), 5)))
+        within(lambda: env.scale(workers=1))
+        assert within(lambda: env.collect(RememberingAgent(), 5)).shape[1] == 2
+        within(lambda: env.scale(workers=2))
+        assert_sound(within(lambda: env.collect(TableAgent(), 5)))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"inference": {"where": "head"}}, "where is 'head'"),
+        ({"inference": {"dtype": "bfloat16"}}, "dtype is 'bfloat16'"),
+        ({"inference": {"device": "tpu"}}, "expected 'cpu' or 'cuda'"),
+        ({"inference": {"copies": 0}}, "at least 1"),
+        ({"inference": {"windows_ms": 1}}, "window_ms"),
+        ({"inference": "served", "kl_threshold": 0.1}, "cannot combine"),
+        ({"inference": "server"}, "served"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        farstep.EnvConfig(env_name="CartPole-v1", **options)
+
+
+def test_workers_in_the_callers_process_cannot_be_served() -> None:
+    with pytest.raises(ConfigError, match="InProcessConfig starts no processes"):
+        cluster(config=in_process(), inference="served").launch()
+
+
+def test_a_network_says_once_that_its_actions_are_not_bit_for_bit_the_same() -> None:
+    torch = pytest.importorskip("torch")
+
+    class Network(torch.nn.Module):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 3)
+
+        def act(self, obs: Any) -> Any:
+            return self.layer(obs).argmax(-1)
+
+        def get_parameters(self) -> dict[str, Any]:
+            return dict(self.named_parameters())
+
+    agent = Network()
+    with cluster(envs=4, workers=2, inference="served") as env:
+        for _ in range(2):
+            with torch.no_grad():
+                agent.layer.bias += 0.1
+            within(lambda: env.collect(agent, 5))
+        assert env.inference == "served on cpu, eager"
+        assert sum("not bit for bit" in event.text for event in env.events("warned")) == 1

@@ -1,0 +1,136 @@
+"""Whatever happens to an acting server, a call returns a full batch or raises the right error in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import farstep
+from farstep.errors import RemoteEnvError, WorkerDied, WorkerStuck
+from farstep.testing import TableAgent
+from farstep.testing.envs import do_fault
+from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, within
+from tests.cluster.faulty import once
+from tests.cluster.toys import RememberingAgent
+
+LIMITS = farstep.Timeouts(act_s=1.5, idle_s=1.5, load_s=5.0, close_s=1.0)
+
+
+class FaultyActor(TableAgent):
+    """Fails in its 40th call; only once, if there is a folder."""
+
+    def __init__(self, fault: str, folder: str = "") -> None:
+        super().__init__()
+        self._fault, self._folder, self._calls = fault, folder, 0
+
+    def act(self, obs: Any) -> Any:
+        self._calls += 1
+        if self._calls > 40 and (not self._folder or once(f"{self._folder}/fault")):
+            if self._fault == "memory":
+                raise MemoryError("deliberate")
+            do_fault(self._fault)
+        return super().act(obs)
+
+
+def server_pid(env: farstep.ClusterEnv) -> int:
+    return int(env.stats()["acting"][0]["pid"])
+
+
+@pytest.mark.parametrize("fault", ["sigkill", "exit", "hang", "sigstop", "memory"])
+def test_a_server_that_fails_is_replaced_and_every_batch_is_whole(fault: str, tmp_path: Path) -> None:
+    agent = FaultyActor(fault, str(tmp_path))
+    with cluster(envs=4, workers=2, inference="served", timeouts=LIMITS) as env:
+        for _ in range(6):
+            batch = within(lambda: env.collect(agent, 20))
+            assert batch.shape == (20, 4)
+            assert_sound(batch)
+        stats = env.stats()
+        assert_balanced(stats)
+        assert stats["acting"][0]["restarts"] == stats["workers"]["restarts"] == 1
+        assert stats["dropped"] == {}
+        (lost,) = [event for event in env.events() if event.kind in ("lost", "stuck")]
+        assert "acting server" in lost.text
+        assert any("acting server 2 was restarted" in event.text for event in env.events())
+
+
+def test_recurrent_episodes_restart_when_the_server_was_killed() -> None:
+    agent = RememberingAgent()
+    with cluster(envs=4, workers=2, inference="served") as env:
+        stream = env.stream(agent, steps=10, max_staleness=2)
+        for i in range(8):
+            batch = within(lambda: next(stream))
+            assert_sound(batch)
+            np.testing.assert_array_equal(batch["age"], batch["obs"][..., 1] + 1)
+            if i == 2:
+                os.kill(server_pid(env), signal.SIGKILL)
+        stream.close()
+        assert_balanced(env.stats())
+
+
+def test_what_act_raises_reaches_the_caller_with_its_traceback() -> None:
+    agent = FaultyActor("raise")
+    with cluster(envs=4, workers=2, inference="served") as env, pytest.raises(RemoteEnvError) as caught:
+        for _ in range(9):
+            within(lambda: env.collect(agent, 20))
+    assert "the agent raised UnpicklableError: deliberate" in str(caught.value)
+    assert "in do_fault" in caught.value.remote_traceback and caught.value.where.phase == "act"
+
+
+def test_an_agent_that_cannot_act_is_rejected_and_the_next_one_works() -> None:
+    class Broken(TableAgent):
+        def act(self, obs: Any) -> Any:
+            raise KeyError("no such layer")
+
+    with cluster(envs=4, workers=2, inference="served") as env:
+        with pytest.raises(RemoteEnvError, match="no such layer"):
+            within(lambda: env.collect(Broken(), 5))
+        assert_sound(within(lambda: env.collect(TableAgent(), 5)))
+
+
+@pytest.mark.parametrize(("fault", "error"), [("sigkill", WorkerDied), ("hang", WorkerStuck)])
+def test_a_server_that_always_fails_uses_up_the_restart_budget(fault: str, error: type[Exception]) -> None:
+    agent = FaultyActor(fault)
+    with cluster(envs=4, workers=2, inference="served", timeouts=LIMITS, restart_budget=1) as env:
+        with pytest.raises(error, match="restart_budget=1 is used up") as caught:
+            for _ in range(9):
+                within(lambda: env.collect(agent, 20))
+        assert "acting server 2" in str(caught.value)
+
+
+def test_a_worker_that_dies_does_not_disturb_the_server(tmp_path: Path) -> None:
+    kwargs = {"fault": "sigkill", "phase": "step", "at": 12, "marker": str(tmp_path / "dead")}
+    with cluster(farstep.testing.FaultyEnv, envs=4, workers=2, inference="served", env_kwargs=kwargs) as env:
+        for _ in range(4):
+            assert_sound(within(lambda: env.collect(TableAgent(), 10)))
+        assert env.stats()["acting"][0]["restarts"] == 0
+
+
+def test_the_server_ends_with_a_head_that_is_killed(tmp_path: Path) -> None:
+    script = """
+        import sys, time
+        import farstep
+        from farstep.testing import CountingEnv, TableAgent
+        env = farstep.ClusterEnv(
+            {"type": "factory", "env_name": CountingEnv, "envs_per_node": 4, "inference": "served"},
+            {"workers_per_node": 2},
+        )
+        env.collect(TableAgent(), 5)
+        print(*env._launched().server.local_pids().values(), flush=True)
+        time.sleep(600)
+    """
+    head = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
+    assert head.stdout is not None
+    with head, head.stdout as output:
+        pids = [int(pid) for pid in output.readline().split()]
+        assert len(pids) == 4
+        head.kill()
+        head.wait()
+    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids[1:]))
