@@ -120,17 +120,8 @@ UPDATES, UPDATES_BEFORE_KILL = 16, 5
 
 def train_options(folder: Path, name: str, launcher: str) -> list[str]:
     options = ["--env", "LunarLander-v3", "--num-envs", "6", "--workers", "1", "--num-steps", "32", "--seed", "5"]
-    options += ["--launcher", launcher]
-    options += [
-        "--total-steps",
-        str(6 * 32 * UPDATES),
-        "--checkpoint-every",
-        "4",
-        "--threads",
-        "1",
-        "--update-epochs",
-        "2",
-    ]
+    options += ["--launcher", launcher, "--threads", "1"]
+    options += ["--total-steps", str(6 * 32 * UPDATES), "--checkpoint-every", "4", "--update-epochs", "2"]
     return ["train", "ppo", *options, "--folder", str(folder), "--name", name]
 
 
