@@ -79,17 +79,20 @@ def cluster(env: Any = CountingEnv, *, envs: int = 2, workers: int = 1, **option
 def worker_pids() -> list[int]:
     """The local worker processes that this process started, in the order of their start."""
     found: dict[int, tuple[int, int]] = {}
+    zygotes = set()
     for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it ended meanwhile
             if entry.name.isdigit() and b"farstep.worker" in (entry / "cmdline").read_bytes().split(b"\0"):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                pid, fields = int(entry.name), (entry / "stat").read_text().rpartition(")")[2].split()
+                if is_zygote(pid):
+                    zygotes.add(pid)
                 if fields[0] != "Z":
-                    found[int(entry.name)] = (int(fields[19]), int(fields[1]))
+                    found[pid] = (int(fields[19]), int(fields[1]))
 
     def is_mine(pid: int) -> bool:
         return pid == os.getpid() or (pid in found and is_mine(found[pid][1]))
 
-    zygotes = {parent for _, parent in found.values()} | {pid for pid in found if is_zygote(pid)}
+    zygotes |= {parent for _, parent in found.values()}
     mine = [(start, pid) for pid, (start, parent) in found.items() if is_mine(parent) and pid not in zygotes]
     return [pid for _, pid in sorted(mine)]
 

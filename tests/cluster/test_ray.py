@@ -28,7 +28,7 @@ from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventua
 if importlib.util.find_spec("ray") is None and os.environ.get("FARSTEP_ENGINES") != "required":
     pytest.skip("pip install farstep[ray]", allow_module_level=True)
 
-from tests.engines.ray_nodes import RayCluster
+from tests.engines.ray_nodes import QUIET, RayCluster
 
 LEASE_S = 20.0  # ten, and as much again for a busy machine
 PAUSE_S = 0.1
@@ -73,9 +73,10 @@ print(ray.get(ray.remote(num_cpus=0)(lambda: "still mine").remote()))
 
 @pytest.fixture(scope="module", autouse=True)
 def patient_ray() -> Iterator[None]:
-    """How soon Ray's processes give up when the cluster's first node is gone."""
+    """How soon Ray's processes give up when the cluster's first node is gone; also for clusters that farstep starts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
+        for name, value in {**QUIET, "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}.items():
+            patch.setenv(name, value)
         yield
 
 

@@ -14,6 +14,7 @@ import farstep
 from farstep.errors import RemoteEnvError, WorkerDied, WorkerStuck
 from farstep.testing import CountingEnv, TableAgent
 from farstep.testing.zygote import shared_zygote
+from tests.cluster import checks
 from tests.cluster.checks import assert_sound, cluster, eventually, worker_pids
 
 MODULE = """
@@ -216,3 +217,20 @@ def test_processes_of_an_environment_end_with_their_worker_after_the_zygote_has_
         os.kill(worker, signal.SIGKILL)
         env.collect(agent, steps=4)
         eventually(lambda: not Path(f"/proc/{started}").exists())
+
+
+def test_worker_pids_ignores_a_process_that_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' own helper: it once raised FileNotFoundError."""
+    process = subprocess.Popen(["sh", "-c", "read line", "farstep.worker"], stdin=subprocess.PIPE)
+
+    original = checks.is_zygote
+
+    def is_zygote(pid: int) -> bool:
+        if pid == process.pid:
+            process.communicate()  # ends it
+        return original(pid)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checks, "is_zygote", is_zygote)
+        found = worker_pids()
+    assert process.returncode is not None and process.pid not in found

@@ -11,7 +11,15 @@ from typing import Any
 
 from tests.engines.guarded import Engine, EngineMissing, Guarded, free_ports, wait_until
 
+QUIET = {
+    "RAY_prestart_worker_first_driver": "0",  # one process per CPU, most of which no test uses
+    "RAY_enable_metrics_collection": "0",
+    "RAY_event_stats": "0",
+    "RAY_worker_niceness": "0",  # 15 by default: while other tests use all cores, actors and workers hardly run
+}
+"""Makes the processes of a Ray cluster use less CPU time, and lets its actors have their share of it."""
 _ENVIRONMENT = {
+    **QUIET,
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",  # by default a head wants a token that other nodes do not have
     "RAY_health_check_initial_delay_ms": "1000",

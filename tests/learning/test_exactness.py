@@ -115,10 +115,13 @@ def test_a_run_that_was_resumed_equals_one_that_was_not(kind: str, net: str, lau
     assert_equal(whole, run("parts", resume=True))
 
 
+UPDATES, UPDATES_BEFORE_KILL = 16, 5
+
+
 def train_options(folder: Path, name: str, launcher: str) -> list[str]:
     options = ["--env", "LunarLander-v3", "--num-envs", "6", "--workers", "1", "--num-steps", "32", "--seed", "5"]
-    options += ["--launcher", launcher]
-    options += ["--total-steps", str(6 * 32 * 30), "--checkpoint-every", "4", "--threads", "1", "--update-epochs", "2"]
+    options += ["--launcher", launcher, "--threads", "1"]
+    options += ["--total-steps", str(6 * 32 * UPDATES), "--checkpoint-every", "4", "--update-epochs", "2"]
     return ["train", "ppo", *options, "--folder", str(folder), "--name", name]
 
 
@@ -156,11 +159,11 @@ def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not(
     killed = tmp_path / "killed"
     command = [sys.executable, "-m", "farstep", *train_options(tmp_path, "killed", launcher)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    after_updates(killed, 9, process)
+    after_updates(killed, UPDATES_BEFORE_KILL, process)
     os.kill(process.pid, signal.Signals[how])
     output = process.communicate(timeout=60)
     assert process.returncode == status, output
-    assert len((killed / "metrics.jsonl").read_text().splitlines()) < 30
+    assert len((killed / "metrics.jsonl").read_text().splitlines()) < UPDATES
     assert main(["train", "ppo", "--resume", str(killed)]) == 0
     first, second = (checkpoint.load(run / "checkpoints").arrays for run in (whole(launcher), killed))
     assert first.keys() == second.keys()

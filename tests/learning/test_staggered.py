@@ -12,8 +12,8 @@ from farstep.learners.ppo import PPOConfig
 from tests.learning.tasks import Config, Rows, make_env, make_training
 
 CONFIGS: dict[str, Config] = {
-    "ppo": PPOConfig(num_steps=10),
-    "ppo-gru": PPOConfig(num_steps=10, net=NetConfig(recurrent="gru", core=8)),
+    "ppo": PPOConfig(num_steps=10, update_epochs=1),
+    "ppo-gru": PPOConfig(num_steps=10, update_epochs=1, net=NetConfig(recurrent="gru", core=8)),
     "async-ppo": AsyncPPOConfig(num_steps=10),
     "impala": ImpalaConfig(num_steps=10),
 }
