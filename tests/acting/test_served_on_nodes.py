@@ -7,15 +7,17 @@ import signal
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.acting.agents import WhoAgent
 from tests.cluster.checks import assert_balanced, eventually, within
 from tests.cluster.test_parking_on_nodes import on_nodes
 
 
-def test_each_node_has_a_server_which_leaves_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("relay", [False, True], ids=["direct", "relay"])
+def test_each_node_has_a_server_which_leaves_with_it(tmp_path: Path, relay: bool) -> None:
     agent = WhoAgent()
-    with on_nodes(tmp_path, 2, 2, inference="served") as env:
+    with on_nodes(tmp_path, 2, 2, inference="served", relay=relay) as env:
         batch = within(lambda: env.collect(agent, 10))
         servers = [entry["pid"] for entry in env.stats()["acting"]]
         np.testing.assert_array_equal(batch["pid"][0], np.repeat(servers, 2))

@@ -36,7 +36,14 @@ def shell_in(folder: Path) -> str:
 
 
 def on_nodes(
-    folder: Path, nodes: int, most: int, workers: int = 2, env: Any = CountingEnv, lease_s: float = 4.0, **options: Any
+    folder: Path,
+    nodes: int,
+    most: int,
+    workers: int = 2,
+    env: Any = CountingEnv,
+    lease_s: float = 4.0,
+    relay: bool = False,
+    **options: Any,
 ) -> farstep.ClusterEnv:
     """A cluster of nodes with one environment per worker; the episodes of `CountingEnv` never end."""
     config = SSHConfig(
@@ -47,6 +54,7 @@ def on_nodes(
         max_nodes=most,
         workers_per_node=workers,
         lease_s=lease_s,
+        relay=relay,
     )
     return cluster(env, envs=workers, config=config, env_kwargs=ENDLESS, **options)
 
