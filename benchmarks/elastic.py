@@ -140,7 +140,9 @@ def backends(sizes: Sizes) -> Iterator[Case]:
 
 def batch(sizes: Sizes, task: str) -> Iterator[Case]:
     first, last = sizes.fixed[0], sizes.fixed[-1]
-    rules: dict[str, tuple[int, str | None]] = {f"{number} workers": (number, None) for number in sizes.fixed}
+    rules: dict[str, tuple[int, str | None]] = {
+        f"{number} worker" + "s" * (number > 1): (number, None) for number in sizes.fixed
+    }
     rules["schedule"] = last, f"schedule:{first}:{last}:{first}:{sizes.every}"
     rules["noise"] = last, "noise"
     for name, (workers, scaling) in rules.items():
@@ -155,11 +157,10 @@ def shared(sizes: Sizes, calibration: dict[str, float]) -> Iterator[Case]:
     workers = sizes.shared_workers
     work = {"workers": workers, "step_ms": calibration["step_ms"], **sizes.work}
     common = {"kind": "shared", "workload": work, "seconds": sizes.shared_seconds, "cores": workers + 1}
-    for name, runs, slots in (
-        ("alone", 1, workers),
-        ("two, slots for both", 2, 2 * workers),
-        ("two, slots for one", 2, max(2, workers)),
-    ):
+    settings = [("alone", 1, workers), ("two, slots for both", 2, 2 * workers)]
+    if workers > 1:  # otherwise they could not share the slots
+        settings.append(("two, slots for one", 2, workers))
+    for name, runs, slots in settings:
         options = {**common, "runs": runs, "slots": slots, "release_idle": True}
         yield Case(part="shared", name=name, options=options, rounds=sizes.shared_rounds)
 

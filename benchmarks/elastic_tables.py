@@ -84,7 +84,7 @@ def _held_page(document: Document, found: dict[str, list[Run]]) -> str:
     against = "Ray" if RAY in ppo else "held"
     header = ["", "slot-seconds per update", f"of {against}", "update, ms", "95 %", "collecting", "learning"]
     parts = [
-        f"PPO with {any_run['workload']['workers']} workers, {any_run['rows_per_update']:,} rows per update and "
+        f"PPO with {_workers(any_run)}, {any_run['rows_per_update']:,} rows per update and "
         f"environments that compute for {any_run['workload']['step_ms']:.2f} ms per step. Medians of "
         f"{len(next(iter(ppo.values())))} rounds of {any_run['updates']} updates, on {machines(document)}:",
         table([*header, "CPU-seconds per update"], rows),
@@ -195,7 +195,7 @@ def _shared_page(document: Document, found: dict[str, list[Run]]) -> str:
         )
     return "\n\n".join(
         [
-            f"Workloads of {first['workload']['workers']} workers each with `release_idle`, on {first['cores']} cores "
+            f"Workloads of {_workers(first)} each with `release_idle`, on {first['cores']} cores "
             f"of {machines(document)}. Sampling takes about as long as learning, which has one thread. *Slots "
             "for both*: the coordinator has a slot for each worker of both workloads, and the workloads use the cores "
             "in turns only by chance. *Slots for one*: each gets half of its workers, so an update has fewer rows. A "
@@ -206,6 +206,11 @@ def _shared_page(document: Document, found: dict[str, list[Run]]) -> str:
             _load(found),
         ]
     )
+
+
+def _workers(run: Run) -> str:
+    number = run["workload"]["workers"]
+    return f"{number} worker{'s' * (number > 1)}"
 
 
 def _workload_s(run: Run) -> float:
@@ -249,7 +254,7 @@ def _soon(document: Document) -> str:
 
 def _adaptive(document: Document) -> str:
     found = runs_of(document, "batch")
-    fixed = [name for name in found if name.endswith(" workers")]
+    fixed = [name for name in found if name[0].isdigit()]
     if not fixed or "noise" not in found or "schedule" not in found:
         return ""
     most = max(fixed, key=lambda name: int(name.split()[0]))
