@@ -9,7 +9,7 @@ held: slot-seconds, update latency and CPU time of the same PPO with released wo
 actors that are held for the whole run (skipped if Ray is not installed); and SAC. The cost of an environment step is
 chosen on this machine so that sampling takes as long as learning.
 backends: seconds until the first batch by start method, and the wait for the first step after each update.
-batch: PPO with 4 to 32 workers by a scaling rule against 4, 16 and 32 workers; return over time and slot-seconds.
+batch: PPO with up to 32 workers by a scaling rule against 4, 16 and 32 workers; return over time and slot-seconds.
 shared: update times of two workloads on the same cores, with a coordinator, against one alone.
 
 Cases take turns, in reverse order every other round. Each is a process of its own (`contenders/elastic_farstep.py` and

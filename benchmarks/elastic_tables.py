@@ -85,13 +85,13 @@ def _held_page(document: Document, found: dict[str, list[Run]]) -> str:
     header = ["", "slot-seconds per update", f"of {against}", "update, ms", "95 %", "collecting", "learning"]
     parts = [
         f"PPO with {_workers(any_run)}, {any_run['rows_per_update']:,} rows per update and "
-        f"environments that compute for {any_run['workload']['step_ms']:.2f} ms per step. Medians of "
-        f"{len(next(iter(ppo.values())))} rounds of {any_run['updates']} updates, on {machines(document)}:",
+        f"environments that compute for {any_run['workload']['step_ms']:.2f} ms per step. Medians over "
+        f"rounds ({len(next(iter(ppo.values())))}) of {any_run['updates']} updates, on {machines(document)}:",
         table([*header, "CPU-seconds per update"], rows),
         f"CPU-seconds are those of all processes, learner and daemons included. {_load(found)}",
     ]
     if RAY not in ppo:
-        parts.append("Ray was not installed, so there is no run with Ray actors.")
+        parts.append("Ray actors were not measured.")
     parts.append(f"![slots over time, held and released](images/{SLOTS_IMAGE})")
     return "\n\n".join([*parts, *_sac(found)])
 
@@ -155,7 +155,9 @@ def _batch_page(document: Document, found: dict[str, list[Run]]) -> str:
         parts += [
             f"{task} whose steps sleep for {first['workload']['step_ms']:g} ms, one environment per worker. Runs "
             f"end at a mean return of {first['target']:g} over 100 episodes, or after {first['seconds_limit']:g} s. "
-            "Means (from the lowest to the highest seed); times and slot-seconds are those until the end of the run:",
+            "`schedule` uses from the smallest to the largest of the fixed numbers of workers, `noise` from 1 to the "
+            "largest. Means (from the lowest to the highest seed); times and slot-seconds are those until the end of "
+            "the run:",
             table(
                 ["workers", "reached", "seconds", "slot-seconds", "updates", "steps", "last return"],
                 [_batch_row(name, runs) for name, runs in mine.items()],
@@ -292,14 +294,15 @@ def draw(document: Document, folder: Path) -> list[Path]:
 
 
 def _draw_slots(found: dict[str, list[Run]], path: Path) -> Path:
-    figure, (axis,) = panels(1, "PPO: slots that are held, over a few updates", "seconds")
-    traces = {name: runs[0]["trace"] for name, runs in found.items() if "trace" in runs[0]}
-    end = max(trace[-1][0] for trace in traces.values())
-    for index, (name, runs) in enumerate(found.items()):
+    """Draw a panel per contender; Ray actors have no trace, because they hold their slots all the time."""
+    figure, axes = panels(len(found), "PPO: slots that are held during six updates", "seconds")
+    traces = {name: runs[0].get("trace") for name, runs in found.items()}
+    end = max(trace[-1][0] for trace in traces.values() if trace)
+    for index, (axis, (name, runs)) in enumerate(zip(axes, found.items(), strict=True)):
         workers = runs[0]["workload"]["workers"]
-        times, slots = zip(*traces.get(name, [[0.0, workers], [end, workers]]), strict=True)
-        axis.step([0.0, *times], [slots[0], *slots], where="post", label=name, color=f"C{index}", alpha=0.8)
-    axis.set(ylabel="slots", ylim=(0, None))
+        times, slots = zip(*(traces[name] or [[0.0, workers], [end, workers]]), strict=True)
+        axis.fill_between([0.0, *times], [slots[0], *slots], step="post", color=f"C{index}", alpha=0.6)
+        axis.set(title=name, ylabel="slots", xlim=(0, end), ylim=(0, 1.1 * workers))
     return save(figure, path)
 
 
