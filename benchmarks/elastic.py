@@ -295,7 +295,12 @@ def finish(document: dict[str, Any], options: argparse.Namespace) -> None:
     """Print tables and draw plots."""
     print("\n\n".join(page(document, part) for part in options.parts))
     images = options.images or (None if options.quick else IMAGES)
-    for path in draw(document, images) if images is not None else ():
+    if images is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        print("plots are skipped, because matplotlib is not installed here; --show draws them elsewhere")
+        return
+    for path in draw(document, images):
         print(f"written: {path}")
 
 

@@ -88,7 +88,9 @@ def _held_page(document: Document, found: dict[str, list[Run]]) -> str:
         f"environments that compute for {any_run['workload']['step_ms']:.2f} ms per step. Medians over "
         f"rounds ({len(next(iter(ppo.values())))}) of {any_run['updates']} updates, on {machines(document)}:",
         table([*header, "CPU-seconds per update"], rows),
-        f"CPU-seconds are those of all processes, learner and daemons included. {_load(found)}",
+        "CPU-seconds are those of all processes, learner and daemons included. Slot-seconds of Ray actors are "
+        "computed, not recorded: Ray reserves the CPU of an actor until the actor ends, so they are actors x seconds. "
+        + _load(found),
     ]
     if RAY not in ppo:
         parts.append("Ray actors were not measured.")
@@ -302,7 +304,12 @@ def _draw_slots(found: dict[str, list[Run]], path: Path) -> Path:
         workers = runs[0]["workload"]["workers"]
         times, slots = zip(*(traces[name] or [[0.0, workers], [end, workers]]), strict=True)
         axis.fill_between([0.0, *times], [slots[0], *slots], step="post", color=f"C{index}", alpha=0.6)
-        axis.set(title=name, ylabel="slots", xlim=(0, end), ylim=(0, 1.1 * workers))
+        axis.set(
+            title=name if traces[name] else f"{name} (not recorded)",
+            ylabel="slots",
+            xlim=(0, end),
+            ylim=(0, 1.1 * workers),
+        )
     return save(figure, path)
 
 
