@@ -8,7 +8,7 @@ UV     := $(shell command -v uv 2>/dev/null)
 ADD    := $(if $(UV),$(UV) pip install --python $(BIN)/python --constraint constraints.txt,$(PIP))
 EXTRAS := torch,envs,envpool,lora,tensorboard,ray,kubernetes,dev
 
-.PHONY: help setup demo test test-quick test-kubernetes coverage lint format bench bench-buffer scaling aaps stagger defaults learning offpolicy aride async scale bench-peers clean
+.PHONY: help setup demo test test-quick test-kubernetes coverage lint format bench bench-buffer scaling aaps stagger defaults learning offpolicy aride async elastic scale bench-peers clean
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
@@ -84,6 +84,9 @@ aride: setup     ## A-RIDE without DPER, Retrace, asynchronous workers and warm-
 
 async: setup     ## asynchronous against synchronous PPO, with environments that take uneven time (half an hour)
 	@$(BIN)/python benchmarks/async.py
+
+elastic: setup   ## released against held workers and Ray actors, starts, adaptive batches, shared cores (half an hour on 16 cores; continues where it was stopped)
+	@$(BIN)/python benchmarks/elastic.py
 
 scale: setup     ## what up to 1,000 simulated workers cost one head (three minutes)
 	@$(BIN)/python benchmarks/scale.py

@@ -22,6 +22,7 @@ import async_tables
 import buffer
 import bulk
 import defaults
+import elastic_tables
 import learning_tables
 import network
 import offpolicy_tables
@@ -83,6 +84,12 @@ def learners_section(learner: str, page: str) -> Section:
     return Section(DOCS / page, mark, "defaults.json", summary, f"defaults.py --learners {learner}")
 
 
+def elastic_section(part: str) -> Section:
+    """The section with one part of elastic.py."""
+    summary = partial(elastic_tables.page, part=part)
+    return Section(DOCS / "elasticity.md", f"elastic-{part}", "elastic.json", summary, f"elastic.py --parts {part}")
+
+
 SECTIONS = (
     Section(README, "throughput", "throughput.json", throughput_summary),
     Section(README, "throughput-pong", "throughput-pong.json", throughput_summary),
@@ -95,6 +102,8 @@ SECTIONS = (
     Section(README, "async", "async-16-cores.json", async_tables.summary),
     Section(README, "aride", "aride.json", aride_tables.summary, "aride.py"),
     Section(README, "uneven", "uneven.json", uneven.summary, "uneven.py"),
+    Section(README, "elastic", "elastic.json", elastic_tables.claims, "elastic.py"),
+    *map(elastic_section, elastic_tables.PARTS),
     Section(README, "network", "network.json", network.summary),
     Section(README, "bulk", "bulk.json", lambda document: bulk.summary(document["megabytes_per_second"])),
     Section(README, "bulk-16-cores", "bulk-16-cores.json", lambda found: bulk.summary(found["megabytes_per_second"])),
@@ -151,6 +160,7 @@ PLOTS = (
     Plots("aride.json", aride_tables.draw, ("aride-success.png",)),
     Plots("async-16-cores.json", async_tables.draw, ("async-returns.png", "async-staleness.png")),
     Plots("async-lunarlander.json", async_return.draw, ("async-lunarlander.png",)),
+    Plots("elastic.json", elastic_tables.draw, (elastic_tables.SLOTS_IMAGE, elastic_tables.BATCH_IMAGE)),
     *(
         Plots(f"{name}.json", partial(aaps.draw, name), (f"{name}-returns.png", f"{name}-pulls.png"))
         for name in ("aaps-ppo", "aaps", "aaps-large")

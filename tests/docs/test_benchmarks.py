@@ -60,6 +60,45 @@ def test_ablation_of_aride_runs_and_repeats_nothing(tmp_path: Path) -> None:
     assert "With 128 recorded episodes" in done.stdout and (tmp_path / "aride-success.png").exists()
 
 
+def test_elastic_benchmark_finds_released_slots_and_repeats_nothing(tmp_path: Path) -> None:
+    words = [str(BENCHMARKS / "elastic.py"), "--quick", "--parts", "held", "--only", "farstep, *"]
+    for missing in (2, 0):
+        command = [sys.executable, *words, "--out", str(tmp_path / "found.json"), "--images", str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=170)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"held: {missing} of 2 runs are missing" in done.stdout
+    released, held = json.loads((tmp_path / "found.json").read_text())["runs"]
+    of_all = [run["slot_seconds"] / (run["seconds"] * run["workload"]["workers"]) for run in (released, held)]
+    assert of_all[0] < 0.99 < of_all[1] and len(released["update_s"]) == len(held["update_s"]) == 5
+    assert {slots for _, slots in released["trace"]} >= {0, released["workload"]["workers"]}
+    assert {slots for _, slots in held["trace"]} == {held["workload"]["workers"]}
+    assert (tmp_path / "elastic-slots.png").exists()
+
+
+def test_tables_of_the_elastic_benchmark() -> None:
+    (tables,) = benchmark_modules("elastic_tables")
+    work = {"workload": {"workers": 2, "step_ms": 1.0}, "wall_s": 1.0, "others_cpu_s": 0.0}
+
+    def ppo(name: str, slot_seconds: float, update_s: float) -> dict[str, object]:
+        times = {"update_s": [update_s] * 4, "updates": 4, "collect_s": 0.5, "learn_s": 0.5, "cpu_seconds": 1.0}
+        return {"part": "held", "name": name, "slot_seconds": slot_seconds, "rows_per_update": 8, **times, **work}
+
+    def shared(name: str, *update_s: float) -> dict[str, object]:
+        workloads = [{"update_s": [seconds], "rows": [8]} for seconds in update_s]
+        return {"part": "shared", "name": name, "workloads": workloads, "cores": 3, **work}
+
+    runs = [ppo(tables.RELEASED, 4.4, 1.1), ppo(tables.HELD, 8.0, 1.0), ppo(tables.RAY, 8.8, 1.2)]
+    runs += [shared("alone", 1.0), shared("two, slots for both", 1.2, 1.4)]
+    waits = [0.01, 0.04, 0.2, 0.03]
+    runs.append({"part": "backends", "name": "released, shm, 0.5 s", "waits_s": waits, "workers": 2, **work})
+    document = {"machine": {"cores": 2, "cpu": "a CPU"}, "runs": runs}
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables.claims(document).splitlines()[4:]]
+    assert [row[2] for row in cells] == ["0.50", "0.55", "1.10", "75%", "1.30"]
+    assert "| farstep, released |                    1.10 |   0.50 |       1100 |" in tables.page(document, "held")
+    assert "1300 (1300 - 1300)" in tables.page(document, "shared")
+    assert tables.page(document, "batch").startswith("Not measured yet.")
+
+
 def test_phone_pays_only_for_the_instructed_entry_and_marks_actions_without_effect() -> None:
     (phone,) = benchmark_modules("phone")
     env, seen = phone.Phone(), set()

@@ -1,0 +1,330 @@
+"""The results of elastic.py as tables and plots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+from curve_plots import panels, save
+from document import machines
+from tables import table
+
+Document = dict[str, Any]
+Run = dict[str, Any]
+PARTS = ("held", "backends", "batch", "shared")
+SLOTS_IMAGE, BATCH_IMAGE = "elastic-slots.png", "elastic-batch.png"
+RELEASED, HELD, RAY = "farstep, released", "farstep, held", "Ray actors, held"
+SOON_S = 0.05
+
+
+def page(document: Document, part: str) -> str:
+    """The section of docs/elasticity.md about one part: table and plot."""
+    found = runs_of(document, part)
+    if not found:
+        return f"Not measured yet. To measure it, run `python benchmarks/elastic.py --parts {part}`."
+    return _PAGES[part](document, found)
+
+
+def claims(document: Document) -> str:
+    """The section of benchmarks/README.md: what was measured beside what the ARTOS paper reports."""
+    rows = [[name, paper, found] for name, paper, measure in _CLAIMS if (found := measure(document))]
+    where = f"On {machines(document)}, `results/elastic.json`, medians of the rounds:"
+    return f"{where}\n\n{table(['', 'ARTOS (paper)', 'farstep'], rows)}"
+
+
+def runs_of(document: Document, part: str) -> dict[str, list[Run]]:
+    """The runs of a part, by the name of the case."""
+    found: dict[str, list[Run]] = {}
+    for run in document["runs"]:
+        if run["part"] == part:
+            found.setdefault(run["name"], []).append(run)
+    return found
+
+
+def load(runs: Sequence[Run]) -> str:
+    """A sentence about the load of the machine by other processes."""
+    others = [run["others_cpu_s"] / run["wall_s"] for run in runs]
+    return f"Other processes used {median(others):.2f} cores (median of the runs; at most {max(others):.2f})."
+
+
+def _load(found: dict[str, list[Run]]) -> str:
+    return load([run for runs in found.values() for run in runs])
+
+
+def _median(runs: Sequence[Run], value: Callable[[Run], float]) -> float:
+    return float(median(value(run) for run in runs))
+
+
+# ---- held ----
+
+
+def _slot_s(run: Run) -> float:
+    return float(run["slot_seconds"] / run["updates"])
+
+
+def _mean_update_s(run: Run) -> float:
+    return mean(run["update_s"])
+
+
+def _held_page(document: Document, found: dict[str, list[Run]]) -> str:
+    ppo = {name: runs for name, runs in found.items() if "update_s" in runs[0]}
+    any_run = next(iter(ppo.values()))[0]
+    base = ppo.get(RAY) or ppo.get(HELD)
+    rows = []
+    for name, runs in ppo.items():
+        slot_s = _median(runs, _slot_s)
+        share = f"{slot_s / _median(base, _slot_s):.2f}" if base else "-"
+        times = [f"{1e3 * _median(runs, value):.0f}" for value in (_mean_update_s, _p95)]
+        parts = [f"{1e3 * _median(runs, lambda run, key=key: run[key]):.0f}" for key in ("collect_s", "learn_s")]
+        cpu = f"{_median(runs, lambda run: run['cpu_seconds'] / run['updates']):.2f}"
+        rows.append([name, f"{slot_s:.2f}", share, *times, *parts, cpu])
+    against = "Ray" if RAY in ppo else "held"
+    header = ["", "slot-seconds per update", f"of {against}", "update, ms", "95 %", "collecting", "learning"]
+    parts = [
+        f"PPO with {_workers(any_run)}, {any_run['rows_per_update']:,} rows per update and "
+        f"environments that compute for {any_run['workload']['step_ms']:.2f} ms per step. Medians over "
+        f"rounds ({len(next(iter(ppo.values())))}) of {any_run['updates']} updates, on {machines(document)}:",
+        table([*header, "CPU-seconds per update"], rows),
+        "CPU-seconds are those of all processes, learner and daemons included. Slot-seconds of Ray actors are "
+        "computed, not recorded: Ray reserves the CPU of an actor until the actor ends, so they are actors x seconds. "
+        + _load(found),
+    ]
+    if RAY not in ppo:
+        parts.append("Ray actors were not measured.")
+    parts.append(f"![slots over time, held and released](images/{SLOTS_IMAGE})")
+    return "\n\n".join([*parts, *_sac(found)])
+
+
+def _p95(run: Run) -> float:
+    return float(np.percentile(run["update_s"], 95))
+
+
+def _sac(found: dict[str, list[Run]]) -> list[str]:
+    sac = {name: runs for name, runs in found.items() if "used_seconds" in runs[0] and "steps" in runs[0]}
+    if not sac:
+        return []
+    rows = []
+    for name, (run, *_) in sac.items():
+        idle = 1 - run["used_seconds"] / run["slot_seconds"]
+        whole = run["seconds"] * run["workload"]["workers"]
+        cells = [f"{run['slot_seconds']:.1f}", f"{run['slot_seconds'] / whole:.2f}", f"{run['used_seconds']:.1f}"]
+        rows.append([name, *cells, f"{idle:.0%}", f"{1e3 * run['seconds'] / max(1, run['updates']):.1f}"])
+    header = ["", "slot-seconds", "of seconds x workers", "used", "idle", "ms per update"]
+    return [
+        "SAC rolls while it learns, and holds its workers all the time: farstep does not park workers while the "
+        "limiter admits no rows, and `release_idle` has no effect before the end of the run. *Idle* is the share of "
+        "the slot-seconds in which workers waited, and so the most that such a rule could save:",
+        table(header, rows),
+    ]
+
+
+# ---- backends ----
+
+
+def _backends_page(document: Document, found: dict[str, list[Run]]) -> str:
+    rows = []
+    for name, runs in found.items():
+        waits = [wait for run in runs for wait in run["waits_s"]]
+        soon = f"{np.mean([wait < SOON_S for wait in waits]):.0%}"
+        numbers = [f"{1e3 * value:.0f}" for value in (median(waits), float(np.percentile(waits, 95)))]
+        rows.append([name, *numbers, soon, str(len(waits))])
+    workers = next(iter(found.values()))[0]["workers"]
+    return "\n\n".join(
+        [
+            f"{workers} workers, on {machines(document)}. *First batch* is the time from the start of a cluster until "
+            "its first batch. *Restart* is the time until the first step of a worker that was killed. The other rows "
+            "are the time from the request for a rollout until the first step of the slowest worker, after updates "
+            "of the given length, during which workers are held, released, or parked by `env.scale` (all but one). "
+            "The learner sleeps:",
+            table(["", "median, ms", "95 %", f"below {1e3 * SOON_S:.0f} ms", "samples"], rows),
+            _load(found),
+        ]
+    )
+
+
+# ---- batch ----
+
+
+def _batch_page(document: Document, found: dict[str, list[Run]]) -> str:
+    parts = []
+    for task in dict.fromkeys(run["task"] for runs in found.values() for run in runs):
+        mine = {name: [run for run in runs if run["task"] == task] for name, runs in found.items()}
+        mine = {name: runs for name, runs in mine.items() if runs}
+        first = next(iter(mine.values()))[0]
+        parts += [
+            f"{task} whose steps sleep for {first['workload']['step_ms']:g} ms, one environment per worker. Runs "
+            f"end at a mean return of {first['target']:g} over 100 episodes, or after {first['seconds_limit']:g} s. "
+            "`schedule` uses from the smallest to the largest of the fixed numbers of workers, `noise` from 1 to the "
+            "largest. Means (from the lowest to the highest seed); times and slot-seconds are those until the end of "
+            "the run:",
+            table(
+                ["workers", "reached", "seconds", "slot-seconds", "updates", "steps", "last return"],
+                [_batch_row(name, runs) for name, runs in mine.items()],
+            ),
+        ]
+    parts += [f"On {machines(document)}. {_load(found)}", f"![return and workers over time](images/{BATCH_IMAGE})"]
+    return "\n\n".join(parts)
+
+
+def _batch_row(name: str, runs: list[Run]) -> list[str]:
+    reached = f"{sum(run['reached'] for run in runs)} of {len(runs)}"
+    keys = (("seconds", "{:.1f}"), ("slot_seconds", "{:.0f}"), ("updates", "{:.0f}"), ("steps", "{:,.0f}"))
+    return [name, reached, *(_spread(runs, key, form) for key, form in (*keys, ("return", "{:.0f}")))]
+
+
+def _spread(runs: list[Run], key: str, form: str) -> str:
+    values = [run[key] for run in runs]
+    return f"{form.format(mean(values))} ({form.format(min(values))} - {form.format(max(values))})"
+
+
+# ---- shared ----
+
+
+def _shared_page(document: Document, found: dict[str, list[Run]]) -> str:
+    first = next(iter(found.values()))[0]
+    rows = []
+    for name, runs in found.items():
+        updates = [_workload_s(run) for run in runs]
+        rows.append(
+            [
+                name,
+                f"{1e3 * median(updates):.0f} ({1e3 * min(updates):.0f} - {1e3 * max(updates):.0f})",
+                _over_alone(found, runs, _workload_s),
+                f"{median(_rows(run) for run in runs):,.0f}",
+                _over_alone(found, runs, lambda run: _workload_s(run) / _rows(run)),
+            ]
+        )
+    return "\n\n".join(
+        [
+            f"Workloads of {_workers(first)} each with `release_idle`, on {first['cores']} cores "
+            f"of {machines(document)}. Sampling takes about as long as learning, which has one thread. *Slots "
+            "for both*: the coordinator has a slot for each worker of both workloads, and the workloads use the cores "
+            "in turns only by chance. *Slots for one*: each gets half of its workers, so an update has fewer rows. A "
+            "coordinator does not hand the slots of released workers to another run. Medians of the rounds (from the "
+            "lowest to the highest); in each round, the second workload starts at another time in the first one's "
+            "update:",
+            table(["", "update, ms", "of alone", "rows per update", "time per row, of alone"], rows),
+            _load(found),
+        ]
+    )
+
+
+def _workers(run: Run) -> str:
+    number = run["workload"]["workers"]
+    return f"{number} worker{'s' * (number > 1)}"
+
+
+def _workload_s(run: Run) -> float:
+    """The mean time of an update, over both workloads."""
+    return mean(mean(workload["update_s"]) for workload in run["workloads"])
+
+
+def _rows(run: Run) -> float:
+    return mean(mean(workload["rows"]) for workload in run["workloads"])
+
+
+def _over_alone(found: dict[str, list[Run]], runs: list[Run], value: Callable[[Run], float]) -> str:
+    alone = found.get("alone")
+    return f"{_median(runs, value) / _median(alone, value):.2f}" if alone else "-"
+
+
+# ---- claims ----
+
+
+def _ratio(part: str, name: str, other: str, value: Callable[[Run], float]) -> Callable[[Document], str]:
+    def measured(document: Document) -> str:
+        found = runs_of(document, part)
+        return (
+            f"{_median(found[name], value) / _median(found[other], value):.2f}" if {name, other} <= set(found) else ""
+        )
+
+    return measured
+
+
+def _soon(document: Document) -> str:
+    found = runs_of(document, "backends")
+    waits = [
+        wait
+        for name, runs in found.items()
+        if name.startswith("released, shm")
+        for run in runs
+        for wait in run["waits_s"]
+    ]
+    return f"{np.mean([wait < SOON_S for wait in waits]):.0%}" if waits else ""
+
+
+def _adaptive(document: Document) -> str:
+    found = runs_of(document, "batch")
+    fixed = [name for name in found if name[0].isdigit()]
+    if not fixed or "noise" not in found or "schedule" not in found:
+        return ""
+    most = max(fixed, key=lambda name: int(name.split()[0]))
+    ratios = [mean(run["slot_seconds"] for run in found[rule]) for rule in ("schedule", "noise")]
+    of = mean(run["slot_seconds"] for run in found[most])
+    return " and ".join(f"{ratio / of:.2f} ({rule})" for ratio, rule in zip(ratios, ("schedule", "noise"), strict=True))
+
+
+_CLAIMS: tuple[tuple[str, str, Callable[[Document], str]], ...] = (
+    ("PPO: slot-seconds released / Ray actors held", "0.55", _ratio("held", RELEASED, RAY, _slot_s)),
+    ("PPO: slot-seconds released / farstep held", "-", _ratio("held", RELEASED, HELD, _slot_s)),
+    ("PPO: time of an update, released / farstep held", "-", _ratio("held", RELEASED, HELD, _mean_update_s)),
+    ("rollouts that wait less than 50 ms for their first step", "92.75 %", _soon),
+    ("adaptive batch: slot-seconds / largest fixed number of workers", "0.45 to 0.53", _adaptive),
+    (
+        "two workloads on the same cores: time of an update / alone",
+        "1.03",
+        _ratio("shared", "two, slots for both", "alone", _workload_s),
+    ),
+)
+
+
+# ---- plots ----
+
+
+def draw(document: Document, folder: Path) -> list[Path]:
+    """Draw slots over time, and returns and workers over time, as far as they were measured."""
+    written = []
+    held = {name: runs for name, runs in runs_of(document, "held").items() if "update_s" in runs[0]}
+    if held:
+        written.append(_draw_slots(held, folder / SLOTS_IMAGE))
+    if batch := runs_of(document, "batch"):
+        written.append(_draw_batch(batch, folder / BATCH_IMAGE))
+    return written
+
+
+def _draw_slots(found: dict[str, list[Run]], path: Path) -> Path:
+    """Draw a panel per contender; Ray actors have no trace, because they hold their slots all the time."""
+    figure, axes = panels(len(found), "PPO: slots that are held during six updates", "seconds")
+    traces = {name: runs[0].get("trace") for name, runs in found.items()}
+    end = max(trace[-1][0] for trace in traces.values() if trace)
+    for index, (axis, (name, runs)) in enumerate(zip(axes, found.items(), strict=True)):
+        workers = runs[0]["workload"]["workers"]
+        times, slots = zip(*(traces[name] or [[0.0, workers], [end, workers]]), strict=True)
+        axis.fill_between([0.0, *times], [slots[0], *slots], step="post", color=f"C{index}", alpha=0.6)
+        axis.set(
+            title=name if traces[name] else f"{name} (not recorded)",
+            ylabel="slots",
+            xlim=(0, end),
+            ylim=(0, 1.1 * workers),
+        )
+    return save(figure, path)
+
+
+def _draw_batch(found: dict[str, list[Run]], path: Path) -> Path:
+    task = next(iter(found.values()))[0]["task"]
+    figure, axes = panels(3, f"PPO on {task} by number of workers; one line per seed", "seconds")
+    axes[1].set_xlabel("slot-seconds")
+    for index, (name, runs) in enumerate(found.items()):
+        for run in runs:
+            seconds, _, _, slot_seconds, workers, returns = zip(*run["curve"], strict=True)
+            for axis, x, y in zip(axes, (seconds, slot_seconds, seconds), (returns, returns, workers), strict=True):
+                axis.plot(x, y, color=f"C{index}", label=name, alpha=0.7, linewidth=1)
+    for axis, label in zip(axes, ("return", "return", "workers"), strict=True):
+        axis.set_ylabel(f"{label}, mean of the last 100 episodes" if label == "return" else label)
+    return save(figure, path)
+
+
+_PAGES = {"held": _held_page, "backends": _backends_page, "batch": _batch_page, "shared": _shared_page}
