@@ -211,3 +211,13 @@ def test_missing_resources_do_not_use_the_restart_budget() -> None:
     membership.handle(Hello(0), 4.1)
     membership.handle(Ready(0), 4.2)
     assert membership.restarts == 1 and membership.count(State.ALIVE) == 1
+
+
+def test_first_failure_is_restarted_without_waiting_for_the_next_check() -> None:
+    membership = Membership(1, {"connect": 10.0}, restart_budget=3)
+    membership.start(0.0)
+    membership.handle(Ended(0), 1.0)
+    assert membership.restart_is_due
+    assert membership.tick(1.0) == [Start(0, 1)] and not membership.restart_is_due
+    membership.handle(Ended(0), 2.0)
+    assert not membership.restart_is_due  # the second failure waits

@@ -347,7 +347,7 @@ class Server:
         if not self._event_loop.running:
             return  # closed by another thread
         self.supervisor.read_shared()
-        if time.monotonic() >= self._next_tick:
+        if self.supervisor.membership.restart_is_due or time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + self._tick_s
             self.supervisor.tick()
 

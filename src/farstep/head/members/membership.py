@@ -258,6 +258,8 @@ class Membership:
         self._limits_s, self.restart_budget = limits_s, restart_budget
         self._recent: deque[float] = deque()
         self.stopping = False
+        self.restart_is_due = False
+        """Whether a worker is to be restarted at once, so that `tick` should be called now."""
 
     def count(self, *states: State) -> int:
         """The number of workers in these states."""
@@ -326,6 +328,7 @@ class Membership:
     def tick(self, now: float) -> Sequence[Action]:
         """Return the actions that are due: restarts after a back-off, and kills after a time limit."""
         actions: list[Action] = []
+        self.restart_is_due = False
         for worker, member in enumerate(self.members):
             if member.state is State.WAITING and now >= member.restart_at and not self.stopping:
                 actions.append(self._start(worker, now))
@@ -412,6 +415,7 @@ class Membership:
             member.restart_at = now
             return []
         member.restart_at = now + _BACKOFF_S[min(member.failures, len(_BACKOFF_S) - 1)]
+        self.restart_is_due |= member.restart_at <= now
         member.failures += 1
         return self._spend(event.worker, now)
 
