@@ -255,8 +255,8 @@ def test_messages_of_an_admitted_worker_raise_nothing_but_wire_errors(monkeypatc
             env.collect(TableAgent(), steps=4)
             env.step(TableAgent())  # with infos
         heard += [[m.encode(message)] for message in FROM_WORKER]
-        for name in ("fail", "send", "grant"):
-            monkeypatch.setattr(server, name, lambda *_: 0)
+        for owner, name in ((server, "fail"), (server.outbox, "send"), (server, "grant")):
+            monkeypatch.setattr(owner, name, lambda *_: 0)
         monkeypatch.setattr(server.supervisor, "act_on", lambda event: None)
         monkeypatch.setattr(server.supervisor, "reject", lambda record, error: None)
         with server.locked():
@@ -324,9 +324,9 @@ def test_a_worker_without_shared_memory_is_held_to_its_channels(monkeypatch: pyt
         monkeypatch.setattr(server.supervisor, "reject", lambda record, error: refused.append(str(error)))
         version = collector.publisher.agent_id
         cases: list[tuple[Any, list[bytes], bool, str]] = [
-            (m.Progress([0] * 10), [], False, "Progress outside of the heartbeat connection"),
-            (m.Progress([0] * 9), [], True, "9 progress words; expected 10"),
-            (m.Progress([int(Phase.QUEUED)] + [0] * 9), [], True, "the phase 8"),
+            (m.Progress([0] * 11), [], False, "Progress outside of the heartbeat connection"),
+            (m.Progress([0] * 9), [], True, "9 progress words; expected 11"),
+            (m.Progress([int(Phase.QUEUED)] + [0] * 10), [], True, "the phase 8"),
             (m.Reply(0), [b""], True, "Reply on the heartbeat connection"),
             (m.Reply(99), [b""], False, "a reply to call 99"),
             (m.RequestSend(1, 1), [], False, "max_senders"),
@@ -489,7 +489,8 @@ def test_a_run_on_nodes_survives_strangers_and_a_malicious_daemon(
         launcher: Any = env._collector.server.supervisor.launcher  # noqa: SLF001
         launcher._groups.request(1)  # noqa: SLF001
         mad = issued[-2, 0]  # a node daemon of that group, which is the second
-        launcher._on_message(7, n.NodeHello(NODE, launcher._run, "host", 1, 4, versions()))  # of one that nobody knows  # noqa: SLF001
+        unknown = n.NodeHello(NODE, launcher._run, "host", 1, 4, versions())  # noqa: SLF001
+        launcher._on_message(7, unknown, lambda worker, received: None)  # noqa: SLF001
         names = list(launcher._nodes)  # noqa: SLF001
         misfits = [n.NodeHello(NODE, launcher._run, f"host{i}", 1, 4, {"farstep": "0.0"}) for i in range(500)]  # noqa: SLF001
         strays = n.NodeBeat(NODE, [(worker, 0) for worker in range(2000)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from farstep.launch.nodes import Node, RemoteWorker
-from farstep.rollout.progress import PHASE, Phase, private_words
+from farstep.rollout.progress import EPISODES, PHASE, Phase, private_words
 from farstep.wire import node_messages as n
 from farstep.wire.messages import decode_from_worker
 
@@ -23,7 +23,7 @@ def test_invalid_progress_of_one_worker_is_rejected_as_its_message_and_the_other
     for worker in range(3):
         words = private_words(1)
         node.start(RemoteWorker(worker, 0, b"", words, lambda changed: None, lambda closed: None), 0.0)
-    valid, invalid = [0] * 9, [0] * 9
+    valid, invalid = [0] * (EPISODES + 1), [0] * (EPISODES + 1)
     valid[PHASE], invalid[PHASE] = Phase.STEP, Phase.QUEUED  # a worker cannot claim to wait for a node
     received: list[Any] = []
     beat = n.NodeBeat(name, [(0, 0), (1, 0), (2, 0), (7, 0)], [], [valid, invalid, valid, valid])

@@ -138,7 +138,7 @@ def test_batches_of_a_workflow_have_whole_stacks() -> None:
 
 
 def test_number_of_frames_that_fits_no_image_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="frame_stack is 7"):
+    with pytest.raises(ConfigError, match="--frame-stack is 7"):
         train(stacked, "dqn", tmp_path, frame_stack=7)
 
 

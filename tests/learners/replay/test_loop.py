@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -118,6 +119,9 @@ class Endless:
     def __init__(self, reports: int) -> None:
         self.reports: list[Iteration] = []
         self._most, self.timer = reports, Timer()
+
+    def collecting(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def report(self, iteration: Iteration) -> bool:
         self.reports.append(iteration)
