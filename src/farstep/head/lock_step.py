@@ -50,10 +50,12 @@ class LockStep:
     Args:
         server: The workers; all are ready, and none is ever replaced.
         poll_error: Raises the error of a step that a worker has reported, if any.
+        read_messages: Returns when all messages that workers have sent until now are handled.
     """
 
-    def __init__(self, server: Server, poll_error: Callable[[], None]) -> None:
-        self._server, self._records, self._poll_error = server, server.records, poll_error
+    def __init__(self, server: Server, poll_error: Callable[[], None], read_messages: Callable[[], None]) -> None:
+        self._server, self._records = server, server.records
+        self._poll_error, self._read_messages = poll_error, read_messages
         workers, slots = len(self._records), self._records[-1].stop
         self._closing = threading.RLock()
         """Held while doorbells are used, so that another thread does not close them meanwhile."""
@@ -208,15 +210,25 @@ class LockStep:
         """Wait until no requested step is unfinished, and discard results of a call that was interrupted or raised."""
         if self._clean:
             return
+        self._ring_again()
         self._wait(lambda: self._all_done() and bool((self.board.asked == self.board.stepped).all()), errors=False)
         with contextlib.suppress(BlockingIOError):
             os.read(self._finishers, 2 * len(self._finish_line))
+        self._read_messages()  # infos and failures of these steps must not reach a later call
         for messages in self._messages.values():
             messages.clear()
         self.in_flight[:] = False
         self.num_in_flight = 0
         self.discard()
         self._clean = True
+
+    def _ring_again(self) -> None:
+        """Wake all workers: the interrupted call may have requested a step without ringing."""
+        with self._closing:
+            self._server.raise_failure()
+            for worker, bell in enumerate(self._bells):
+                self.board.some[worker] += 1
+                ring(bell)
 
     def discard(self) -> None:
         """Forget results of single environments that no call has read."""

@@ -61,7 +61,7 @@ class Stepper:
         self._rollouts = Rollouts(self.server.records, obs, self._obs_schema)
         self._set_layout(actions)
         if self.server.shares_memory and not self.server.is_driven:
-            self.lock_step = LockStep(self.server, self._raise_error)
+            self.lock_step = LockStep(self.server, self._raise_error, self._read_messages)
             self.lock_step.announce()
         return observation_space, action_space
 
@@ -123,11 +123,17 @@ class Stepper:
         """Request a step of some environments. Their actions are in the blocks."""
         assert self.lock_step is not None
         if not self.lock_step.num_in_flight:
+            self.lock_step.settle()
             self._error = None
         if not self._in_order:
-            self._broadcast.call("describe", ())  # its answers follow those to all earlier messages
-            self._in_order = True
+            self._read_messages()
         self.lock_step.send(chosen)
+
+    def _read_messages(self) -> None:
+        """Handle all messages that workers have sent until now."""
+        self._in_order = False
+        self._broadcast.call("describe", ())  # each worker's answer follows all its earlier messages
+        self._in_order = True
 
     def current_times(self) -> WorkerTimes:
         """How workers have spent their time until now."""

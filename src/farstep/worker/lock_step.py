@@ -99,6 +99,8 @@ class LockStep:
         host, board, slots = self._host, self._board, self._slots
         asked, told = board.asked[slots].copy(), board.told[slots]
         chosen = np.flatnonzero(asked != board.stepped[slots]).tolist()
+        if not chosen:  # the head rings all workers after a call that was interrupted
+            return
         self._begin(rows)
         try:
             host.step_some(chosen)
