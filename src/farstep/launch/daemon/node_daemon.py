@@ -51,7 +51,7 @@ _KEYS = ("server_key", "public", "secret", "bulk_port", "address")
 _MESSAGES_AT_ONCE, _LAST_MESSAGES = 16, 4096
 """Maximum number of messages to read from a worker before the next worker's turn, and after its end."""
 _LINGER_S = 2.0
-"""Maximum seconds from the end of a worker to the report, so that its last messages arrive first."""
+"""Seconds to wait for the acknowledgement of an ended worker's last messages before its end is reported."""
 
 
 class Unreachable(FarstepError):
@@ -68,6 +68,8 @@ class _Child:
     printed: bytearray = field(default_factory=bytearray)
     closed_output: bool = False
     suspended: bool = False
+    killed: bool = False
+    """Whether the head has killed the worker; it then ignores messages of this worker."""
     link: LocalLink | None = None
     """The daemon's end of its link, if the daemon relays for it; None after its end."""
     ended: Ended | None = None
@@ -274,6 +276,7 @@ class NodeDaemon:
                 self._start(link, message)
             case n.KillWorker():
                 if (child := self._children.get((message.worker, message.incarnation))) is not None:
+                    child.killed = True
                     child.process.kill()
             case n.SetSuspended():
                 if (child := self._children.get((message.worker, message.incarnation))) is not None:
@@ -408,12 +411,15 @@ class NodeDaemon:
             child.read()
             if self._relay is not None:
                 self._read_link(self._relay, key, child, _LAST_MESSAGES)
+                self._relay.request_ack(key)
                 self._relay.service()
 
     def _must_wait(self, key: tuple[int, int], child: _Child) -> bool:
-        """Whether large messages of an ended worker may still be on their way: they count if they arrive before the
-        report of its end."""
-        return self._relay is not None and self._relay.owes(key) and time.monotonic() < child.report_at
+        """Whether the head may not have received the last messages of an ended worker. It would ignore them after the
+        report of the end."""
+        if self._relay is None or child.killed:
+            return False
+        return self._relay.owes(key) and time.monotonic() < child.report_at
 
     def _report_end(self, link: DealerLink, ended: n.WorkerEnded) -> None:
         self._started[ended.worker, ended.incarnation] = ended
