@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -27,7 +27,7 @@ from typing import Any
 
 import zmq
 
-from farstep.core import Ended
+from farstep.core import BytesLike, Ended
 from farstep.errors import FarstepError, LaunchError, WireError
 from farstep.launch.daemon.affinity import CoreAssignment, assign_cores
 from farstep.launch.daemon.process import ProcessStarter, WorkerProcess
@@ -347,11 +347,25 @@ class NodeDaemon:
                 self._read_link(relay, key, child, _MESSAGES_AT_ONCE)
         relay.service()
         for key, frames in relay.messages():
-            if (child_of := self._children.get(key)) is not None and child_of.link is not None:
-                child_of.link.send(frames)
-        for child in self._children.values():
-            if child.link is not None:
+            if key in self._children:
+                self._pass_on(key, self._children[key], frames)
+        for key, child in self._children.items():
+            self._pass_on(key, child)
+
+    def _pass_on(self, key: tuple[int, int], child: _Child, frames: Sequence[BytesLike] | None = None) -> None:
+        """Send a worker a message of the head, or those that are queued. If this is impossible, kill the worker, which
+        would miss a message."""
+        if child.link is None:
+            return
+        try:
+            if frames is None:
                 child.link.flush()
+            else:
+                child.link.send(frames)
+        except OSError as error:
+            log.warning("killed worker %d, because a message of the head could not be sent to it: %s", key[0], error)
+            child.process.kill()
+            self._close_link(child)
 
     def _read_link(self, relay: Relay, key: tuple[int, int], child: _Child, limit: int) -> None:
         """Pass on up to `limit` messages of a worker, and close its link at the end."""
