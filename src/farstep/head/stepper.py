@@ -28,7 +28,8 @@ class Stepper:
 
     Local workers step without messages (see `lock_step.py`). Resets, calls and the first step after a change of the
     layout are messages with answers. Each of them leaves no unread message behind, so that steps and messages keep
-    their order although they take different ways; after one that was interrupted, the next step is a message, too.
+    their order although steps use shared memory and messages use the socket; after one that was interrupted, the next
+    step is a message, too.
 
     A worker that dies is not restarted: the next call raises. After an exception in an environment, the workers keep
     running, and the caller can continue with `reset`.
