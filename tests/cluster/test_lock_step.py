@@ -246,7 +246,7 @@ def test_error_in_recv_names_the_environment_and_reset_goes_on() -> None:
 # ---- infos and errors ----
 
 
-def test_infos_larger_than_the_mailbox_arrive() -> None:
+def test_infos_larger_than_the_info_buffer_arrive() -> None:
     with vector() as ours:
         ours.step(actions())
         ours.set_attr("huge", [0, 300_000, 10, 0])

@@ -11,7 +11,7 @@ from farstep.errors import WireError, WorkerError
 from farstep.head.chunks.incoming_chunks import IncomingChunk, decode_ends
 from farstep.head.chunks.rollouts import Rollouts, base_rows
 from farstep.head.events import EventLog
-from farstep.head.lock_step import Info, LockStep, checked_infos
+from farstep.head.lock_step import Info, LockStepHead, checked_infos
 from farstep.head.members.broadcast import Broadcast
 from farstep.head.members.worker_records import ResetRequest, WorkerRecord
 from farstep.head.server import Server
@@ -49,7 +49,7 @@ class Stepper:
         """Row 0 of each block: the step, or the observations of a reset."""
         self.next_obs: dict[str, Array] = {}
         """Row 1 of each block of observations: those after the step."""
-        self.lock_step: LockStep | None = None
+        self.lock_step: LockStepHead | None = None
         """Set if workers are processes that share memory with the head."""
         self._in_order = False
         """Whether workers have answered all messages, so that a step may be requested without one."""
@@ -62,7 +62,7 @@ class Stepper:
         self._rollouts = Rollouts(self.server.records, obs, self._obs_schema)
         self._set_layout(actions)
         if self.server.shares_memory and not self.server.is_driven:
-            self.lock_step = LockStep(self.server, self._raise_error, self._read_messages)
+            self.lock_step = LockStepHead(self.server, self._raise_error, self._read_messages)
             self.lock_step.announce()
         return observation_space, action_space
 
