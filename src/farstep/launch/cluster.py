@@ -167,13 +167,13 @@ class ClusterLauncher(Launcher):
                 node.send(n.NodeBeat(node.name))
         if self._stopping:
             return
-        self._groups.request_missing(self._wanted, now)
         connected, fewest = sum(node is not None for node in self._blocks), self._config.fewest_nodes
         if connected >= fewest:
             self._enough_at, self._refusal = now, None
-        elif self._refusal is not None:
+        elif self._refusal is not None:  # first: that the refused node has ended explains nothing
             raise self._refusal
-        elif now - self._enough_at > self._config.queue_s:
+        self._groups.request_missing(self._wanted, now)
+        if now - self._enough_at > self._config.queue_s:
             raise LaunchError(
                 f"{connected} of at least {counted(fewest, 'node')} connected within "
                 f"queue_s={self._config.queue_s:g} s: {self.waiting()}.\n{self.logs()}".rstrip()
