@@ -24,6 +24,7 @@ from farstep.rollout.progress import ProgressBoard
 from farstep.wire import node_messages as n
 from farstep.wire.channels import local
 from farstep.wire.channels.local import LocalLink, local_pair
+from farstep.wire.channels.memory import write_immutable
 from farstep.wire.keys import KeyPair
 
 HEAD = KeyPair.fresh()
@@ -125,7 +126,7 @@ def test_a_message_that_cannot_be_sent_ends_only_its_worker(monkeypatch: pytest.
     daemon, links = NodeDaemon(BOOTSTRAP, ""), [local_pair() for _ in range(3)]
     children = [_Child(mock.Mock(), mock.Mock(), link=ours) for ours, _ in links]
     daemon._children = {(worker, 0): child for worker, child in enumerate(children)}  # noqa: SLF001
-    write, errors = local.write_immutable, [None, OSError(errno.EMFILE, "Too many open files"), None]
+    write, errors = write_immutable, [None, OSError(errno.EMFILE, "Too many open files"), None]
 
     def scarce(frames: Any) -> int:
         if (error := errors.pop(0)) is not None:
