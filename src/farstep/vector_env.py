@@ -23,7 +23,7 @@ from farstep.core import Array, Nested
 from farstep.errors import ConfigError, EndedError, PendingStepError, RemoteEnvError, WireError, unknown_name
 from farstep.event import Event, EventKind
 from farstep.head.events import EventLog
-from farstep.head.lock_step import Info, LockStep
+from farstep.head.lock_step import Info, LockStepHead
 from farstep.head.members.worker_records import ResetRequest
 from farstep.head.stepper import Stepper
 from farstep.resources import machine_use
@@ -366,7 +366,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         info = {**_rows_of(self._merged(infos), chosen), "env_id": chosen}
         return obs, reward, terminated, truncated, info
 
-    def _partial_steps(self) -> LockStep:
+    def _partial_steps(self) -> LockStepHead:
         if self._stepper.lock_step is None:
             raise ConfigError(
                 "send, recv and async_reset need workers that share memory with this process; use "

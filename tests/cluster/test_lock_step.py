@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -44,8 +45,10 @@ class QuietEnv(CountingEnv):
         match self.fault:
             case "raise":
                 raise ValueError("deliberate")
-            case "block":  # until the test opens the other end
+            case "block" | "block and raise":  # until the test opens the other end
                 Path(self.marker + ".fifo").read_bytes()
+                if self.fault == "block and raise":
+                    raise ValueError("deliberate, but late")
             case "hang":
                 threading.Event().wait()
             case "sigkill":
@@ -243,7 +246,7 @@ def test_error_in_recv_names_the_environment_and_reset_goes_on() -> None:
 # ---- infos and errors ----
 
 
-def test_infos_larger_than_the_mailbox_arrive() -> None:
+def test_infos_larger_than_the_info_buffer_arrive() -> None:
     with vector() as ours:
         ours.step(actions())
         ours.set_attr("huge", [0, 300_000, 10, 0])
@@ -340,6 +343,68 @@ def test_ctrl_c_in_a_step_leaves_a_vector_that_can_go_on(tmp_path: Path) -> None
         assert ours.step(actions())[1].tolist() == [3.0] * 4  # the interrupted step was finished first
         ours.reset(seed=1)
         assert ours.step(actions())[1].tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("left_over", ["error", "infos"])
+def test_messages_of_a_step_that_raised_do_not_reach_the_next_call(left_over: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "began.fifo")
+    with vector() as ours:
+        ours.step(actions())
+        ours.set_attr("marker", ["", "", "", str(tmp_path / "began")])
+        ours.set_attr("fault", ["raise", "", "", "block and raise" if left_over == "error" else "block"])
+        ours.set_attr("huge", [0, 0, 0, 300_000])
+        with pytest.raises(ValueError, match="deliberate") as raised:
+            ours.step(actions())  # worker 1 is still in this step
+        assert cast(farstep.WorkerError, raised.value).where.worker == 0
+        wait_for(tmp_path / "began")
+        lock_step = ours._stepper.lock_step  # noqa: SLF001
+        with ours._stepper.server.locked():  # so that nothing reads the messages of worker 1 before the next call does  # noqa: SLF001
+            (tmp_path / "began.fifo").write_text("go on")
+            deadline = time.monotonic() + 60
+            while not lock_step._all_done():  # noqa: SLF001
+                assert time.monotonic() < deadline
+            ours.reset(seed=1)
+        for name, value in (("marker", ""), ("fault", ""), ("huge", [0, 0, 0, 400_000])):
+            ours.set_attr(name, value)
+        for _ in range(2):
+            info = ours.step(actions())[4]
+            assert len(info["huge"][3]) == 400_000
+
+
+def interrupt_ring(ours: Any, worker: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C arrives instead of the head's next ring of this worker."""
+    bell = ours._stepper.lock_step._bells[worker]  # noqa: SLF001
+    write = os.eventfd_write
+
+    def interrupted(fd: int, value: int) -> None:
+        if fd == bell:
+            monkeypatch.setattr(os, "eventfd_write", write)
+            raise KeyboardInterrupt
+        write(fd, value)
+
+    monkeypatch.setattr(os, "eventfd_write", interrupted)
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_ctrl_c_before_a_worker_is_rung_leaves_a_vector_that_can_go_on(
+    worker: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with vector(config=short(5.0), batch_size=4) as ours:
+        ours.step(actions())
+        interrupt_ring(ours, worker, monkeypatch)
+        with pytest.raises(KeyboardInterrupt):
+            ours.step(actions())
+        ours.reset(seed=1)
+        assert ours.step(actions())[1].tolist() == [1.0] * 4
+        ours.async_reset(seed=1)
+        ours.recv()
+        interrupt_ring(ours, worker, monkeypatch)
+        with pytest.raises(KeyboardInterrupt):
+            ours.send(actions(), np.arange(4))
+        ours.async_reset(seed=1)
+        ours.recv()
+        ours.send(actions())
+        assert ours.recv()[1].tolist() == [1.0] * 4
 
 
 def test_close_from_another_thread_ends_a_step(tmp_path: Path) -> None:

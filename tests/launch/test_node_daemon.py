@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import zmq
@@ -20,6 +22,9 @@ from farstep.launch.daemon.process import ProcessStarter
 from farstep.launch.engines.engine import RECLAIMED
 from farstep.rollout.progress import ProgressBoard
 from farstep.wire import node_messages as n
+from farstep.wire.channels import local
+from farstep.wire.channels.local import LocalLink, local_pair
+from farstep.wire.channels.memory import write_immutable
 from farstep.wire.keys import KeyPair
 
 HEAD = KeyPair.fresh()
@@ -101,6 +106,48 @@ def test_a_daemon_that_is_reclaimed_while_it_looks_for_its_head_says_so_by_its_s
 def handles(pid: int, number: signal.Signals) -> bool:
     found = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
     return found is not None and bool(int(found[1], 16) >> number - 1 & 1)
+
+
+class MessagesOfTheHead:
+    """A relay to which the head has sent one large message for each worker."""
+
+    def __init__(self, workers: int) -> None:
+        self._messages = [((worker, 0), [bytes(100_000)]) for worker in range(workers)]
+
+    def service(self) -> None: ...
+
+    def messages(self) -> Any:
+        while self._messages:
+            yield self._messages.pop(0)
+
+
+def test_a_message_that_cannot_be_sent_ends_only_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example, because the daemon has too many open files for a moment."""
+    daemon, links = NodeDaemon(BOOTSTRAP, ""), [local_pair() for _ in range(3)]
+    children = [_Child(mock.Mock(), mock.Mock(), link=ours) for ours, _ in links]
+    daemon._children = {(worker, 0): child for worker, child in enumerate(children)}  # noqa: SLF001
+    write, errors = write_immutable, [None, OSError(errno.EMFILE, "Too many open files"), None]
+
+    def scarce(frames: Any) -> int:
+        if (error := errors.pop(0)) is not None:
+            raise error
+        return write(frames)
+
+    monkeypatch.setattr(local, "write_immutable", scarce)
+    daemon._relay_messages(MessagesOfTheHead(3), set())  # type: ignore[arg-type]  # noqa: SLF001
+    received = [LocalLink(theirs) for _, theirs in links]
+    for worker, link in enumerate(received):
+        if worker == 1:
+            with pytest.raises(EOFError):
+                link.receive(60)
+        else:
+            assert (message := link.receive(60)) is not None and len(message.frames[0]) == 100_000
+    assert [child.process.kill.called for child in children] == [False, True, False]  # type: ignore[attr-defined]
+    for child, link in zip(children, received, strict=True):
+        if child.link is not None:
+            child.link.close()
+        link.close()
+    daemon._starter.close()  # noqa: SLF001
 
 
 def test_more_workers_than_a_node_can_have_are_not_listened_to() -> None:

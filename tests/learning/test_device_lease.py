@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 import farstep
 from farstep.cli import main
 from farstep.elastic.coordinator_server import read_status
+from farstep.learners.device_lease import DeviceLease
+from farstep.learners.loop.timing import Timer
 from farstep.learners.loop.training import Limits, Training
 from farstep.learners.networks.nets import make_agent
 from farstep.learners.ppo import PPO, PPOConfig
@@ -96,6 +99,54 @@ def test_learners_take_turns_on_the_device_of_their_coordinator(tmp_path: Path) 
         assert not failures
         assert [env.stats()["devices"]["uses"] for env in envs] == [10, 10]
         assert [run.workload.device_uses for run in read_status(name)[1]] == [10, 10]
+
+
+def test_a_move_that_runs_out_of_memory_is_undone_before_the_device_is_returned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a GPU: the optimizer only records where its vectors are."""
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    cpu, where_at_return = torch.device("cpu"), []
+
+    class SmallGPU:
+        where = cpu
+
+        def move(self, device: torch.device) -> None:
+            self.where = device
+            if device != cpu:
+                raise torch.OutOfMemoryError
+
+    class Env:
+        has_coordinator = False
+
+        @contextlib.contextmanager
+        def device_token(self) -> Iterator[int]:
+            try:
+                yield 0
+            finally:
+                where_at_return.append(optimizer.where)
+
+    optimizer = SmallGPU()
+    lease = DeviceLease(torch.nn.Linear(1, 1), optimizer, torch.device("cuda"))  # type: ignore[arg-type]
+    with pytest.raises(torch.OutOfMemoryError), lease.update(Env(), Timer()):  # type: ignore[arg-type]
+        pytest.fail("the learner was not moved")
+    assert where_at_return == [cpu]
+
+
+def test_a_move_of_the_optimizer_that_runs_out_of_memory_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, _, _ = trained("cpu", releases=False)
+    other, _, _ = trained("cpu", releases=False)
+    optimizer = learner._optimizer  # noqa: SLF001
+
+    def scarce(tensor: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("farstep.learners.optimizing.pinned", scarce)
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.move(torch.device("cuda"))
+    optimizer.move(torch.device("cpu"))
+    assert all(map(torch.equal, parameters(learner), parameters(other)))
 
 
 def test_replay_learners_refuse_to_release(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -183,3 +183,20 @@ def test_backlog_of_an_unreachable_head_stops_reading_from_workers() -> None:
                 break
             node.relay.send((0, 0), [bytes(1 << 20)])
         assert node.relay.has_backlog
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_relay_owes_a_message_until_the_head_has_received_it(breaks: bool) -> None:
+    """Also a small one, so that the report of a worker's end does not overtake it."""
+    with hub_and_nodes(ROUTE) as (hub, [node]):
+        node.start(hub, (0, 0))
+        arrived: dict[int, list[bytes]] = {}
+        node.relay.send((0, 0), [b"first"])
+        pumped(hub, [node], arrived, lambda: bool(arrived))
+        if breaks:
+            node.control.break_connections()
+        node.relay.send((0, 0), [b"last"])
+        assert node.relay.owes((0, 0))
+        node.relay.request_ack((0, 0))
+        pumped(hub, [node], arrived, lambda: not node.relay.owes((0, 0)))
+        assert arrived == {0: [b"first", b"last"]}

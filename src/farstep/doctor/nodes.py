@@ -259,7 +259,7 @@ class ProbeRun:
 
     def refused(self) -> Iterator[Finding]:
         for host, (why, remedy) in (self._launcher.refused if self._launcher else {}).items():
-            yield problem(f"{host} does not fit: {why}", remedy)
+            yield problem(f"{host} {why}", remedy)
 
     def _complete(self) -> bool | None:
         ready = len(self.ready())

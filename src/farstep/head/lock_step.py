@@ -24,12 +24,12 @@ from farstep.head.server import Server
 from farstep.rollout.step_board import (
     BY_MESSAGE,
     FAILED,
-    MAILBOX_BYTES,
+    INFO_BUFFER_BYTES,
     NO_INFOS,
     StepBoard,
     close_all,
+    completion_tokens,
     doorbell,
-    finish_line,
     ring,
     spin,
     spinning_allowed,
@@ -44,16 +44,18 @@ _WAIT_S = 0.2
 """Seconds after which a caller that sleeps on the doorbell enters the event loop."""
 
 
-class LockStep:
+class LockStepHead:
     """Requests steps of all workers, or of some environments, and waits for the results.
 
     Args:
         server: The workers; all are ready, and none is ever replaced.
         poll_error: Raises the error of a step that a worker has reported, if any.
+        read_messages: Returns when all messages that workers have sent until now are handled.
     """
 
-    def __init__(self, server: Server, poll_error: Callable[[], None]) -> None:
-        self._server, self._records, self._poll_error = server, server.records, poll_error
+    def __init__(self, server: Server, poll_error: Callable[[], None], read_messages: Callable[[], None]) -> None:
+        self._server, self._records = server, server.records
+        self._poll_error, self._read_messages = poll_error, read_messages
         workers, slots = len(self._records), self._records[-1].stop
         self._closing = threading.RLock()
         """Held while doorbells are used, so that another thread does not close them meanwhile."""
@@ -64,7 +66,7 @@ class LockStep:
             opened.callback(lambda: close_all(self._fds))
             self._fds += [doorbell(), *os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)]
             self._fds += [doorbell() for _ in self._records]
-            self._own, self._finishers, self._start, *self._bells = self._fds
+            self._own, self._completion_pipe, self._start, *self._bells = self._fds
             self._epoll = select.epoll()
             opened.callback(self._epoll.close)
             self._epoll.register(self._own, select.EPOLLIN | select.EPOLLET)
@@ -75,11 +77,11 @@ class LockStep:
         self._count = 0
         self._clean = True
         """Whether all requested steps are done and their results read. Otherwise a call was interrupted or raised."""
-        self._finish_line = finish_line(workers)
+        self._completion_tokens = completion_tokens(workers)
         self._nothing = bytes(8 * workers)
-        self._told = self.board.infos.cast("B")
+        self._info_status = self.board.infos.cast("B")
         self._done = self.board.done.cast("B")
-        self._requested = self.board.go.cast("B")
+        self._requested = self.board.requested_step.cast("B")
         self._messages: dict[int, deque[list[Info]]] = {record.worker: deque() for record in self._records}
         """For each worker, infos that it sent and that no call has read."""
         self.in_flight = np.zeros(slots, bool)
@@ -95,7 +97,7 @@ class LockStep:
         with self._server.locked():
             for record in self._records:
                 message = m.SetDoorbells(record.worker, workers, slots, self._spins)
-                fds = [self._memory.fd, self._bells[record.worker], self._own, self._finishers]
+                fds = [self._memory.fd, self._bells[record.worker], self._own, self._completion_pipe]
                 self._server.outbox.send(record, message, fds=fds)
 
     # ---- steps of all environments ----
@@ -107,9 +109,9 @@ class LockStep:
             self._server.raise_failure()  # also if another thread has closed the doorbells
             self._clean, self._count = False, count
             if len(self._bells) > 1:
-                os.write(self._start, self._finish_line)
+                os.write(self._start, self._completion_tokens)
             for worker, bell in enumerate(self._bells):
-                board.go[worker] = count
+                board.requested_step[worker] = count
                 os.eventfd_write(bell, 1)
 
     def finish(self) -> Sequence[Info]:
@@ -118,7 +120,7 @@ class LockStep:
             self._sleep(self._all_done)  # the last worker's ring orders its results before the words (see `StepBoard`)
         self._wait(self._all_done)
         infos: list[Info] = []
-        if self._told != self._nothing:
+        if self._info_status != self._nothing:
             for record in self._records:
                 infos += self._infos_of(record)
         self._clean = True
@@ -128,17 +130,17 @@ class LockStep:
         return self._done == self._requested
 
     def _infos_of(self, record: WorkerRecord) -> list[Info]:
-        told = self.board.infos[record.worker]
-        if told == NO_INFOS:
+        status = self.board.infos[record.worker]
+        if status == NO_INFOS:
             return []
-        if told in (BY_MESSAGE, FAILED):
+        if status in (BY_MESSAGE, FAILED):
             self._wait_in_event_loop(lambda: bool(self._messages[record.worker]))
             return self._messages[record.worker].popleft()
         try:
-            if not 0 < told <= MAILBOX_BYTES:
-                raise WireError(f"infos of {told} bytes in a mailbox of {MAILBOX_BYTES}.")
-            # A copy, because the worker could still change the mailbox.
-            return checked_infos(unpack(bytes(self.board.mailboxes[record.worker][:told])), record)
+            if not 0 < status <= INFO_BUFFER_BYTES:
+                raise WireError(f"infos of {status} bytes in a buffer of {INFO_BUFFER_BYTES}.")
+            # A copy, because the worker could still change the buffer.
+            return checked_infos(unpack(bytes(self.board.info_buffers[record.worker][:status])), record)
         except WireError as error:
             with self._server.locked():
                 self._server.supervisor.reject(record, error)
@@ -154,16 +156,16 @@ class LockStep:
             self._clean = False
             self.in_flight[chosen] = True
             self.num_in_flight += len(chosen)
-            self.board.asked[chosen] += 1
+            self.board.env_requests[chosen] += 1
             for worker in self._workers_of(chosen):
-                self.board.some[worker] += 1
+                self.board.partial_requests[worker] += 1
                 ring(self._bells[worker])
 
     def receive(self, count: int) -> tuple[Array, list[Info]]:
         """Wait until `count` environments have finished. Return them in order, and their infos."""
         self._wait(lambda: len(self.ready) + int(np.count_nonzero(self._finished())) >= count)
         finished = np.flatnonzero(self._finished())
-        self._read_some_infos(finished[self.board.told[finished] != NO_INFOS].tolist())
+        self._read_some_infos(finished[self.board.env_info_status[finished] != NO_INFOS].tolist())
         self.in_flight[finished] = False
         self.num_in_flight -= len(finished)
         self._clean = not self.num_in_flight
@@ -179,7 +181,7 @@ class LockStep:
 
     def _finished(self) -> Array:
         """Mask of the environments whose requested steps are done, but are not in `ready` yet."""
-        return self.in_flight & (self.board.asked == self.board.stepped)  # type: ignore[no-any-return]
+        return self.in_flight & (self.board.env_requests == self.board.stepped)  # type: ignore[no-any-return]
 
     def _read_some_infos(self, slots: Sequence[int]) -> None:
         """Wait for the infos of these environments. Their workers may have sent them in several messages."""
@@ -208,15 +210,27 @@ class LockStep:
         """Wait until no requested step is unfinished, and discard results of a call that was interrupted or raised."""
         if self._clean:
             return
-        self._wait(lambda: self._all_done() and bool((self.board.asked == self.board.stepped).all()), errors=False)
+        self._ring_again()
+        self._wait(
+            lambda: self._all_done() and bool((self.board.env_requests == self.board.stepped).all()), errors=False
+        )
         with contextlib.suppress(BlockingIOError):
-            os.read(self._finishers, 2 * len(self._finish_line))
+            os.read(self._completion_pipe, 2 * len(self._completion_tokens))
+        self._read_messages()  # infos and failures of these steps must not reach a later call
         for messages in self._messages.values():
             messages.clear()
         self.in_flight[:] = False
         self.num_in_flight = 0
         self.discard()
         self._clean = True
+
+    def _ring_again(self) -> None:
+        """Wake all workers: the interrupted call may have requested a step without ringing."""
+        with self._closing:
+            self._server.raise_failure()
+            for worker, bell in enumerate(self._bells):
+                self.board.partial_requests[worker] += 1
+                ring(bell)
 
     def discard(self) -> None:
         """Forget results of single environments that no call has read."""

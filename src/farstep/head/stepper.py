@@ -11,7 +11,7 @@ from farstep.errors import WireError, WorkerError
 from farstep.head.chunks.incoming_chunks import IncomingChunk, decode_ends
 from farstep.head.chunks.rollouts import Rollouts, base_rows
 from farstep.head.events import EventLog
-from farstep.head.lock_step import Info, LockStep, checked_infos
+from farstep.head.lock_step import Info, LockStepHead, checked_infos
 from farstep.head.members.broadcast import Broadcast
 from farstep.head.members.worker_records import ResetRequest, WorkerRecord
 from farstep.head.server import Server
@@ -28,7 +28,8 @@ class Stepper:
 
     Local workers step without messages (see `lock_step.py`). Resets, calls and the first step after a change of the
     layout are messages with answers. Each of them leaves no unread message behind, so that steps and messages keep
-    their order although they take different ways; after one that was interrupted, the next step is a message, too.
+    their order although steps use shared memory and messages use the socket; after one that was interrupted, the next
+    step is a message, too.
 
     A worker that dies is not restarted: the next call raises. After an exception in an environment, the workers keep
     running, and the caller can continue with `reset`.
@@ -48,7 +49,7 @@ class Stepper:
         """Row 0 of each block: the step, or the observations of a reset."""
         self.next_obs: dict[str, Array] = {}
         """Row 1 of each block of observations: those after the step."""
-        self.lock_step: LockStep | None = None
+        self.lock_step: LockStepHead | None = None
         """Set if workers are processes that share memory with the head."""
         self._in_order = False
         """Whether workers have answered all messages, so that a step may be requested without one."""
@@ -61,7 +62,7 @@ class Stepper:
         self._rollouts = Rollouts(self.server.records, obs, self._obs_schema)
         self._set_layout(actions)
         if self.server.shares_memory and not self.server.is_driven:
-            self.lock_step = LockStep(self.server, self._raise_error)
+            self.lock_step = LockStepHead(self.server, self._raise_error, self._read_messages)
             self.lock_step.announce()
         return observation_space, action_space
 
@@ -123,11 +124,17 @@ class Stepper:
         """Request a step of some environments. Their actions are in the blocks."""
         assert self.lock_step is not None
         if not self.lock_step.num_in_flight:
+            self.lock_step.settle()
             self._error = None
         if not self._in_order:
-            self._broadcast.call("describe", ())  # its answers follow those to all earlier messages
-            self._in_order = True
+            self._read_messages()
         self.lock_step.send(chosen)
+
+    def _read_messages(self) -> None:
+        """Handle all messages that workers have sent until now."""
+        self._in_order = False
+        self._broadcast.call("describe", ())  # each worker's answer follows all its earlier messages
+        self._in_order = True
 
     def current_times(self) -> WorkerTimes:
         """How workers have spent their time until now."""

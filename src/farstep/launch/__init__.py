@@ -61,8 +61,9 @@ def launcher_for(config: LaunchConfig, plan: ActingPlan, envs: int, modules: Seq
             cores = assign_cores(config.cpu_affinity, config.cpus_per_worker, workers)
             if cores is not None and workers > len(cores):
                 warn(
-                    f"cpu_affinity: {workers} workers share the cores of {len(cores)}, since each is pinned to "
-                    f"cpus_per_worker={config.cpus_per_worker} cores; at most {len(cores)} should run at the same time"
+                    f"cpu_affinity: {workers} workers, but cores for only {len(cores)} "
+                    f"(cpus_per_worker={config.cpus_per_worker}); some workers share cores. Run at most {len(cores)} "
+                    "at a time."
                 )
             starter = ProcessStarter(config.cpus_per_worker, config.start_method, modules, connect_s, warn, cores)
             failed.callback(starter.close)

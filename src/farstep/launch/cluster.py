@@ -28,7 +28,7 @@ from farstep.launch.nodes import Node, RemoteWorker, send_to_node
 from farstep.rollout.progress import PHASE, Phase, copy_words, private_words
 from farstep.wire import node_messages as n
 from farstep.wire.channels.zmq import NODE, Hub
-from farstep.wire.versions import mismatches
+from farstep.wire.versions import OTHER_VERSIONS, mismatches
 
 _FILES_PER_PEER, _OTHER_FILES = 8, 1024
 """Descriptors for each worker, or for each node whose daemon relays for its workers, and for all else."""
@@ -144,7 +144,7 @@ class ClusterLauncher(Launcher):
                 self._on_message(group, n.decode_from_node(received.frames), receive)
             except WireError as error:
                 if (versions := n.versions_in(received.frames)) and (different := mismatches(versions)):
-                    self._refuse("(unnamed)", "; ".join(different), _SAME_VERSIONS)
+                    self._refuse("(unnamed)", f"{OTHER_VERSIONS}: {'; '.join(different)}", _SAME_VERSIONS)
                 else:
                     self._on_invalid(group, error)
 
@@ -170,7 +170,7 @@ class ClusterLauncher(Launcher):
         connected, fewest = sum(node is not None for node in self._blocks), self._config.fewest_nodes
         if connected >= fewest:
             self._enough_at, self._refusal = now, None
-        elif self._refusal is not None:
+        elif self._refusal is not None:  # first: that the refused node has ended explains nothing
             raise self._refusal
         self._groups.request_missing(self._wanted, now)
         if connected < fewest and now - self._enough_at > self._config.queue_s:
@@ -301,8 +301,14 @@ class ClusterLauncher(Launcher):
             self._emit("warned", f"a node daemon sent a message that cannot be accepted ({number}): {error}")
 
     def _refuse(self, host: str, why: str, remedy: str) -> None:
-        """Refuse a node whose versions differ from the head's, or whose workers cannot be pinned."""
-        text = f"the node {host} does not fit: {why}. {remedy}"
+        """Refuse a node whose versions differ from the head's, or whose workers cannot be pinned.
+
+        Args:
+            host: The node.
+            why: The predicate of a sentence about the node.
+            remedy: What the user can do.
+        """
+        text = f"the node {host} {why}. {remedy}"
         if self._config.fewest_nodes == self._config.nodes:
             self._refusal = LaunchError(text)
         if host not in self.refused and len(self.refused) < _MAX_REFUSED:
@@ -316,10 +322,12 @@ class ClusterLauncher(Launcher):
             send_to_node(self._hub, hello.node, n.Leave("this node was not requested"))
             return
         different = "; ".join(mismatches(hello.versions))
-        if unfit := different or hello.cannot_pin.removesuffix("."):
-            send_to_node(self._hub, hello.node, n.Leave(f"does not fit: {unfit}"))
+        if different or hello.cannot_pin:
+            cannot_pin = f"cannot be used: {hello.cannot_pin.removesuffix('.')}"
+            why = f"{OTHER_VERSIONS}: {different}" if different else cannot_pin
+            send_to_node(self._hub, hello.node, n.Leave(f"this node {why}"))
             self._groups[group].rejected(hello.node, hello.place)
-            self._refuse(hello.host, unfit, _SAME_VERSIONS if different else _DO_NOT_PIN)
+            self._refuse(hello.host, why, _SAME_VERSIONS if different else _DO_NOT_PIN)
             return
         killed = self._nodes.get(hello.replaces or "")
         if killed is not None and killed.group == group:

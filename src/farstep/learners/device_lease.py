@@ -48,9 +48,9 @@ class DeviceLease:
                 index = stack.enter_context(env.device_token())
             has_index = env.has_coordinator and self._device.type != "cpu"
             device = torch.device(self._device.type, index) if has_index else self._device
-            with timer("device_move"):
-                self._move_to(device)
             try:
+                with timer("device_move"):
+                    self._move_to(device)
                 yield device
             finally:
                 with timer("device_move"):

@@ -138,13 +138,14 @@ class Optimizer:
     def move(self, device: torch.device) -> None:
         """Move parameters, moments and step counts to a device. Gradients are 0 between updates and are not copied.
 
-        Copies between pinned memory and a GPU are asynchronous; the caller synchronizes before it uses the CPU's.
+        Copies between pinned memory and a GPU are asynchronous; the caller synchronizes before it uses the CPU's. After
+        a move to a GPU that raised, a move to the CPU undoes what had been moved.
         """
         vectors = (self._flat, *self._moments.values())
         if self._flat.device.type == "cpu":
-            if self._cpu_vectors is None:
+            if self._cpu_vectors is None and device.type != "cpu":
                 self._cpu_vectors = tuple(pinned(vector) for vector in vectors)
-            moved = tuple(vector.to(device, non_blocking=True) for vector in self._cpu_vectors)
+            moved = tuple(vector.to(device, non_blocking=True) for vector in self._cpu_vectors or vectors)
         else:
             assert self._cpu_vectors is not None and device.type == "cpu"
             for kept, vector in zip(self._cpu_vectors, vectors, strict=True):

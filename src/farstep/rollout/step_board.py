@@ -1,7 +1,7 @@
 """Memory and doorbells through which `make_vec` and its local workers exchange steps without messages.
 
 Actions and results are in the rollout blocks (`blocks.py`). The board has the words that say which step is requested
-and which one is done, and a mailbox for each worker's infos. A doorbell is an eventfd: the head rings each worker's
+and which one is done, and a buffer for each worker's infos. A doorbell is an eventfd: the head rings each worker's
 own doorbell, and the last worker to finish rings the head's.
 
 Head and workers write data first, then the word that announces the data, then ring. The system call that rings, and the
@@ -22,13 +22,13 @@ from farstep.core import Array
 from farstep.resources import usable_cpus
 from farstep.wire.channels.memory import SharedMemory
 
-MAILBOX_BYTES = 256 * 1024
+INFO_BUFFER_BYTES = 256 * 1024
 """Room for one worker's infos of one step; larger ones travel as a message. Untouched pages take no memory."""
 NO_INFOS, BY_MESSAGE, FAILED = 0, -1, -2
 """Values of `StepBoard.infos`: the step has no infos; a `StepInfos` message has them; a `Failure` message was sent
-instead of results. A positive value is the number of bytes in the mailbox."""
-LAST = b"L"
-"""The byte that the last worker to finish reads (see `finish_line`)."""
+instead of results. A positive value is the number of bytes in the info buffer."""
+LAST_TOKEN = b"L"
+"""The byte that the last worker to finish reads (see `completion_tokens`)."""
 SPIN_S = 20e-6
 """Seconds for which head and workers poll the board before they sleep, if they may (see `spinning_allowed`)."""
 
@@ -45,23 +45,23 @@ class StepBoard:
     def __init__(self, memory: memoryview, workers: int, slots: int) -> None:
         words = memory[: _words(workers, slots) * 8].cast("q")
         parts = [words[k * workers : (k + 1) * workers] for k in range(6)]
-        self.go, self.done, self.infos, self.some, self.env_ns, self.wait_ns = parts
+        self.requested_step, self.done, self.infos, self.partial_requests, self.env_ns, self.wait_ns = parts
         """One word per worker: the number of the last step that the head requested of all environments; the last one
         that is done; its infos (see `NO_INFOS`); how often the head requested steps of some environments; nanoseconds
         of stepping environments and of waiting for steps, in all steps so far."""
         by_slot = np.frombuffer(words, np.int64)[6 * workers :].reshape(3, slots)
-        self.asked: Array = by_slot[0]
+        self.env_requests: Array = by_slot[0]
         """For each environment, how often the head requested a step of it alone."""
         self.stepped: Array = by_slot[1]
-        """The last value of `asked` whose step is done."""
-        self.told: Array = by_slot[2]
+        """The last value of `env_requests` whose step is done."""
+        self.env_info_status: Array = by_slot[2]
         """The infos of that step: `NO_INFOS`, `BY_MESSAGE` or `FAILED`."""
-        mailboxes = memory[_words(workers, slots) * 8 :]
-        self.mailboxes = [mailboxes[k * MAILBOX_BYTES : (k + 1) * MAILBOX_BYTES] for k in range(workers)]
+        info_buffers = memory[_words(workers, slots) * 8 :]
+        self.info_buffers = [info_buffers[k * INFO_BUFFER_BYTES : (k + 1) * INFO_BUFFER_BYTES] for k in range(workers)]
 
     @staticmethod
     def nbytes(workers: int, slots: int) -> int:
-        return _words(workers, slots) * 8 + workers * MAILBOX_BYTES
+        return _words(workers, slots) * 8 + workers * INFO_BUFFER_BYTES
 
     @classmethod
     def attach(cls, fd: int, workers: int, slots: int) -> StepBoard:
@@ -81,10 +81,10 @@ def doorbell() -> int:
     return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
 
-def finish_line(workers: int) -> bytes:
-    """What the head writes into the pipe of finishers before each step. A worker that finishes reads one byte; the last
-    worker reads `LAST`."""
-    return b"-" * (workers - 1) + LAST
+def completion_tokens(workers: int) -> bytes:
+    """What the head writes into the completion pipe before each step. A worker that finishes reads one byte; the last
+    worker reads `LAST_TOKEN`."""
+    return b"-" * (workers - 1) + LAST_TOKEN
 
 
 def ring(fd: int) -> None:

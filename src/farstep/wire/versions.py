@@ -11,6 +11,8 @@ import numpy as np
 from farstep.version import VERSION
 from farstep.wire.messages import PROTOCOL
 
+OTHER_VERSIONS = "has other versions than the head"
+
 
 def versions() -> dict[str, str]:
     """The versions in this process."""

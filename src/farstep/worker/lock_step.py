@@ -10,7 +10,16 @@ import numpy as np
 
 from farstep.rollout.progress import PHASE, Phase
 from farstep.rollout.rows import Rows
-from farstep.rollout.step_board import BY_MESSAGE, FAILED, LAST, MAILBOX_BYTES, NO_INFOS, StepBoard, ring, spin
+from farstep.rollout.step_board import (
+    BY_MESSAGE,
+    FAILED,
+    INFO_BUFFER_BYTES,
+    LAST_TOKEN,
+    NO_INFOS,
+    StepBoard,
+    ring,
+    spin,
+)
 from farstep.wire import messages as m
 from farstep.wire.codec import pack
 from farstep.worker.hosting.strict import StrictEnvs
@@ -19,7 +28,7 @@ from farstep.worker.worker_timer import WorkerTimer
 _IDLE = int(Phase.IDLE)
 
 
-class LockStep:
+class LockStepWorker:
     """The worker's side of the doorbells.
 
     Args:
@@ -45,15 +54,15 @@ class LockStep:
         fail: Callable[[BaseException], None],
         failures: tuple[type[BaseException], ...],
     ) -> None:
-        board, self._bell, self._head_bell, self._finishers = fds
+        board, self._bell, self._head_bell, self._completion_pipe = fds
         self._board = StepBoard.attach(board, message.workers, message.slots)
         self._me, self._alone, self._spins = message.worker, message.workers == 1, message.spins
         self._link_fd, self._host, self._progress, self._timer = link_fd, host, progress, timer
         self._send, self._fail, self._failures = send, fail, failures
         self._slots = slice(host.slots.first, host.slots.first + host.num_envs)
         self._rows: Rows | None = None
-        self._last, self._last_some = 0, 0
-        """The last values of `StepBoard.go` and `StepBoard.some` that were handled."""
+        self._last, self._last_partial = 0, 0
+        """The last values of `StepBoard.requested_step` and `StepBoard.partial_requests` that were handled."""
         self._epoll = select.epoll()
         self._epoll.register(link_fd, select.EPOLLIN)
         self._epoll.register(self._bell, select.EPOLLIN | select.EPOLLET)
@@ -65,16 +74,17 @@ class LockStep:
             rows: This worker's columns of the blocks.
         """
         self._rows = None
-        go, some, me, link_fd, poll = self._board.go, self._board.some, self._me, self._link_fd, self._epoll.poll
+        requested, partial = self._board.requested_step, self._board.partial_requests
+        me, link_fd, poll = self._me, self._link_fd, self._epoll.poll
         has_message = False
         while not has_message:
-            if go[me] != self._last:
-                self._last = go[me]
+            if requested[me] != self._last:
+                self._last = requested[me]
                 self._step_all(rows)
-                if self._spins and spin(lambda: go[me] != self._last):
+                if self._spins and spin(lambda: requested[me] != self._last):
                     continue
-            elif some[me] != self._last_some:
-                self._last_some = some[me]
+            elif partial[me] != self._last_partial:
+                self._last_partial = partial[me]
                 self._step_some(rows)
             for fd, _ in poll():  # each ring is one event, so that this returns at once if the head has rung meanwhile
                 has_message = has_message or fd == link_fd
@@ -87,30 +97,32 @@ class LockStep:
         try:
             host.step(0)
             host.slots.total_rows += 1
-            told = self._put(pack(host.infos, opaque=True)) if host.infos else NO_INFOS
+            status = self._put(pack(host.infos, opaque=True)) if host.infos else NO_INFOS
         except self._failures as error:
             self._fail(error)
-            told = FAILED
+            status = FAILED
         self._end()
-        self._done(told)
+        self._done(status)
 
     def _step_some(self, rows: Rows) -> None:
         """Step the environments that the head has requested since the last call."""
         host, board, slots = self._host, self._board, self._slots
-        asked, told = board.asked[slots].copy(), board.told[slots]
-        chosen = np.flatnonzero(asked != board.stepped[slots]).tolist()
+        requests, status = board.env_requests[slots].copy(), board.env_info_status[slots]
+        chosen = np.flatnonzero(requests != board.stepped[slots]).tolist()
+        if not chosen:  # the head rings all workers after a call that was interrupted
+            return
         self._begin(rows)
         try:
             host.step_some(chosen)
-            if host.infos:  # not in the mailbox: the head may not have read the infos of other environments yet
+            if host.infos:  # not in the info buffer: the head may not have read the infos of other environments yet
                 self._send(m.StepInfos(), pack(host.infos, opaque=True))
-            told[chosen] = NO_INFOS
-            told[[i for i, _, _ in host.infos]] = BY_MESSAGE
+            status[chosen] = NO_INFOS
+            status[[i for i, _, _ in host.infos]] = BY_MESSAGE
         except self._failures as error:
             self._fail(error)
-            told[chosen] = FAILED
+            status[chosen] = FAILED
         self._end()
-        board.stepped[slots] = asked
+        board.stepped[slots] = requests
         ring(self._head_bell)
 
     def _begin(self, rows: Rows) -> None:
@@ -124,25 +136,25 @@ class LockStep:
         self._progress[PHASE] = _IDLE
         self._timer.lap_into(self._board.env_ns, self._me)
 
-    def _done(self, told: int) -> None:
+    def _done(self, status: int) -> None:
         """Announce the results. Ring if this worker is the last one, or if it failed."""
         board, me = self._board, self._me
-        board.infos[me] = told
+        board.infos[me] = status
         board.done[me] = self._last
-        if self._alone or self._is_last() or told == FAILED:
+        if self._alone or self._is_last() or status == FAILED:
             os.eventfd_write(self._head_bell, 1)
 
     def _is_last(self) -> bool:
         """Whether no other worker is still stepping."""
         try:
-            return os.read(self._finishers, 1) == LAST
+            return os.read(self._completion_pipe, 1) == LAST_TOKEN
         except BlockingIOError:  # after an interrupted call, the head has emptied the pipe
             return True
 
     def _put(self, infos: bytes) -> int:
-        """Write infos into the mailbox, or send them if they do not fit. Return what `StepBoard.infos` is to say."""
-        if len(infos) > MAILBOX_BYTES:
+        """Write infos into the info buffer, or send them if they do not fit. Return the value of `StepBoard.infos`."""
+        if len(infos) > INFO_BUFFER_BYTES:
             self._send(m.StepInfos(), infos)
             return BY_MESSAGE
-        self._board.mailboxes[self._me][: len(infos)] = infos
+        self._board.info_buffers[self._me][: len(infos)] = infos
         return len(infos)

@@ -46,7 +46,7 @@ from farstep.worker.hosting.staggered import Staggered, StaggeredEnvs, Staggered
 from farstep.worker.hosting.strict import StrictEnvs
 from farstep.worker.hosting.vector import HostedVector
 from farstep.worker.inbox import Inbox, TicketCancelled
-from farstep.worker.lock_step import LockStep
+from farstep.worker.lock_step import LockStepWorker
 from farstep.worker.rolling import AnyActor, AnyHost, Roller, Rollout
 from farstep.worker.saving import Saving, seed_generators
 from farstep.worker.weights.probing import Probing
@@ -95,7 +95,7 @@ class Worker:
         self._base: tuple[str, bytearray] = ("", bytearray())
         """The base that the head sent last: content hash and bytes."""
         self._sync = WeightSync(words)
-        self._lock_step: LockStep | None = None
+        self._lock_step: LockStepWorker | None = None
         """Set if `make_vec` steps the environments without messages."""
         self._agent_id = -1
         self._timer = WorkerTimer()
@@ -276,7 +276,7 @@ class Worker:
         assert isinstance(self._host, StrictEnvs)
         fail = partial(self._report, step=True)
         around = (self._host, self._words, self._timer, self._send, fail, self._user_errors)
-        self._lock_step = LockStep(message, fds, self._link.fileno(), *around)
+        self._lock_step = LockStepWorker(message, fds, self._link.fileno(), *around)
 
     def _seed_globals(self, root: int, slot: int) -> None:
         if self._owns_process:  # inside the head's process, the global generators belong to the user

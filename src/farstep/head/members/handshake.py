@@ -17,7 +17,7 @@ from farstep.launch.daemon.process import import_path
 from farstep.rollout.progress import PHASE, Phase
 from farstep.wire import messages as m
 from farstep.wire.codec import unpack
-from farstep.wire.versions import mismatches
+from farstep.wire.versions import OTHER_VERSIONS, mismatches
 
 _PRELOADED = ("torch",)
 """Large modules that workers import early if the head has imported them."""
@@ -62,12 +62,13 @@ class Handshake:
     def welcome(self, record: WorkerRecord, hello: m.Hello) -> None:
         """Answer a worker that has connected: send it the program, or refuse it."""
         different = mismatches(hello.versions)
+        predicate = OTHER_VERSIONS if different else "cannot be used"
         run = self._supervisor.run
         if hello.run != run or hello.worker != record.worker or hello.incarnation != record.incarnation:
             different.append("it belongs to another run or incarnation")
         record.host, record.pid, record.cores = hello.host, hello.pid, hello.cores
         if different:
-            reason = f"{record.role} {record.worker} on {hello.host} does not fit: {'; '.join(different)}."
+            reason = f"{record.role} {record.worker} on {hello.host} {predicate}: {'; '.join(different)}."
             self._outbox.send(record, m.Refuse(reason))
             self._fail(HandshakeError(f"{reason} Install the same versions on both sides."))
             return

@@ -38,7 +38,7 @@ class Outbox:
     ) -> int:
         """Send a message to one worker and return its size in bytes; 0 if it could not be sent.
 
-        A released worker continues with it. It reads news of published versions later, before its next ticket.
+        A released worker is resumed. `Newest` and `Probe` do not resume it; it reads them before its next ticket.
         """
         if record.link is None:
             return 0

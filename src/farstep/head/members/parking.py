@@ -30,7 +30,7 @@ class Parking:
         tickets: The tickets of these workers.
         supervisor: Suspends and resumes their processes.
         outbox: Sends them messages.
-        client: Is told which workers are parked.
+        client: Notified when a worker is parked.
         emit: Emits the events of the run.
         release_idle: Whether to suspend workers while no session of tickets is open.
     """

@@ -59,11 +59,13 @@ def assign_cores(
     try:
         os.sched_setaffinity(0, allowed)
     except OSError as error:
-        raise LaunchError(f"cpu_affinity={option!r}: this process must not choose its cores ({error}).") from error
+        raise LaunchError(
+            f"cpu_affinity={option!r}: this process is not permitted to set its CPU affinity ({error})."
+        ) from error
     if option != "auto":
         if not set(option) <= allowed:
             raise LaunchError(
-                f"cpu_affinity={list(option)} names cores that this process must not use; expected some of "
+                f"cpu_affinity={list(option)} names cores outside this process's affinity mask; expected some of "
                 f"{core_ranges(allowed)}."
             )
         return CoreAssignment(_cut([list(option)], cores_per_worker))
@@ -94,7 +96,8 @@ def _cut(nodes: Sequence[Sequence[int]], size: int) -> list[list[int]]:
 
 
 def _numa_nodes(allowed: set[int], system: Path) -> list[list[int]]:
-    """Return the allowed cores of each NUMA node; all of them as one node if the kernel does not tell."""
+    """Return the allowed cores of each NUMA node; all of them as one node if the kernel does not report NUMA
+    nodes."""
     found = []
     for folder in sorted((system / "node").glob("node[0-9]*")):
         with contextlib.suppress(OSError, ValueError):

@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -27,7 +27,7 @@ from typing import Any
 
 import zmq
 
-from farstep.core import Ended
+from farstep.core import BytesLike, Ended
 from farstep.errors import FarstepError, LaunchError, WireError
 from farstep.launch.daemon.affinity import CoreAssignment, assign_cores
 from farstep.launch.daemon.process import ProcessStarter, WorkerProcess
@@ -51,7 +51,7 @@ _KEYS = ("server_key", "public", "secret", "bulk_port", "address")
 _MESSAGES_AT_ONCE, _LAST_MESSAGES = 16, 4096
 """Maximum number of messages to read from a worker before the next worker's turn, and after its end."""
 _LINGER_S = 2.0
-"""Maximum seconds from the end of a worker to the report, so that its last messages arrive first."""
+"""Seconds to wait for the acknowledgement of an ended worker's last messages before its end is reported."""
 
 
 class Unreachable(FarstepError):
@@ -68,6 +68,8 @@ class _Child:
     printed: bytearray = field(default_factory=bytearray)
     closed_output: bool = False
     suspended: bool = False
+    killed: bool = False
+    """Whether the head has killed the worker; it then ignores messages of this worker."""
     link: LocalLink | None = None
     """The daemon's end of its link, if the daemon relays for it; None after its end."""
     ended: Ended | None = None
@@ -274,6 +276,7 @@ class NodeDaemon:
                 self._start(link, message)
             case n.KillWorker():
                 if (child := self._children.get((message.worker, message.incarnation))) is not None:
+                    child.killed = True
                     child.process.kill()
             case n.SetSuspended():
                 if (child := self._children.get((message.worker, message.incarnation))) is not None:
@@ -344,11 +347,25 @@ class NodeDaemon:
                 self._read_link(relay, key, child, _MESSAGES_AT_ONCE)
         relay.service()
         for key, frames in relay.messages():
-            if (child_of := self._children.get(key)) is not None and child_of.link is not None:
-                child_of.link.send(frames)
-        for child in self._children.values():
-            if child.link is not None:
+            if key in self._children:
+                self._pass_on(key, self._children[key], frames)
+        for key, child in self._children.items():
+            self._pass_on(key, child)
+
+    def _pass_on(self, key: tuple[int, int], child: _Child, frames: Sequence[BytesLike] | None = None) -> None:
+        """Send a worker a message of the head, or those that are queued. If this is impossible, kill the worker, which
+        would miss a message."""
+        if child.link is None:
+            return
+        try:
+            if frames is None:
                 child.link.flush()
+            else:
+                child.link.send(frames)
+        except OSError as error:
+            log.warning("killed worker %d, because a message of the head could not be sent to it: %s", key[0], error)
+            child.process.kill()
+            self._close_link(child)
 
     def _read_link(self, relay: Relay, key: tuple[int, int], child: _Child, limit: int) -> None:
         """Pass on up to `limit` messages of a worker, and close its link at the end."""
@@ -408,12 +425,15 @@ class NodeDaemon:
             child.read()
             if self._relay is not None:
                 self._read_link(self._relay, key, child, _LAST_MESSAGES)
+                self._relay.request_ack(key)
                 self._relay.service()
 
     def _must_wait(self, key: tuple[int, int], child: _Child) -> bool:
-        """Whether large messages of an ended worker may still be on their way: they count if they arrive before the
-        report of its end."""
-        return self._relay is not None and self._relay.owes(key) and time.monotonic() < child.report_at
+        """Whether the head may not have received the last messages of an ended worker. It would ignore them after the
+        report of the end."""
+        if self._relay is None or child.killed:
+            return False
+        return self._relay.owes(key) and time.monotonic() < child.report_at
 
     def _report_end(self, link: DealerLink, ended: n.WorkerEnded) -> None:
         self._started[ended.worker, ended.incarnation] = ended

@@ -84,13 +84,18 @@ class Relay:
 
     @property
     def has_backlog(self) -> bool:
-        """Whether so many packets wait that no further messages of workers should be read."""
+        """Whether more than `UNSENT` packets are queued; the daemon then stops reading from its workers
+        (backpressure)."""
         return any(len(unsent) > UNSENT for unsent in self._unsent.values())
 
     def owes(self, worker: Worker) -> bool:
-        """Whether a large message of this worker may not have reached the head yet. Small messages are in order with
-        those of the daemon."""
-        return self._channels[worker].owes_segments
+        """Whether a message of this worker may not have reached the head yet: it is queued, or unacknowledged."""
+        return self._channels[worker].unacknowledged > 0
+
+    def request_ack(self, worker: Worker) -> None:
+        """Request an acknowledgement now if `owes(worker)`, instead of after the usual delay."""
+        if self.owes(worker):
+            self._put(worker, self._channels[worker].request_ack(time.monotonic()))
 
     def rate(self, worker: Worker) -> float:
         """The measured throughput in bytes per second; infinite before the first measurement."""

@@ -230,9 +230,13 @@ class ReliableChannel:
     def due(self, now: float) -> Iterable[Packet]:
         """A `REQUEST_ACK` if messages are unacknowledged, and nothing was sent or requested during the last second."""
         if self._unacknowledged and now - max(self._requested_at, self._last_sent) > REQUEST_ACK_S:
-            self._requested_at = now
-            return [Packet(False, [self._envelope(Kind.REQUEST_ACK)])]
+            return [self.request_ack(now)]
         return ()
+
+    def request_ack(self, now: float) -> Packet:
+        """A packet that requests an acknowledgement of all earlier messages."""
+        self._requested_at = now
+        return Packet(False, [self._envelope(Kind.REQUEST_ACK)])
 
     @property
     def rate(self) -> float:
@@ -247,11 +251,6 @@ class ReliableChannel:
     def unacknowledged(self) -> int:
         """The number of messages kept for a possible resend."""
         return len(self._unacknowledged)
-
-    @property
-    def owes_segments(self) -> bool:
-        """Whether a large message is unacknowledged."""
-        return any(sent.bulk for sent in self._unacknowledged)
 
     # ---- receiving ----
 
