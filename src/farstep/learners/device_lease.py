@@ -33,6 +33,9 @@ class DeviceLease:
         self._agent, self._optimizer, self._device = agent, optimizer, device
         self._frozen: list[tuple[Tensor, Tensor]] | None = None
         """Frozen parameters, each with its copy in main memory; None before the first update."""
+        if device.type != "cpu":
+            optimizer.move(CPU)
+            torch.cuda.synchronize(device)
         agent.to(CPU)
 
     @contextmanager

@@ -147,7 +147,9 @@ class Optimizer:
                 self._cpu_vectors = tuple(pinned(vector) for vector in vectors)
             moved = tuple(vector.to(device, non_blocking=True) for vector in self._cpu_vectors or vectors)
         else:
-            assert self._cpu_vectors is not None and device.type == "cpu"
+            assert device.type == "cpu"
+            if self._cpu_vectors is None:
+                self._cpu_vectors = tuple(pinned(torch.empty_like(vector, device=device)) for vector in vectors)
             for kept, vector in zip(self._cpu_vectors, vectors, strict=True):
                 kept.copy_(vector, non_blocking=True)
             moved = self._cpu_vectors
