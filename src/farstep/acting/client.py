@@ -243,8 +243,9 @@ class ServedActor:
         if starts.any():
             arrays[ROOTS][part] = self._slots.roots[part]
             arrays[EPISODES][part] = self._slots.episodes[part]
-        words[TICKET], words[MIN_VERSION], words[NEWEST] = self._ticket, self._min_version, self.newest
-        words[IS_FIRST] = self._is_first[group]
+        words[MIN_VERSION], words[NEWEST], words[IS_FIRST] = self._min_version, self.newest, self._is_first[group]
+        self._fence()  # the server may still read an earlier, cancelled request
+        words[TICKET] = self._ticket
         self._requested[group] += 1
         self._fence()
         words[REQUEST] = self._requested[group]

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from farstep.acting import messages as am
 from farstep.acting.batch_actor import BatchActor, Group
@@ -41,7 +41,7 @@ from farstep.acting.mailbox import (
 from farstep.core import BytesLike, Link, Received
 from farstep.errors import AgentError, WireError, described, printable
 from farstep.rollout.program import Program
-from farstep.rollout.progress import COUNT, PHASE, SERVED_BATCHES, SERVED_ROWS, SERVED_WAIT_US, Phase
+from farstep.rollout.progress import CANCEL, COUNT, PHASE, SERVED_BATCHES, SERVED_ROWS, SERVED_WAIT_US, Phase
 from farstep.rollout.rows import Slots
 from farstep.rollout.weight_headers import check_digest
 from farstep.wire import messages as m
@@ -71,14 +71,19 @@ class _Client:
     mailbox: Mailbox | None = None
     doorbell: Doorbell | None = None
     acted_ticket: int = 0
-    """The ticket of the last request that was answered."""
+    """The newest ticket for which a request was answered."""
     waiting: tuple[am.Join, Received] | None = None
     """A `Join` for an agent that has not arrived yet."""
 
-    @property
-    def holds(self) -> bool:
-        """Whether it is inside a chunk whose rows must all have one version."""
-        return self.mailbox is not None and self.mailbox.words[HELD] == self.acted_ticket != 0
+    def holds(self, cancelled: int) -> bool:
+        """Whether it is inside a chunk whose rows must all have one version.
+
+        A worker that steps an environment notices late that its chunk was cancelled.
+
+        Args:
+            cancelled: The id of the last cancelled ticket.
+        """
+        return self.mailbox is not None and cancelled < self.mailbox.words[HELD] == self.acted_ticket
 
     def forget_groups(self) -> None:
         if self.mailbox is not None and self.doorbell is not None:
@@ -89,6 +94,21 @@ class _Client:
     def close(self) -> None:
         self.forget_groups()
         self.link.close()
+
+
+class _Request(NamedTuple):
+    """A request of a worker, read once: a worker whose chunk is cancelled replaces it at any time."""
+
+    client: _Client
+    group: Group
+    number: int
+    ticket: int
+    min_version: int
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the server has already acted in the chunk of this request."""
+        return self.ticket == self.client.acted_ticket
 
 
 class ActingServer:
@@ -201,6 +221,8 @@ class ActingServer:
             case m.Newest():
                 if isinstance(self._sync.weights, RemoteWeights):
                     self._sync.weights.announced = message.version
+            case m.Cancel():
+                self._words[CANCEL] = message.upto
             case m.Refuse() | m.Stop():
                 self._running = False
             case _:
@@ -341,74 +363,84 @@ class ActingServer:
             return _IDLE_S
         assert self._program.serving is not None
         now = time.monotonic()
-        pending = [(client, group) for client in self._clients.values() for group in client.groups if group.is_pending]
-        for _, group in pending:
-            group.arrived = group.arrived or now
+        pending = self._pending()
+        for request in pending:
+            request.group.arrived = request.group.arrived or now
         try:
             admitted = self._update_weights(pending)
         except TicketCancelled:
             return _IDLE_S  # the head has replaced the agent
         options, possible = self._program.serving, sum(len(client.groups) for client in self._clients.values())
-        owners = {id(group): client for client, group in admitted}
+        by_group = {id(request.group): request for request in admitted}
         groups, wait_s = next_batch(
-            [group for _, group in admitted], possible, now, options.max_batch, options.window_ms / 1000
+            [request.group for request in admitted], possible, now, options.max_batch, options.window_ms / 1000
         )
         if not groups:
             return min(_IDLE_S, wait_s) if admitted else _IDLE_S
-        self._run(groups, [owners[id(group)] for group in groups], now)
+        self._run([by_group[id(group)] for group in groups], now)
         return 0.0
 
-    def _update_weights(self, pending: Sequence[tuple[_Client, Group]]) -> list[tuple[_Client, Group]]:
+    def _pending(self) -> list[_Request]:
+        """The requests that wait for an answer."""
+        found = []
+        for client in self._clients.values():
+            for group in client.groups:
+                if group.is_pending:
+                    number = group.words[REQUEST]
+                    self._fence()
+                    ticket = group.words[TICKET]
+                    self._fence()  # the worker writes the ticket after its version
+                    found.append(_Request(client, group, number, ticket, group.words[MIN_VERSION]))
+        return found
+
+    def _update_weights(self, pending: Sequence[_Request]) -> Sequence[_Request]:
         """Pull weights between two batches if the sync rule decides to. Return the requests that may be answered now.
 
-        While a worker is inside a chunk that must have one version, the weights stay as they are. Requests that need
-        newer weights, and chunks that have not begun, then wait for the end of that chunk.
+        While a worker is inside a chunk that must have one version, the weights stay as they are. If they should
+        change, chunks that have not begun wait for the end of that chunk.
         """
         if not pending:
             return []
-        actor, needed = self._actor, max(group.words[MIN_VERSION] for _, group in pending)
+        actor, ticket = self._actor, m.Ticket(0, 0, 1, max(request.min_version for request in pending))
         assert actor is not None
         if isinstance(weights := self._sync.weights, RemoteWeights):
-            weights.announced = max(weights.announced, *(group.words[NEWEST] for _, group in pending))
-        if not any(client.holds for client in self._clients.values()):
-            if actor.version < 0:
-                check_digest(self._digest, actor.loader.schema)
-            self._sync.pull_if_needed(m.Ticket(0, 0, 1, needed), actor)
-            totals = self._sync.take_totals()
-            self._total_pulls += totals.pulls
-            pending[0][0].mailbox.words[PULLED_BYTES] += totals.nbytes  # type: ignore[union-attr]
-            return list(pending)
-        if needed <= max(actor.version, self._sync.passed):
-            return list(pending)
-        return [(client, group) for client, group in pending if group.words[TICKET] == client.acted_ticket]
+            weights.announced = max(weights.announced, *(request.group.words[NEWEST] for request in pending))
+        if any(client.holds(self._words[CANCEL]) for client in self._clients.values()):
+            needs_pull = self._sync.needs_pull(ticket, actor)
+            return [request for request in pending if request.has_begun] if needs_pull else pending
+        if actor.version < 0:
+            check_digest(self._digest, actor.loader.schema)
+        self._sync.pull_if_needed(ticket, actor)
+        totals = self._sync.take_totals()
+        self._total_pulls += totals.pulls
+        pending[0].client.mailbox.words[PULLED_BYTES] += totals.nbytes  # type: ignore[union-attr]
+        return pending
 
-    def _run(self, groups: Sequence[Group], clients: Sequence[_Client], now: float) -> None:
+    def _run(self, requests: Sequence[_Request], now: float) -> None:
         actor, words = self._actor, self._words
         assert actor is not None
-        requests = [group.words[REQUEST] for group in groups]
-        self._fence()
         words[PHASE] = Phase.ACT
         words[COUNT] += 1
         failure: am.Failed | None = None
         try:
-            actor.act_on(groups, requests)
+            actor.act_on([request.group for request in requests], [request.number for request in requests])
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             if type(error).__name__ in _OUT_OF_MEMORY:
                 raise  # the head restarts this process, and workers roll their chunks again
             failure = self._failed(error)
         words[PHASE] = Phase.IDLE
         counts_as = max(actor.version, self._sync.passed)
-        for client, group, request in zip(clients, groups, requests, strict=True):
+        for client, group, number, ticket, _ in requests:
             if failure is not None and not group.words[FAILED]:
                 with contextlib.suppress(OSError):
                     client.link.send([am.encode(failure)])
-            client.acted_ticket = group.words[TICKET]
+            client.acted_ticket = max(client.acted_ticket, ticket)
             assert client.mailbox is not None and client.doorbell is not None
             client.mailbox.words[PULLS] = self._total_pulls
             group.words[VERSION], group.words[COUNTS_AS] = actor.version, counts_as
             group.words[FAILED] = int(failure is not None)
             self._fence()
-            group.words[ANSWER] = request
+            group.words[ANSWER] = number
             words[SERVED_WAIT_US] += int((now - group.arrived) * 1e6)
             words[SERVED_ROWS] += group.num_envs
             group.arrived = 0.0
