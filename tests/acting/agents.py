@@ -54,3 +54,12 @@ class HoldingAgent(VersionAgent):
     def act(self, obs: Any) -> dict[str, Any]:
         time.sleep(0.002)
         return super().act(obs)
+
+
+class UnloadableAgent(VersionAgent):
+    """Cannot load the parameters of later versions."""
+
+    def set_parameters(self, parameters: Any) -> None:
+        if parameters["number"][0] > 0:
+            raise ValueError("cannot load this version")
+        self.number = parameters["number"]

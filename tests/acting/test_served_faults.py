@@ -17,6 +17,7 @@ import farstep
 from farstep.errors import RemoteEnvError, WorkerDied, WorkerStuck
 from farstep.testing import TableAgent
 from farstep.testing.envs import do_fault
+from tests.acting.agents import UnloadableAgent
 from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, within
 from tests.cluster.faulty import once
 from tests.cluster.toys import RememberingAgent
@@ -82,6 +83,17 @@ def test_what_act_raises_reaches_the_caller_with_its_traceback() -> None:
             within(lambda: env.collect(agent, 20))
     assert "the agent raised UnpicklableError: deliberate" in str(caught.value)
     assert "in do_fault" in caught.value.remote_traceback and caught.value.where.phase == "act"
+
+
+def test_weights_that_cannot_be_loaded_raise_at_the_caller() -> None:
+    agent = UnloadableAgent()
+    with cluster(envs=4, workers=2, inference="served") as env:
+        within(lambda: env.collect(agent, 5))
+        agent.number = agent.number + 1
+        within(lambda: env.publish(agent))
+        with pytest.raises(RemoteEnvError, match="cannot load this version") as caught:
+            within(lambda: env.collect(agent, 5))
+        assert caught.value.where.phase == "load"
 
 
 def test_an_agent_that_cannot_act_is_rejected_and_the_next_one_works() -> None:

@@ -138,6 +138,8 @@ class ServedActor:
                     pack(dict(current)),
                 )
             except ServerLost:
+                self.idle()
+                time.sleep(_RETRY_S)
                 continue
             if not isinstance(reply, am.Joined) or len(received.fds) != 3:
                 raise WireError(f"the acting server answered {type(reply).__name__} to a Join.")
@@ -272,7 +274,7 @@ class ServedActor:
         self._waits += 1
         self._fence()
         if words[FAILED]:
-            self._raise_failure()
+            self._ask(am.Explain())  # raises ServedError
         words[USED] = self._requested[group]
         arrays = mailbox.arrays
         for name in self._outputs:
@@ -295,20 +297,21 @@ class ServedActor:
             if words[ANSWER] == requested:
                 return
             if any(fd != bell for fd in ready):
-                self._raise_failure()
+                self._check_connection()
             if not ready:
                 idle()
-                self._server.ring()  # in case that a ring was lost with the server's predecessor
+                self._server.ring()
 
-    def _raise_failure(self) -> None:
-        """Raise what the server has sent: a failure of the agent, or the end of the connection."""
+    def _check_connection(self) -> None:
+        """Raise `ServerLost` if the server closed the connection, and `WireError` if it sent an unexpected message."""
         assert self._link is not None
         try:
-            received = self._link.receive(_WAIT_S)
+            received = self._link.receive(0.0)
         except (EOFError, ConnectionError) as error:
             raise ServerLost from error
-        if received is not None and isinstance(reply := am.decode_from_server(received.frames), am.Failed):
-            raise ServedError(reply)
+        if received is not None:
+            message = am.decode_from_server(received.frames)
+            raise WireError(f"the acting server sent {type(message).__name__} without a request.")
 
     def act(self, t: int) -> None:
         """Act on row `t` of all groups."""
@@ -357,8 +360,10 @@ class ServedActor:
     def restoring_state(self) -> Iterator[None]:
         """As `Actor.restoring_state`."""
         saved = self.save()
-        yield
-        self.resume(saved)
+        try:
+            yield
+        finally:
+            self.resume(saved)
 
 
 def group_sizes(num_envs: int, divisible: bool) -> list[int]:

@@ -5,7 +5,8 @@ Join ────────────────────────►
                 ◄────────────── Joined, or Failed    with the descriptors of mailbox and doorbells
 Save, Restore, Prioritize ───►
                 ◄────────────── Done, or Failed
-                ◄────────────── Failed               if `act` raised; the mailbox says that it failed
+Explain ─────────────────────►                       after the mailbox said that a request failed
+                ◄────────────── Failed
 """
 
 from __future__ import annotations
@@ -77,11 +78,15 @@ class Prioritize(msgspec.Struct, tag="prioritize"):
     """Call `priorities` of the agent on the rows in the next frame."""
 
 
+class Explain(msgspec.Struct, tag="explain"):
+    """Return why the last failed request of the worker failed."""
+
+
 class Done(msgspec.Struct, tag="done"):
     """The result of a request is in the next frame, encoded by `codec.pack`."""
 
 
-FromClient = Join | Save | Restore | Prioritize
+FromClient = Join | Save | Restore | Prioritize | Explain
 FromServer = Joined | Failed | Done
 _encoder = msgspec.msgpack.Encoder()
 _from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)

@@ -57,7 +57,7 @@ from farstep.worker.weights.weight_sync import WeightSync
 _IDLE_S = 0.2
 """Seconds between two updates of the progress counter while there is nothing to do."""
 _SERVICE_S = 0.01
-"""Seconds between two looks at sockets while batches follow each other."""
+"""Maximum seconds between two polls of the sockets while the server is busy."""
 _KNOWN_ERRORS = ("builtins", "farstep.errors")
 _OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
 
@@ -72,6 +72,8 @@ class _Client:
     doorbell: Doorbell | None = None
     acted_ticket: int = 0
     """The newest ticket for which a request was answered."""
+    failure: am.Failed | None = None
+    """Why its last failed request failed."""
     waiting: tuple[am.Join, Received] | None = None
     """A `Join` for an agent that has not arrived yet."""
 
@@ -86,8 +88,9 @@ class _Client:
         return self.mailbox is not None and cancelled < self.mailbox.words[HELD] == self.acted_ticket
 
     def forget_groups(self) -> None:
-        if self.mailbox is not None and self.doorbell is not None:
+        if self.mailbox is not None:
             self.mailbox.close()
+        if self.doorbell is not None:
             self.doorbell.close()
         self.groups, self.mailbox, self.doorbell, self.acted_ticket = [], None, None, 0
 
@@ -285,6 +288,10 @@ class ActingServer:
                     assert self._actor is not None
                     self._words[PHASE] = Phase.ACT
                     self._done(client, self._actor.policy.priorities(unpack(received.frames[1])))
+                case am.Explain():
+                    if client.failure is None:
+                        raise WireError("a worker asked why a request failed, but none did.")
+                    client.link.send([am.encode(client.failure)])
         except (EOFError, OSError, WireError):
             raise
         except Exception as error:
@@ -322,7 +329,8 @@ class ActingServer:
             return
         assert self._actor is not None and self._reply is not None
         layout = MailboxLayout(join.groups, join.obs_schema, self._reply.schema, self._reply.state)
-        client.mailbox, client.doorbell = Mailbox.create(layout), Doorbell.create()
+        client.mailbox = Mailbox.create(layout)
+        client.doorbell = Doorbell.create()
         client.mailbox.arrays[ROOTS][:] = join.roots
         client.mailbox.arrays[EPISODES][:] = join.episodes
         client.mailbox.words[PULLS] = self._total_pulls
@@ -370,6 +378,13 @@ class ActingServer:
             admitted = self._update_weights(pending)
         except TicketCancelled:
             return _IDLE_S  # the head has replaced the agent
+        except EOFError:
+            raise  # the head closed the connection
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            self._reply_to(pending, now, self._failure(error))
+            return 0.0
+        finally:
+            self._words[PHASE] = Phase.IDLE
         options, possible = self._program.serving, sum(len(client.groups) for client in self._clients.values())
         by_group = {id(request.group): request for request in admitted}
         groups, wait_s = next_batch(
@@ -408,6 +423,7 @@ class ActingServer:
         if any(client.holds(self._words[CANCEL]) for client in self._clients.values()):
             needs_pull = self._sync.needs_pull(ticket, actor)
             return [request for request in pending if request.has_begun] if needs_pull else pending
+        self._words[PHASE] = Phase.LOAD
         if actor.version < 0:
             check_digest(self._digest, actor.loader.schema)
         self._sync.pull_if_needed(ticket, actor)
@@ -417,32 +433,38 @@ class ActingServer:
         return pending
 
     def _run(self, requests: Sequence[_Request], now: float) -> None:
-        actor, words = self._actor, self._words
-        assert actor is not None
-        words[PHASE] = Phase.ACT
-        words[COUNT] += 1
+        assert self._actor is not None
+        self._words[PHASE] = Phase.ACT
+        self._words[COUNT] += 1
         failure: am.Failed | None = None
         try:
-            actor.act_on([request.group for request in requests], [request.number for request in requests])
+            self._actor.act_on([request.group for request in requests], [request.number for request in requests])
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            if type(error).__name__ in _OUT_OF_MEMORY:
-                raise  # the head restarts this process, and workers roll their chunks again
-            failure = self._failed(error)
-        words[PHASE] = Phase.IDLE
+            failure = self._failure(error)
+        self._words[PHASE] = Phase.IDLE
+        self._reply_to(requests, now, failure)
+        self._words[SERVED_BATCHES] += 1
+        self._words[SERVED_ROWS] += sum(request.group.num_envs for request in requests)
+
+    def _failure(self, error: BaseException) -> am.Failed:
+        """What to tell workers about an error of the agent or the sync rule. Raise the error if memory ran out."""
+        if type(error).__name__ in _OUT_OF_MEMORY:
+            raise error  # the head restarts this process, and workers roll their chunks again
+        return self._failed(error)
+
+    def _reply_to(self, requests: Sequence[_Request], now: float, failure: am.Failed | None) -> None:
+        actor = self._actor
+        assert actor is not None
         counts_as = max(actor.version, self._sync.passed)
         for client, group, number, ticket, _ in requests:
-            if failure is not None and not group.words[FAILED]:
-                with contextlib.suppress(OSError):
-                    client.link.send([am.encode(failure)])
             client.acted_ticket = max(client.acted_ticket, ticket)
+            client.failure = failure or client.failure
             assert client.mailbox is not None and client.doorbell is not None
             client.mailbox.words[PULLS] = self._total_pulls
             group.words[VERSION], group.words[COUNTS_AS] = actor.version, counts_as
             group.words[FAILED] = int(failure is not None)
             self._fence()
             group.words[ANSWER] = number
-            words[SERVED_WAIT_US] += int((now - group.arrived) * 1e6)
-            words[SERVED_ROWS] += group.num_envs
+            self._words[SERVED_WAIT_US] += int((now - group.arrived) * 1e6)
             group.arrived = 0.0
             client.doorbell.ring()
-        words[SERVED_BATCHES] += 1
