@@ -18,6 +18,7 @@ from farstep.errors import RemoteEnvError, WorkerDied, WorkerStuck
 from farstep.testing import TableAgent
 from farstep.testing.envs import do_fault
 from tests.acting.agents import UnloadableAgent
+from tests.acting.test_served import actions_in_progress
 from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, within
 from tests.cluster.faulty import once
 from tests.cluster.toys import RememberingAgent
@@ -74,6 +75,18 @@ def test_recurrent_episodes_restart_when_the_server_was_killed() -> None:
                 os.kill(server_pid(env), signal.SIGKILL)
         stream.close()
         assert_balanced(env.stats())
+
+
+def test_a_run_that_is_saved_while_its_server_restarts_has_no_wrong_recurrent_state() -> None:
+    agent = RememberingAgent()
+    with cluster(envs=4, workers=2, inference="served") as env:
+        actions = actions_in_progress(within(lambda: env.collect(agent, 30)))
+        os.kill(server_pid(env), signal.SIGKILL)
+        saved = within(env.save)
+    with cluster(envs=4, workers=2, inference="served") as env:
+        within(lambda: env.resume(agent, saved, actions))
+        batch = within(lambda: env.collect(agent, 10))
+        np.testing.assert_array_equal(batch["age"], batch["obs"][..., 1] + 1)
 
 
 def test_what_act_raises_reaches_the_caller_with_its_traceback() -> None:

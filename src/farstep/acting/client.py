@@ -346,11 +346,8 @@ class ServedActor:
             rows.row[PRIORITY][:steps] = unpack(received.frames[1])
 
     def save(self) -> dict[str, Any]:
-        """Recurrent state and generators of this worker's slots, as plain data."""
-        try:
-            return dict(unpack(self._ask(am.Save())[1].frames[1]))
-        except ServerLost:
-            return {"state": [], "generators": []}
+        """Recurrent state and generators of this worker's slots, as plain data. Raise `ServerLost` if it is lost."""
+        return dict(unpack(self._ask(am.Save())[1].frames[1]))
 
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Restore what `save` returned."""
