@@ -13,7 +13,7 @@ import pytest
 import farstep
 from farstep.errors import ConfigError
 from farstep.testing import CountingEnv, TableAgent
-from tests.acting.agents import HoldingAgent, PriorAgent, RandomAgent, VersionAgent, WhoAgent
+from tests.acting.agents import HoldingAgent, PriorAgent, RandomAgent, ThreadsAgent, VersionAgent, WhoAgent
 from tests.cluster.checks import arrays_of, assert_balanced, assert_same, assert_sound, cluster, in_process, within
 from tests.cluster.toys import NestedAgent, NestedEnv, RememberingAgent, counting_vector
 
@@ -77,6 +77,12 @@ def test_one_process_acts_for_all_workers() -> None:
         assert env.stats()["pulls"] == {"total": 1, "per_worker": [1, 1, 1]}
         assert env.inference == "served on cpu, the agent's own act"
         assert any("acting server 3 joined" in event.text for event in env.events())
+
+
+def test_servers_share_half_of_the_cores_of_the_machine_that_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farstep.launch.daemon.process.usable_cpus", lambda: 16)
+    with cluster(envs=4, workers=2, inference={"copies": 2}) as env:
+        assert (within(lambda: env.collect(ThreadsAgent(), 2))["threads"] == 4).all()
 
 
 def test_max_batch_bounds_the_rows_of_a_call() -> None:

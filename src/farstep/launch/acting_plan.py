@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass, field
 
 from farstep.config.inference import ServedInference
-from farstep.resources import usable_cpus
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,13 @@ class ActingPlan:
     def _server_of(self, worker: int) -> int:
         return self.num_workers + self.node_of(worker) * self.copies + worker % self.copies
 
-    def bootstrap(self, number: int) -> dict[str, object]:
-        """The bootstrap entries of a worker or an acting server; they replace those of the launcher."""
+    def bootstrap(self, number: int, nodes_on_machine: int = 1) -> dict[str, object]:
+        """The bootstrap entries of a worker or an acting server; they replace those of the launcher.
+
+        Args:
+            number: The worker or acting server.
+            nodes_on_machine: How many nodes of the run share its machine.
+        """
         if self.serving is None:
             return {}
         is_server = number >= self.num_workers
@@ -49,6 +53,6 @@ class ActingPlan:
         copy = (server - self.num_workers) % self.copies
         entries: dict[str, object] = {"acting": f"{self._name}-{server}", "gpu": None}
         if is_server:
-            entries |= {"role": "acting", "threads": max(1, usable_cpus() // 2 // self.copies)}
+            entries |= {"role": "acting", "acting_servers": self.copies * nodes_on_machine}
             entries["gpu"] = copy if self.serving.device == "cuda" else None
         return entries
