@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -70,7 +71,7 @@ class ServedActor:
 
     Args:
         worker: The worker's number.
-        address: Name of the server's abstract socket.
+        address: Name of the server's abstract socket, and the secret that the server must have.
         agent: Number of the agent that the head has sent.
         slots: The worker's slots.
         obs: How observations are nested.
@@ -82,7 +83,7 @@ class ServedActor:
     def __init__(
         self,
         worker: int,
-        address: str,
+        address: tuple[str, str],
         agent: int,
         slots: Slots,
         obs: Structure,
@@ -90,7 +91,8 @@ class ServedActor:
         groups: list[int],
         idle: Callable[[], None],
     ) -> None:
-        self._worker, self._address, self.agent, self._slots, self._obs = worker, address, agent, slots, obs
+        self._worker, self.agent, self._slots, self._obs = worker, agent, slots, obs
+        self._address, self._secret = address
         self._obs_schema, self._action_schema = schemas
         self._num_groups, self.idle = groups, idle
         self._link: LocalLink | None = None
@@ -134,6 +136,7 @@ class ServedActor:
                         self._obs_schema,
                         self._action_schema,
                         self._num_groups,
+                        am.proof(self._secret, "worker"),
                     ),
                     pack(dict(current)),
                 )
@@ -143,6 +146,8 @@ class ServedActor:
                 continue
             if not isinstance(reply, am.Joined) or len(received.fds) != 3:
                 raise WireError(f"the acting server answered {type(reply).__name__} to a Join.")
+            if not hmac.compare_digest(reply.proof, am.proof(self._secret, "server")):
+                raise WireError("the process at the acting server's address does not have the secret of this run.")
             self._attach(reply, received)
             return reply
 

@@ -11,6 +11,7 @@ Explain ─────────────────────►      
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Sequence
 
 import msgspec
@@ -36,6 +37,8 @@ class Join(msgspec.Struct, tag="join"):
     action_schema: Schema
     groups: list[int]
     """Number of environments in each group."""
+    proof: bytes
+    """Of the run's secret: `proof(secret, "worker")`."""
 
 
 class Joined(msgspec.Struct, tag="joined"):
@@ -54,6 +57,8 @@ class Joined(msgspec.Struct, tag="joined"):
     note: str
     """How the server calls the agent, for `stats()`."""
     has_priorities: bool
+    proof: bytes
+    """Of the run's secret: `proof(secret, "server")`."""
 
 
 class Failed(msgspec.Struct, tag="failed"):
@@ -91,6 +96,11 @@ FromServer = Joined | Failed | Done
 _encoder = msgspec.msgpack.Encoder()
 _from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
 _from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
+
+
+def proof(secret: str, role: str) -> bytes:
+    """What a process of this role sends to show that it has the secret. It does not reveal that of the other role."""
+    return hmac.digest(secret.encode(), role.encode(), "sha256")
 
 
 def encode(message: FromClient | FromServer) -> bytes:

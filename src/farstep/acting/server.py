@@ -1,12 +1,13 @@
 """The acting server: a process that holds one copy of the policy and acts for the workers of its node.
 
 The head starts, supervises and restarts it like a worker, and sends it the agent and its weights. Workers connect to it
-over an abstract Unix socket. Only processes of the same user are accepted.
+over an abstract Unix socket. Only processes of the same user that have the run's secret are accepted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import pickle
 import select
@@ -67,6 +68,8 @@ class _Client:
     """A worker that is connected to this server."""
 
     link: LocalLink
+    is_authenticated: bool = False
+    """Whether it has sent a `Join` with the right proof; other messages before that are refused."""
     groups: list[Group] = field(default_factory=list)
     mailbox: Mailbox | None = None
     doorbell: Doorbell | None = None
@@ -122,12 +125,14 @@ class ActingServer:
         identity: Number, incarnation and run, as for a worker.
         words: Progress words, as for a worker.
         address: Name of the abstract socket to listen on.
+        secret: The secret that workers must have.
         has_gpu: Whether to act on the GPU.
     """
 
     def __init__(
-        self, link: Link, identity: tuple[int, int, str], words: memoryview, address: str, has_gpu: bool
+        self, link: Link, identity: tuple[int, int, str], words: memoryview, address: str, secret: str, has_gpu: bool
     ) -> None:
+        self._secret = secret
         self._link, self._identity, self._words, self._has_gpu = link, identity, words, has_gpu
         self._inbox = Inbox(link, words)
         self._sync = WeightSync(words)
@@ -273,6 +278,10 @@ class ActingServer:
     # ---- messages of workers ----
 
     def _answer(self, client: _Client, message: am.FromClient, received: Received) -> None:
+        if isinstance(message, am.Join):
+            client.is_authenticated = hmac.compare_digest(message.proof, am.proof(self._secret, "worker"))
+        if not client.is_authenticated:
+            raise WireError("a process without the secret of this run.")
         try:
             match message:
                 case am.Join():
@@ -360,7 +369,8 @@ class ActingServer:
         how = "eager" if actor.policy.is_torch else "the agent's own act"
         note = f"served on {actor.policy.device or 'cpu'}, {how}"
         parts = (pack(actor.structure), pack(actor.recorded))
-        self._reply = am.Joined(schema, *parts, state, pack(structure), note, actor.has_priorities)
+        proof = am.proof(self._secret, "server")
+        self._reply = am.Joined(schema, *parts, state, pack(structure), note, actor.has_priorities, proof)
         self._actor = actor
 
     # ---- acting ----

@@ -17,6 +17,8 @@ class ActingPlan:
     serving: ServedInference | None
     """None: workers act themselves, and there are no servers."""
     _name: str = field(default_factory=lambda: f"farstep-acting-{os.urandom(16).hex()}")
+    _secret: str = field(default_factory=lambda: os.urandom(32).hex(), repr=False)
+    """With it, workers and acting servers authenticate each other: every process can list the names of sockets."""
 
     @property
     def copies(self) -> int:
@@ -51,7 +53,7 @@ class ActingPlan:
         is_server = number >= self.num_workers
         server = number if is_server else self._server_of(number)
         copy = (server - self.num_workers) % self.copies
-        entries: dict[str, object] = {"acting": f"{self._name}-{server}", "gpu": None}
+        entries: dict[str, object] = {"acting": f"{self._name}-{server}", "acting_secret": self._secret, "gpu": None}
         if is_server:
             entries |= {"role": "acting", "acting_servers": self.copies * nodes_on_machine}
             entries["gpu"] = copy if self.serving.device == "cuda" else None

@@ -79,11 +79,11 @@ class Worker:
         run: str,
         words: memoryview,
         has_gpu: bool = False,
-        acting_address: str = "",
+        acting_address: tuple[str, str] = ("", ""),
     ) -> None:
         self._link, self._words, self._has_gpu = link, words, has_gpu
         self._acting_address = acting_address
-        """Where the acting server of this worker listens; empty if the worker acts itself."""
+        """Where the acting server of this worker listens, and its secret; empty if the worker acts itself."""
         self._id = (worker, incarnation, run)
         self._inbox = Inbox(link, words)
         self._tickets: deque[tuple[m.Ticket, list[Any]]] = deque()
