@@ -27,6 +27,13 @@ class WhoAgent(TableAgent):
         return {**super().act(obs), "slot": slots, "pid": np.full(n, os.getpid()), "rows": np.full(n, n)}
 
 
+class ThreadsAgent(TableAgent):
+    """Returns how many threads its process may use."""
+
+    def act(self, obs: Any) -> dict[str, Any]:
+        return {**super().act(obs), "threads": np.full(len(obs), int(os.environ["OMP_NUM_THREADS"]))}
+
+
 class PriorAgent(TableAgent):
     """Computes initial priorities from the rows."""
 
@@ -54,3 +61,12 @@ class HoldingAgent(VersionAgent):
     def act(self, obs: Any) -> dict[str, Any]:
         time.sleep(0.002)
         return super().act(obs)
+
+
+class UnloadableAgent(VersionAgent):
+    """Cannot load the parameters of later versions."""
+
+    def set_parameters(self, parameters: Any) -> None:
+        if parameters["number"][0] > 0:
+            raise ValueError("cannot load this version")
+        self.number = parameters["number"]

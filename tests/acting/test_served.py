@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import farstep
+from farstep.acting import messages as am
 from farstep.errors import ConfigError
 from farstep.testing import CountingEnv, TableAgent
-from tests.acting.agents import HoldingAgent, PriorAgent, RandomAgent, VersionAgent, WhoAgent
-from tests.cluster.checks import arrays_of, assert_balanced, assert_same, assert_sound, cluster, in_process, within
+from farstep.wire.channels.local import LocalLink
+from farstep.wire.codec import pack
+from tests.acting.agents import HoldingAgent, PriorAgent, RandomAgent, ThreadsAgent, VersionAgent, WhoAgent
+from tests.cluster.checks import (
+    DEADLINE_S,
+    arrays_of,
+    assert_balanced,
+    assert_same,
+    assert_sound,
+    cluster,
+    in_process,
+    within,
+)
 from tests.cluster.toys import NestedAgent, NestedEnv, RememberingAgent, counting_vector
 
 
@@ -77,6 +91,34 @@ def test_one_process_acts_for_all_workers() -> None:
         assert env.stats()["pulls"] == {"total": 1, "per_worker": [1, 1, 1]}
         assert env.inference == "served on cpu, the agent's own act"
         assert any("acting server 3 joined" in event.text for event in env.events())
+
+
+def test_servers_share_half_of_the_cores_of_the_machine_that_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farstep.launch.daemon.process.usable_cpus", lambda: 16)
+    with cluster(envs=4, workers=2, inference={"copies": 2}) as env:
+        assert (within(lambda: env.collect(ThreadsAgent(), 2))["threads"] == 4).all()
+
+
+def test_a_process_without_the_secret_is_not_served() -> None:
+    with cluster(envs=4, workers=2, inference="served") as env:
+        within(lambda: env.collect(TableAgent(), 2))
+        (address,) = addresses_of(env.stats()["acting"][0]["pid"])
+        wrong = am.Join(0, 0, 0, [0], [0], b"", {}, {}, [1], am.proof("guess", "worker"))
+        for message in (wrong, am.Save(), am.Prioritize()):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+                sock.settimeout(DEADLINE_S)
+                sock.connect("\0" + address)
+                LocalLink(sock).send([am.encode(message), pack({})])
+                assert sock.recv(1 << 16) == b""
+        assert_sound(within(lambda: env.collect(TableAgent(), 5)))
+        assert env.stats()["acting"][0]["restarts"] == 0
+
+
+def addresses_of(pid: int) -> set[str]:
+    """The abstract addresses on which an acting server listens, as any process of its user can find them."""
+    sockets = {path.readlink().name for path in Path(f"/proc/{pid}/fd").iterdir()}
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    return {line[7][1:] for line in lines if len(line) > 7 and f"socket:[{line[6]}]" in sockets and line[5] == "01"}
 
 
 def test_max_batch_bounds_the_rows_of_a_call() -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import pytest
 
 import farstep
 from farstep.errors import RemoteEnvError, WorkerDied, WorkerStuck
-from farstep.testing import TableAgent
+from farstep.testing import CountingEnv, TableAgent
 from farstep.testing.envs import do_fault
-from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, within
+from tests.acting.agents import UnloadableAgent, VersionAgent
+from tests.acting.test_served import actions_in_progress
+from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, together, within
 from tests.cluster.faulty import once
 from tests.cluster.toys import RememberingAgent
 
@@ -75,6 +78,61 @@ def test_recurrent_episodes_restart_when_the_server_was_killed() -> None:
         assert_balanced(env.stats())
 
 
+def test_a_run_that_is_saved_while_its_server_restarts_has_no_wrong_recurrent_state() -> None:
+    agent = RememberingAgent()
+    with cluster(envs=4, workers=2, inference="served") as env:
+        actions = actions_in_progress(within(lambda: env.collect(agent, 30)))
+        os.kill(server_pid(env), signal.SIGKILL)
+        saved = within(env.save)
+    with cluster(envs=4, workers=2, inference="served") as env:
+        within(lambda: env.resume(agent, saved, actions))
+        batch = within(lambda: env.collect(agent, 10))
+        np.testing.assert_array_equal(batch["age"], batch["obs"][..., 1] + 1)
+
+
+class BlockingEnv(CountingEnv):
+    """While there is a file `block`, the first environment that steps waits for its removal."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = Path(folder)
+
+    def step(self, action: Any) -> Any:
+        block = self._folder / "block"
+        if block.exists() and once(f"{self._folder}/blocked"):
+            eventually(lambda: not block.exists())
+        elif (self._folder / "published").exists():
+            (self._folder / "stepped").touch()
+        return super().step(action)
+
+
+def test_a_call_after_an_interrupt_uses_new_weights_although_a_worker_still_steps(tmp_path: Path) -> None:
+    agent, blocked, stepped = VersionAgent(), tmp_path / "blocked", tmp_path / "stepped"
+
+    def interrupt() -> None:
+        eventually(blocked.exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def unblock() -> None:
+        eventually(stepped.exists)
+        (tmp_path / "block").unlink()
+
+    with cluster(BlockingEnv, envs=4, workers=2, inference="served", env_kwargs={"folder": str(tmp_path)}) as env:
+        within(lambda: env.collect(agent, 2))
+        (tmp_path / "block").touch()
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            env.collect(agent, 5)
+        thread.join()
+        agent.number = agent.number + 1
+        within(lambda: env.publish(agent))
+        (tmp_path / "published").touch()
+        outcomes = together({"collect": lambda: env.collect(agent, 5), "unblock": unblock})
+        outcomes["unblock"].get()
+        assert (outcomes["collect"].get()["number"] == 1).all()
+
+
 def test_what_act_raises_reaches_the_caller_with_its_traceback() -> None:
     agent = FaultyActor("raise")
     with cluster(envs=4, workers=2, inference="served") as env, pytest.raises(RemoteEnvError) as caught:
@@ -82,6 +140,17 @@ def test_what_act_raises_reaches_the_caller_with_its_traceback() -> None:
             within(lambda: env.collect(agent, 20))
     assert "the agent raised UnpicklableError: deliberate" in str(caught.value)
     assert "in do_fault" in caught.value.remote_traceback and caught.value.where.phase == "act"
+
+
+def test_weights_that_cannot_be_loaded_raise_at_the_caller() -> None:
+    agent = UnloadableAgent()
+    with cluster(envs=4, workers=2, inference="served") as env:
+        within(lambda: env.collect(agent, 5))
+        agent.number = agent.number + 1
+        within(lambda: env.publish(agent))
+        with pytest.raises(RemoteEnvError, match="cannot load this version") as caught:
+            within(lambda: env.collect(agent, 5))
+        assert caught.value.where.phase == "load"
 
 
 def test_an_agent_that_cannot_act_is_rejected_and_the_next_one_works() -> None:

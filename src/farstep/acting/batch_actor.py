@@ -40,6 +40,8 @@ class Group:
     def __post_init__(self) -> None:
         self.words, self.range = self.mailbox.group_words[self.index], self.mailbox.ranges[self.index]
         self._starts = self.mailbox.arrays[STARTS][self.range]
+        self._previous_generators: list[tuple[np.random.Generator, Mapping[str, Any]]] = []
+        """The generators before the last call of `act`, with their states."""
 
     @property
     def num_envs(self) -> int:
@@ -49,6 +51,21 @@ class Group:
     def is_pending(self) -> bool:
         """Whether the worker waits for actions."""
         return self.words[REQUEST] != self.words[ANSWER]
+
+    def roll_back(self) -> None:
+        """Undo the last call of `act` if the worker has not used its answer."""
+        if self.acted == self.words[USED]:
+            return
+        self.acted, self.state = self.words[USED], self.previous
+        for i, (generator, state) in enumerate(self._previous_generators):
+            generator.bit_generator.state = state
+            self.generators[i] = generator
+
+    def begin_act(self) -> None:
+        """Undo an unused call of `act`, and keep what `roll_back` restores after the next one."""
+        self.roll_back()
+        self.previous = self.state
+        self._previous_generators = [(generator, generator.bit_generator.state) for generator in self.generators]
 
     def current_generators(self) -> list[np.random.Generator]:
         """The generators, new ones for slots that begin an episode."""
@@ -93,6 +110,7 @@ class BatchActor(Actor):
         parts = [slice(first, stop) for first, stop in itertools.pairwise(edges)]
         rows = self._sized(edges[-1])
         for group, part in zip(groups, parts, strict=True):
+            group.begin_act()
             arrays = group.mailbox.arrays
             for name in self._obs_names:
                 rows[name][0, part] = arrays[name][group.range]
@@ -122,9 +140,6 @@ class BatchActor(Actor):
     def _gather_state(self, groups: Sequence[Group]) -> None:
         states = []
         for group in groups:
-            if group.acted != group.words[USED]:  # the worker has not used the last answer
-                group.state = group.previous
-            group.previous = group.state
             if group.words[IS_FIRST]:
                 for name, leaf in leaves_of(group.state, "state"):
                     group.mailbox.arrays[name][group.range] = as_array(leaf)
@@ -139,6 +154,8 @@ class BatchActor(Actor):
 
     def save_groups(self, groups: Sequence[Group]) -> dict[str, Any]:
         """Recurrent state and generators of one worker's groups, as `Actor.save` returns them."""
+        for group in groups:
+            group.roll_back()
         state = []
         if self.policy.recurrent:
             state = [as_array(leaf) for _, leaf in leaves_of(_joined([g.state for g in groups]), "state")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -70,7 +71,7 @@ class ServedActor:
 
     Args:
         worker: The worker's number.
-        address: Name of the server's abstract socket.
+        address: Name of the server's abstract socket, and the secret that the server must have.
         agent: Number of the agent that the head has sent.
         slots: The worker's slots.
         obs: How observations are nested.
@@ -82,7 +83,7 @@ class ServedActor:
     def __init__(
         self,
         worker: int,
-        address: str,
+        address: tuple[str, str],
         agent: int,
         slots: Slots,
         obs: Structure,
@@ -90,7 +91,8 @@ class ServedActor:
         groups: list[int],
         idle: Callable[[], None],
     ) -> None:
-        self._worker, self._address, self.agent, self._slots, self._obs = worker, address, agent, slots, obs
+        self._worker, self.agent, self._slots, self._obs = worker, agent, slots, obs
+        self._address, self._secret = address
         self._obs_schema, self._action_schema = schemas
         self._num_groups, self.idle = groups, idle
         self._link: LocalLink | None = None
@@ -134,13 +136,18 @@ class ServedActor:
                         self._obs_schema,
                         self._action_schema,
                         self._num_groups,
+                        am.proof(self._secret, "worker"),
                     ),
                     pack(dict(current)),
                 )
             except ServerLost:
+                self.idle()
+                time.sleep(_RETRY_S)
                 continue
             if not isinstance(reply, am.Joined) or len(received.fds) != 3:
                 raise WireError(f"the acting server answered {type(reply).__name__} to a Join.")
+            if not hmac.compare_digest(reply.proof, am.proof(self._secret, "server")):
+                raise WireError("the process at the acting server's address does not have the secret of this run.")
             self._attach(reply, received)
             return reply
 
@@ -243,8 +250,9 @@ class ServedActor:
         if starts.any():
             arrays[ROOTS][part] = self._slots.roots[part]
             arrays[EPISODES][part] = self._slots.episodes[part]
-        words[TICKET], words[MIN_VERSION], words[NEWEST] = self._ticket, self._min_version, self.newest
-        words[IS_FIRST] = self._is_first[group]
+        words[MIN_VERSION], words[NEWEST], words[IS_FIRST] = self._min_version, self.newest, self._is_first[group]
+        self._fence()  # the server may still read an earlier, cancelled request
+        words[TICKET] = self._ticket
         self._requested[group] += 1
         self._fence()
         words[REQUEST] = self._requested[group]
@@ -271,7 +279,7 @@ class ServedActor:
         self._waits += 1
         self._fence()
         if words[FAILED]:
-            self._raise_failure()
+            self._ask(am.Explain())  # raises ServedError
         words[USED] = self._requested[group]
         arrays = mailbox.arrays
         for name in self._outputs:
@@ -294,20 +302,21 @@ class ServedActor:
             if words[ANSWER] == requested:
                 return
             if any(fd != bell for fd in ready):
-                self._raise_failure()
+                self._check_connection()
             if not ready:
                 idle()
-                self._server.ring()  # in case that a ring was lost with the server's predecessor
+                self._server.ring()
 
-    def _raise_failure(self) -> None:
-        """Raise what the server has sent: a failure of the agent, or the end of the connection."""
+    def _check_connection(self) -> None:
+        """Raise `ServerLost` if the server closed the connection, and `WireError` if it sent an unexpected message."""
         assert self._link is not None
         try:
-            received = self._link.receive(_WAIT_S)
+            received = self._link.receive(0.0)
         except (EOFError, ConnectionError) as error:
             raise ServerLost from error
-        if received is not None and isinstance(reply := am.decode_from_server(received.frames), am.Failed):
-            raise ServedError(reply)
+        if received is not None:
+            message = am.decode_from_server(received.frames)
+            raise WireError(f"the acting server sent {type(message).__name__} without a request.")
 
     def act(self, t: int) -> None:
         """Act on row `t` of all groups."""
@@ -342,11 +351,8 @@ class ServedActor:
             rows.row[PRIORITY][:steps] = unpack(received.frames[1])
 
     def save(self) -> dict[str, Any]:
-        """Recurrent state and generators of this worker's slots, as plain data."""
-        try:
-            return dict(unpack(self._ask(am.Save())[1].frames[1]))
-        except ServerLost:
-            return {"state": [], "generators": []}
+        """Recurrent state and generators of this worker's slots, as plain data. Raise `ServerLost` if it is lost."""
+        return dict(unpack(self._ask(am.Save())[1].frames[1]))
 
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Restore what `save` returned."""
@@ -356,8 +362,10 @@ class ServedActor:
     def restoring_state(self) -> Iterator[None]:
         """As `Actor.restoring_state`."""
         saved = self.save()
-        yield
-        self.resume(saved)
+        try:
+            yield
+        finally:
+            self.resume(saved)
 
 
 def group_sizes(num_envs: int, divisible: bool) -> list[int]:

@@ -28,7 +28,7 @@ that the head has announced to the worker. Without shared memory, a ticket may a
 announcement arrives at the server."""
 ANSWER, VERSION, COUNTS_AS, FAILED = range(8, 12)
 """Words of a group that the server writes: number of the last request that was answered; the version that acted, and
-the version that it counts as; whether `act` raised."""
+the version that it counts as; whether `act` raised, or weights could not be loaded."""
 _GROUP_WORDS = 16
 STARTS, ROOTS, EPISODES = "#starts", "#roots", "#episodes"
 """Arrays beside observations, outputs and recurrent state; no agent can return these names."""

@@ -5,11 +5,13 @@ Join ────────────────────────►
                 ◄────────────── Joined, or Failed    with the descriptors of mailbox and doorbells
 Save, Restore, Prioritize ───►
                 ◄────────────── Done, or Failed
-                ◄────────────── Failed               if `act` raised; the mailbox says that it failed
+Explain ─────────────────────►                       after the mailbox said that a request failed
+                ◄────────────── Failed
 """
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Sequence
 
 import msgspec
@@ -35,6 +37,8 @@ class Join(msgspec.Struct, tag="join"):
     action_schema: Schema
     groups: list[int]
     """Number of environments in each group."""
+    proof: bytes
+    """Of the run's secret: `proof(secret, "worker")`."""
 
 
 class Joined(msgspec.Struct, tag="joined"):
@@ -53,6 +57,8 @@ class Joined(msgspec.Struct, tag="joined"):
     note: str
     """How the server calls the agent, for `stats()`."""
     has_priorities: bool
+    proof: bytes
+    """Of the run's secret: `proof(secret, "server")`."""
 
 
 class Failed(msgspec.Struct, tag="failed"):
@@ -77,15 +83,24 @@ class Prioritize(msgspec.Struct, tag="prioritize"):
     """Call `priorities` of the agent on the rows in the next frame."""
 
 
+class Explain(msgspec.Struct, tag="explain"):
+    """Return why the last failed request of the worker failed."""
+
+
 class Done(msgspec.Struct, tag="done"):
     """The result of a request is in the next frame, encoded by `codec.pack`."""
 
 
-FromClient = Join | Save | Restore | Prioritize
+FromClient = Join | Save | Restore | Prioritize | Explain
 FromServer = Joined | Failed | Done
 _encoder = msgspec.msgpack.Encoder()
 _from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
 _from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
+
+
+def proof(secret: str, role: str) -> bytes:
+    """What a process of this role sends to show that it has the secret. It does not reveal that of the other role."""
+    return hmac.digest(secret.encode(), role.encode(), "sha256")
 
 
 def encode(message: FromClient | FromServer) -> bytes:

@@ -1,12 +1,13 @@
 """The acting server: a process that holds one copy of the policy and acts for the workers of its node.
 
 The head starts, supervises and restarts it like a worker, and sends it the agent and its weights. Workers connect to it
-over an abstract Unix socket. Only processes of the same user are accepted.
+over an abstract Unix socket. Only processes of the same user that have the run's secret are accepted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import pickle
 import select
@@ -16,7 +17,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from farstep.acting import messages as am
 from farstep.acting.batch_actor import BatchActor, Group
@@ -41,7 +42,7 @@ from farstep.acting.mailbox import (
 from farstep.core import BytesLike, Link, Received
 from farstep.errors import AgentError, WireError, described, printable
 from farstep.rollout.program import Program
-from farstep.rollout.progress import COUNT, PHASE, SERVED_BATCHES, SERVED_ROWS, SERVED_WAIT_US, Phase
+from farstep.rollout.progress import CANCEL, COUNT, PHASE, SERVED_BATCHES, SERVED_ROWS, SERVED_WAIT_US, Phase
 from farstep.rollout.rows import Slots
 from farstep.rollout.weight_headers import check_digest
 from farstep.wire import messages as m
@@ -57,7 +58,7 @@ from farstep.worker.weights.weight_sync import WeightSync
 _IDLE_S = 0.2
 """Seconds between two updates of the progress counter while there is nothing to do."""
 _SERVICE_S = 0.01
-"""Seconds between two looks at sockets while batches follow each other."""
+"""Maximum seconds between two polls of the sockets while the server is busy."""
 _KNOWN_ERRORS = ("builtins", "farstep.errors")
 _OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
 
@@ -67,28 +68,53 @@ class _Client:
     """A worker that is connected to this server."""
 
     link: LocalLink
+    is_authenticated: bool = False
+    """Whether it has sent a `Join` with the right proof; other messages before that are refused."""
     groups: list[Group] = field(default_factory=list)
     mailbox: Mailbox | None = None
     doorbell: Doorbell | None = None
     acted_ticket: int = 0
-    """The ticket of the last request that was answered."""
+    """The newest ticket for which a request was answered."""
+    failure: am.Failed | None = None
+    """Why its last failed request failed."""
     waiting: tuple[am.Join, Received] | None = None
     """A `Join` for an agent that has not arrived yet."""
 
-    @property
-    def holds(self) -> bool:
-        """Whether it is inside a chunk whose rows must all have one version."""
-        return self.mailbox is not None and self.mailbox.words[HELD] == self.acted_ticket != 0
+    def holds(self, cancelled: int) -> bool:
+        """Whether it is inside a chunk whose rows must all have one version.
+
+        A worker that steps an environment notices late that its chunk was cancelled.
+
+        Args:
+            cancelled: The id of the last cancelled ticket.
+        """
+        return self.mailbox is not None and cancelled < self.mailbox.words[HELD] == self.acted_ticket
 
     def forget_groups(self) -> None:
-        if self.mailbox is not None and self.doorbell is not None:
+        if self.mailbox is not None:
             self.mailbox.close()
+        if self.doorbell is not None:
             self.doorbell.close()
         self.groups, self.mailbox, self.doorbell, self.acted_ticket = [], None, None, 0
 
     def close(self) -> None:
         self.forget_groups()
         self.link.close()
+
+
+class _Request(NamedTuple):
+    """A request of a worker, read once: a worker whose chunk is cancelled replaces it at any time."""
+
+    client: _Client
+    group: Group
+    number: int
+    ticket: int
+    min_version: int
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the server has already acted in the chunk of this request."""
+        return self.ticket == self.client.acted_ticket
 
 
 class ActingServer:
@@ -99,12 +125,14 @@ class ActingServer:
         identity: Number, incarnation and run, as for a worker.
         words: Progress words, as for a worker.
         address: Name of the abstract socket to listen on.
+        secret: The secret that workers must have.
         has_gpu: Whether to act on the GPU.
     """
 
     def __init__(
-        self, link: Link, identity: tuple[int, int, str], words: memoryview, address: str, has_gpu: bool
+        self, link: Link, identity: tuple[int, int, str], words: memoryview, address: str, secret: str, has_gpu: bool
     ) -> None:
+        self._secret = secret
         self._link, self._identity, self._words, self._has_gpu = link, identity, words, has_gpu
         self._inbox = Inbox(link, words)
         self._sync = WeightSync(words)
@@ -201,6 +229,8 @@ class ActingServer:
             case m.Newest():
                 if isinstance(self._sync.weights, RemoteWeights):
                     self._sync.weights.announced = message.version
+            case m.Cancel():
+                self._words[CANCEL] = message.upto
             case m.Refuse() | m.Stop():
                 self._running = False
             case _:
@@ -248,6 +278,10 @@ class ActingServer:
     # ---- messages of workers ----
 
     def _answer(self, client: _Client, message: am.FromClient, received: Received) -> None:
+        if isinstance(message, am.Join):
+            client.is_authenticated = hmac.compare_digest(message.proof, am.proof(self._secret, "worker"))
+        if not client.is_authenticated:
+            raise WireError("a process without the secret of this run.")
         try:
             match message:
                 case am.Join():
@@ -263,6 +297,10 @@ class ActingServer:
                     assert self._actor is not None
                     self._words[PHASE] = Phase.ACT
                     self._done(client, self._actor.policy.priorities(unpack(received.frames[1])))
+                case am.Explain():
+                    if client.failure is None:
+                        raise WireError("a worker asked why a request failed, but none did.")
+                    client.link.send([am.encode(client.failure)])
         except (EOFError, OSError, WireError):
             raise
         except Exception as error:
@@ -300,7 +338,8 @@ class ActingServer:
             return
         assert self._actor is not None and self._reply is not None
         layout = MailboxLayout(join.groups, join.obs_schema, self._reply.schema, self._reply.state)
-        client.mailbox, client.doorbell = Mailbox.create(layout), Doorbell.create()
+        client.mailbox = Mailbox.create(layout)
+        client.doorbell = Doorbell.create()
         client.mailbox.arrays[ROOTS][:] = join.roots
         client.mailbox.arrays[EPISODES][:] = join.episodes
         client.mailbox.words[PULLS] = self._total_pulls
@@ -330,7 +369,8 @@ class ActingServer:
         how = "eager" if actor.policy.is_torch else "the agent's own act"
         note = f"served on {actor.policy.device or 'cpu'}, {how}"
         parts = (pack(actor.structure), pack(actor.recorded))
-        self._reply = am.Joined(schema, *parts, state, pack(structure), note, actor.has_priorities)
+        proof = am.proof(self._secret, "server")
+        self._reply = am.Joined(schema, *parts, state, pack(structure), note, actor.has_priorities, proof)
         self._actor = actor
 
     # ---- acting ----
@@ -341,76 +381,100 @@ class ActingServer:
             return _IDLE_S
         assert self._program.serving is not None
         now = time.monotonic()
-        pending = [(client, group) for client in self._clients.values() for group in client.groups if group.is_pending]
-        for _, group in pending:
-            group.arrived = group.arrived or now
+        pending = self._pending()
+        for request in pending:
+            request.group.arrived = request.group.arrived or now
         try:
             admitted = self._update_weights(pending)
         except TicketCancelled:
             return _IDLE_S  # the head has replaced the agent
+        except EOFError:
+            raise  # the head closed the connection
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            self._reply_to(pending, now, self._failure(error))
+            return 0.0
+        finally:
+            self._words[PHASE] = Phase.IDLE
         options, possible = self._program.serving, sum(len(client.groups) for client in self._clients.values())
-        owners = {id(group): client for client, group in admitted}
+        by_group = {id(request.group): request for request in admitted}
         groups, wait_s = next_batch(
-            [group for _, group in admitted], possible, now, options.max_batch, options.window_ms / 1000
+            [request.group for request in admitted], possible, now, options.max_batch, options.window_ms / 1000
         )
         if not groups:
             return min(_IDLE_S, wait_s) if admitted else _IDLE_S
-        self._run(groups, [owners[id(group)] for group in groups], now)
+        self._run([by_group[id(group)] for group in groups], now)
         return 0.0
 
-    def _update_weights(self, pending: Sequence[tuple[_Client, Group]]) -> list[tuple[_Client, Group]]:
+    def _pending(self) -> list[_Request]:
+        """The requests that wait for an answer."""
+        found = []
+        for client in self._clients.values():
+            for group in client.groups:
+                if group.is_pending:
+                    number = group.words[REQUEST]
+                    self._fence()
+                    ticket = group.words[TICKET]
+                    self._fence()  # the worker writes the ticket after its version
+                    found.append(_Request(client, group, number, ticket, group.words[MIN_VERSION]))
+        return found
+
+    def _update_weights(self, pending: Sequence[_Request]) -> Sequence[_Request]:
         """Pull weights between two batches if the sync rule decides to. Return the requests that may be answered now.
 
-        While a worker is inside a chunk that must have one version, the weights stay as they are. Requests that need
-        newer weights, and chunks that have not begun, then wait for the end of that chunk.
+        While a worker is inside a chunk that must have one version, the weights stay as they are. If they should
+        change, chunks that have not begun wait for the end of that chunk.
         """
         if not pending:
             return []
-        actor, needed = self._actor, max(group.words[MIN_VERSION] for _, group in pending)
+        actor, ticket = self._actor, m.Ticket(0, 0, 1, max(request.min_version for request in pending))
         assert actor is not None
         if isinstance(weights := self._sync.weights, RemoteWeights):
-            weights.announced = max(weights.announced, *(group.words[NEWEST] for _, group in pending))
-        if not any(client.holds for client in self._clients.values()):
-            if actor.version < 0:
-                check_digest(self._digest, actor.loader.schema)
-            self._sync.pull_if_needed(m.Ticket(0, 0, 1, needed), actor)
-            totals = self._sync.take_totals()
-            self._total_pulls += totals.pulls
-            pending[0][0].mailbox.words[PULLED_BYTES] += totals.nbytes  # type: ignore[union-attr]
-            return list(pending)
-        if needed <= max(actor.version, self._sync.passed):
-            return list(pending)
-        return [(client, group) for client, group in pending if group.words[TICKET] == client.acted_ticket]
+            weights.announced = max(weights.announced, *(request.group.words[NEWEST] for request in pending))
+        if any(client.holds(self._words[CANCEL]) for client in self._clients.values()):
+            needs_pull = self._sync.needs_pull(ticket, actor)
+            return [request for request in pending if request.has_begun] if needs_pull else pending
+        self._words[PHASE] = Phase.LOAD
+        if actor.version < 0:
+            check_digest(self._digest, actor.loader.schema)
+        self._sync.pull_if_needed(ticket, actor)
+        totals = self._sync.take_totals()
+        self._total_pulls += totals.pulls
+        pending[0].client.mailbox.words[PULLED_BYTES] += totals.nbytes  # type: ignore[union-attr]
+        return pending
 
-    def _run(self, groups: Sequence[Group], clients: Sequence[_Client], now: float) -> None:
-        actor, words = self._actor, self._words
-        assert actor is not None
-        requests = [group.words[REQUEST] for group in groups]
-        self._fence()
-        words[PHASE] = Phase.ACT
-        words[COUNT] += 1
+    def _run(self, requests: Sequence[_Request], now: float) -> None:
+        assert self._actor is not None
+        self._words[PHASE] = Phase.ACT
+        self._words[COUNT] += 1
         failure: am.Failed | None = None
         try:
-            actor.act_on(groups, requests)
+            self._actor.act_on([request.group for request in requests], [request.number for request in requests])
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            if type(error).__name__ in _OUT_OF_MEMORY:
-                raise  # the head restarts this process, and workers roll their chunks again
-            failure = self._failed(error)
-        words[PHASE] = Phase.IDLE
+            failure = self._failure(error)
+        self._words[PHASE] = Phase.IDLE
+        self._reply_to(requests, now, failure)
+        self._words[SERVED_BATCHES] += 1
+        self._words[SERVED_ROWS] += sum(request.group.num_envs for request in requests)
+
+    def _failure(self, error: BaseException) -> am.Failed:
+        """What to tell workers about an error of the agent or the sync rule. Raise the error if memory ran out."""
+        if type(error).__name__ in _OUT_OF_MEMORY:
+            raise error  # the head restarts this process, and workers roll their chunks again
+        return self._failed(error)
+
+    def _reply_to(self, requests: Sequence[_Request], now: float, failure: am.Failed | None) -> None:
+        actor = self._actor
+        assert actor is not None
         counts_as = max(actor.version, self._sync.passed)
-        for client, group, request in zip(clients, groups, requests, strict=True):
-            if failure is not None and not group.words[FAILED]:
-                with contextlib.suppress(OSError):
-                    client.link.send([am.encode(failure)])
-            client.acted_ticket = group.words[TICKET]
+        for client, group, number, ticket, _ in requests:
+            client.acted_ticket = max(client.acted_ticket, ticket)
+            client.failure = failure or client.failure
             assert client.mailbox is not None and client.doorbell is not None
             client.mailbox.words[PULLS] = self._total_pulls
             group.words[VERSION], group.words[COUNTS_AS] = actor.version, counts_as
             group.words[FAILED] = int(failure is not None)
             self._fence()
-            group.words[ANSWER] = request
-            words[SERVED_WAIT_US] += int((now - group.arrived) * 1e6)
-            words[SERVED_ROWS] += group.num_envs
+            group.words[ANSWER] = number
+            self._words[SERVED_WAIT_US] += int((now - group.arrived) * 1e6)
             group.arrived = 0.0
             client.doorbell.ring()
-        words[SERVED_BATCHES] += 1

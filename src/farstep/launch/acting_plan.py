@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass, field
 
 from farstep.config.inference import ServedInference
-from farstep.resources import usable_cpus
 
 
 @dataclass(frozen=True)
@@ -18,6 +17,8 @@ class ActingPlan:
     serving: ServedInference | None
     """None: workers act themselves, and there are no servers."""
     _name: str = field(default_factory=lambda: f"farstep-acting-{os.urandom(16).hex()}")
+    _secret: str = field(default_factory=lambda: os.urandom(32).hex(), repr=False)
+    """With it, workers and acting servers authenticate each other: every process can list the names of sockets."""
 
     @property
     def copies(self) -> int:
@@ -40,15 +41,20 @@ class ActingPlan:
     def _server_of(self, worker: int) -> int:
         return self.num_workers + self.node_of(worker) * self.copies + worker % self.copies
 
-    def bootstrap(self, number: int) -> dict[str, object]:
-        """The bootstrap entries of a worker or an acting server; they replace those of the launcher."""
+    def bootstrap(self, number: int, nodes_on_machine: int = 1) -> dict[str, object]:
+        """The bootstrap entries of a worker or an acting server; they replace those of the launcher.
+
+        Args:
+            number: The worker or acting server.
+            nodes_on_machine: How many nodes of the run share its machine.
+        """
         if self.serving is None:
             return {}
         is_server = number >= self.num_workers
         server = number if is_server else self._server_of(number)
         copy = (server - self.num_workers) % self.copies
-        entries: dict[str, object] = {"acting": f"{self._name}-{server}", "gpu": None}
+        entries: dict[str, object] = {"acting": f"{self._name}-{server}", "acting_secret": self._secret, "gpu": None}
         if is_server:
-            entries |= {"role": "acting", "threads": max(1, usable_cpus() // 2 // self.copies)}
+            entries |= {"role": "acting", "acting_servers": self.copies * nodes_on_machine}
             entries["gpu"] = copy if self.serving.device == "cuda" else None
         return entries

@@ -35,7 +35,7 @@ class LocalLauncher(Launcher):
             "link_fd": theirs.fileno(),
             **self._board.bootstrap(worker),
             "gpu": self._gpus[worker],
-            **self._plan.bootstrap(worker),
+            **self._plan.bootstrap(worker, self._plan.nodes),
         }
         try:
             with theirs:

@@ -35,7 +35,7 @@ class NetworkLauncher(Launcher):
             "address": self._hub.address,
             "encrypted": True,
             "gpu": self._gpus[worker],
-            **self._plan.bootstrap(worker),
+            **self._plan.bootstrap(worker, self._plan.nodes),
         }
         words = private_words(self._envs)
         words[PHASE] = Phase.CONNECT

@@ -61,9 +61,10 @@ class RelayedLink(LocalLink):
 def _process(
     link: Link, identity: tuple[int, int, str], words: memoryview, bootstrap: dict[str, Any]
 ) -> Worker | ActingServer:
-    has_gpu, address = bootstrap.get("gpu") is not None, str(bootstrap.get("acting", ""))
+    has_gpu = bootstrap.get("gpu") is not None
+    address = (str(bootstrap.get("acting", "")), str(bootstrap.get("acting_secret", "")))
     if bootstrap.get("role") == "acting":
-        return ActingServer(link, identity, words, address, has_gpu)
+        return ActingServer(link, identity, words, *address, has_gpu)
     return Worker(link, *identity, words, has_gpu, address)
 
 

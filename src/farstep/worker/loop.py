@@ -79,11 +79,11 @@ class Worker:
         run: str,
         words: memoryview,
         has_gpu: bool = False,
-        acting_address: str = "",
+        acting_address: tuple[str, str] = ("", ""),
     ) -> None:
         self._link, self._words, self._has_gpu = link, words, has_gpu
         self._acting_address = acting_address
-        """Where the acting server of this worker listens; empty if the worker acts itself."""
+        """Where the acting server of this worker listens, and its secret; empty if the worker acts itself."""
         self._id = (worker, incarnation, run)
         self._inbox = Inbox(link, words)
         self._tickets: deque[tuple[m.Ticket, list[Any]]] = deque()
@@ -410,17 +410,10 @@ class Worker:
 
     def _retry_with_new_server(self, ticket: m.Ticket, frames: list[Any]) -> None:
         """Roll a ticket again with the replacement of the acting server, which knows nothing of current episodes."""
-        actor = self._actor
-        assert isinstance(actor, ServedActor)
-        self._recover(None)
         if ticket.reset is not None:
             ticket.reset.seeds = None  # already applied
-        self._words[PHASE] = Phase.LOAD
         try:
-            assert isinstance(self._host, Host)
-            self._host.prepare(self._user_errors)
-            self._words[PHASE] = Phase.LOAD
-            actor.join(self._host.current)
+            self._join_new_server()
         except TicketCancelled:
             return
         except ServedError as error:
@@ -430,6 +423,15 @@ class Worker:
             self._words[PHASE] = Phase.IDLE
             self._timer.lap("inference")
         self._tickets.appendleft((ticket, frames))
+
+    def _join_new_server(self) -> None:
+        """Restart all episodes, and join the replacement of the acting server. May raise `TicketCancelled`."""
+        assert isinstance(self._actor, ServedActor) and isinstance(self._host, Host)
+        self._recover(None)
+        self._words[PHASE] = Phase.LOAD
+        self._host.prepare(self._user_errors)
+        self._words[PHASE] = Phase.LOAD
+        self._actor.join(self._host.current)
 
     def _update_weights(self, ticket: m.Ticket) -> None:
         if isinstance(self._actor, Actor) and ticket.steps:
@@ -550,11 +552,17 @@ class Worker:
         assert isinstance(self._host, Host)
         return Saving(self._host, self._actor, self._owns_process, self._user_errors)
 
+    def _call_target(self, message: m.Call) -> Saving | AnyHost | None:
+        return self._saving() if message.name in ("save", "resume") else self._host
+
     def _call(self, message: m.Call, arguments: BytesLike) -> None:
         self._words[PHASE] = Phase.STEP
         self._words[COUNT] += 1
         args, kwargs = cloudpickle.loads(arguments)
-        target = self._saving() if message.name in ("save", "resume") else self._host
-        result = getattr(target, message.name)(*args, **kwargs)
+        try:
+            result = getattr(self._call_target(message), message.name)(*args, **kwargs)
+        except ServerLost:
+            self._join_new_server()
+            result = getattr(self._call_target(message), message.name)(*args, **kwargs)
         self._words[PHASE] = Phase.IDLE  # errors in encoding the result are not errors of the environment
         self._send(m.Reply(message.request), pack(result))

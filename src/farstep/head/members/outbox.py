@@ -59,9 +59,9 @@ class Outbox:
         return nbytes
 
     def send_cancel(self, upto: int) -> None:
-        """Cancel all tickets up to this id on all workers."""
+        """Cancel all tickets up to this id on all workers. Acting servers then stop waiting for their chunks."""
         for record in self._records:
-            if record.link is not None and not record.is_server:
+            if record.link is not None:
                 record.words[CANCEL] = upto
                 if not self._supervisor.membership.is_suspended(record.worker):
                     self.send(record, m.Cancel(upto))

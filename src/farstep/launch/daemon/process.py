@@ -17,6 +17,7 @@ from farstep.core import Ended
 from farstep.launch.daemon.affinity import CoreAssignment
 from farstep.launch.daemon.child import Child, spawn
 from farstep.launch.daemon.zygote import ForkedProcess, ZygoteBusy, ZygoteEnded, ZygoteProcess
+from farstep.resources import usable_cpus
 from farstep.worker.zygote import FAILED
 
 log = logging.getLogger("farstep")
@@ -71,7 +72,9 @@ class ProcessStarter:
         """
         environ = {**_environ(), **_with_gpu(bootstrap.get("gpu"))}
         contents = {"threads": self._threads, **bootstrap, "path": import_path()}
-        if self._assignment is not None and bootstrap.get("role") != "acting":  # a server may use all cores
+        if bootstrap.get("role") == "acting":  # the servers of a machine use half of its cores, and any of them
+            contents["threads"] = max(1, usable_cpus() // 2 // int(str(bootstrap["acting_servers"])))
+        elif self._assignment is not None:
             contents["cores"] = self._assignment.cores_of(rank)
         with contextlib.ExitStack() as opened, contextlib.ExitStack() as kept:
             death = opened.enter_context(self._death_fd())

@@ -72,8 +72,13 @@ class WeightSync:
         Raises:
             ConfigError: The sync rule raised.
         """
-        if actor is None or self.weights is None or not ticket.steps:
-            return
+        if actor is not None and self.weights is not None and self.needs_pull(ticket, actor):
+            self._pull(actor, self.weights)
+
+    def needs_pull(self, ticket: m.Ticket, actor: Actor) -> bool:
+        """Whether to pull weights before the chunk of this ticket. Raise `ConfigError` if the sync rule raised."""
+        if self.weights is None or not ticket.steps:
+            return False
         # A divergence that cannot be measured counts as infinite.
         divergences = self.probing.divergences if self.probing is not None else (math.inf,) * (probes_of(self.rule) > 0)
         newest = self.weights.newest()
@@ -83,8 +88,7 @@ class WeightSync:
         state = SyncState(actor.version, newest, time.monotonic() - self._pulled_at, divergences)
         wanted = self._should_pull(state)
         self.passed = self._counts_as(state)
-        if wanted or self.passed < ticket.min_version:
-            self._pull(actor, self.weights)
+        return wanted or self.passed < ticket.min_version
 
     def take_totals(self) -> PullTotals:
         """Return and reset the totals of the pulls since the last chunk."""

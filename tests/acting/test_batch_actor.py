@@ -1,0 +1,73 @@
+"""The acting server's copy of the agent: what it does with answers that no worker used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+
+from farstep.acting.batch_actor import BatchActor, Group
+from farstep.acting.mailbox import EPISODES, ROOTS, USED, Mailbox, MailboxLayout
+from farstep.rollout.rows import Slots
+from farstep.schema import space_schema
+from farstep.testing import CountingEnv
+from tests.acting.agents import RandomAgent
+from tests.cluster.toys import RememberingAgent
+
+
+class RandomRecurrentAgent(RememberingAgent):
+    """Recurrent, and draws from `rng`."""
+
+    def act(self, obs: Any, state: Any, episode_start: Any, rng: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {**super().act(obs, state, episode_start), "draw": np.array([each.random() for each in rng])}
+
+
+@pytest.fixture(params=[RandomAgent, RandomRecurrentAgent])
+def group_and_actor(request: pytest.FixtureRequest) -> Iterator[tuple[Group, BatchActor]]:
+    env = CountingEnv()
+    obs, obs_schema = space_schema(env.observation_space, "obs")
+    _, action_schema = space_schema(env.action_space, "action")
+    slots = Slots(0, [7, 7], [0, 0])
+    actor = BatchActor(cloudpickle.dumps(request.param()), "eager", obs, slots)
+    current = {name: np.zeros((2, *spec.shape), spec.dtype) for name, spec in obs_schema.items()}
+    schema, state, _ = actor.dry_run(current, action_schema)
+    actor.prepare(obs_schema, schema)
+    mailbox = Mailbox.create(MailboxLayout([2], obs_schema, schema, state))
+    mailbox.arrays[ROOTS][:], mailbox.arrays[EPISODES][:] = slots.roots, slots.episodes
+    yield actor.new_group(mailbox, 0, 0), actor
+    mailbox.close()
+
+
+def outputs(group: Group) -> dict[str, list[Any]]:
+    arrays = group.mailbox.arrays
+    return {name: arrays[name].tolist() for name in ("draw", "age") if name in arrays}
+
+
+def test_an_unused_answer_is_repeated(group_and_actor: tuple[Group, BatchActor]) -> None:
+    group, actor = group_and_actor
+    actor.act_on([group], [1])
+    group.words[USED] = 1
+    actor.act_on([group], [2])
+    unused = outputs(group)
+    actor.act_on([group], [3])
+    assert outputs(group) == unused
+    group.words[USED] = 3
+    actor.act_on([group], [4])
+    assert outputs(group) != unused
+
+
+def test_a_saved_group_continues_before_its_unused_answer(group_and_actor: tuple[Group, BatchActor]) -> None:
+    group, actor = group_and_actor
+    actor.act_on([group], [1])
+    group.words[USED] = 1
+    actor.act_on([group], [2])
+    unused = outputs(group)
+    saved = actor.save_groups([group])
+    actor.act_on([group], [3])
+    group.words[USED] = 3
+    actor.restore_groups([group], saved)
+    actor.act_on([group], [4])
+    assert outputs(group) == unused
