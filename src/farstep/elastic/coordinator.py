@@ -158,7 +158,7 @@ class _State(msgspec.Struct):
 class Coordinator:
     """Divides slots by fair share, and hands out devices in the order of the requests.
 
-    A run is admitted as soon as its minimum fits; runs wait in the order of their arrival, and nobody overtakes. Each
+    A run is admitted as soon as its minimum fits; waiting runs are admitted in the order of their arrival. Each
     admitted run gets its minimum. The other slots go, one by one, to the run with the fewest slots per priority that
     wants more (weighted max-min fairness). If the minimum of a waiting run does not fit, admitted runs whose turn of
     `turn_s` times their priority is over release all their slots and wait at the end of the queue.
@@ -225,7 +225,7 @@ class Coordinator:
         return self._divide(now)
 
     def renew(self, now: float) -> None:
-        """Renew all leases: nobody could send a heartbeat while the coordinator was down."""
+        """Renew all leases: runs could not send heartbeats while the coordinator was down."""
         self._account(now)
         for workload in self._by_id.values():
             workload.lease_ends = now + self.lease_s
@@ -406,7 +406,8 @@ class Coordinator:
         """Return a coordinator with a saved state.
 
         If there are fewer slots than before, runs are asked to release some. If there are fewer devices than before,
-        the runs that hold the last ones finish with them, but nobody gets them again.
+        the runs that hold the devices with the highest numbers keep them until they return them; after that, the
+        coordinator does not grant them again.
 
         Args:
             saved: What `save` returned.
