@@ -289,7 +289,8 @@ STATS_GROUPS = (
             ),
             _workers(
                 "acting/<server>/rows_per_second",
-                "rows per second, between the last two calls of `stats()`",
+                "rows per second over the last 10 s, or between the last two calls of `stats()` if they are further "
+                "apart",
                 unit="rows/s",
             ),
             _head("acting/<server>/restarts", "how many times it was restarted", kind="counter", unit="restarts"),
