@@ -63,7 +63,7 @@ def summary(document: dict[str, Any], layout: Layout = PPO) -> str:
     noted = [run for run in done if run["report"]["notes"]]
     notes = sorted({f"{layout.labels[family(run['contender'])]} {run['report']['notes']}" for run in noted})
     if notes:
-        parts.append(f"{'; '.join(notes)}.")
+        parts.append(f"Exceptions: {'; '.join(notes)}.")
     parts += _tried(done, layout)
     if done:
         others = [run["others_cpu_s"] / max(run["wall_s"], 1e-9) for run in done]

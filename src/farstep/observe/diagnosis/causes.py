@@ -31,9 +31,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "memory",
         "failure",
-        "Less than 5 % of the memory is left, or it will be used up within ten minutes as the run's processes grow",
-        "Find what grows: an environment or agent that keeps what it has seen, or a buffer. Lower envs_per_node, steps "
-        "or the buffer's capacity, or give the run more memory.",
+        "Less than 5 % of the memory is free, or the run's processes grow so fast that they will use it up within ten "
+        "minutes",
+        "Find what grows, such as a list in an environment or agent, or a buffer. Lower envs_per_node, steps or the "
+        "buffer's capacity, or give the run more memory.",
         find.memory,
     ),
     Rule(
@@ -47,9 +48,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "trigger never fires",
         "failure",
-        "A trigger of a workflow has not fired once, while others fired 100 times or the buffer's rows were replaced "
+        "A trigger of a workflow has never fired, while others fired 100 times or the buffer's rows were replaced "
         "10 times",
-        "Publish the object that it waits for, or lower its n or size; remove the trigger if it is not needed.",
+        "Publish the object that the trigger waits for, or lower its n or size. Remove it if you do not need it.",
         find.silent_trigger,
     ),
     Rule(
@@ -62,10 +63,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "clip range",
         "learning",
-        "Clipping excludes more than half of the rows (train/actor/clip_fraction). With --no-decoupled and workers "
-        "that hardly ever pull weights, a quarter is enough",
-        "Lower --learning-rate or --update-epochs, or set --target-kl. If workers act with older weights: --decoupled, "
-        "or a smaller --kl-threshold.",
+        "Clipping excludes more than half of the rows (train/actor/clip_fraction); with --no-decoupled and workers "
+        "that hardly ever pull weights, more than a quarter",
+        "Lower --learning-rate or --update-epochs, or set --target-kl. If workers act with older weights, use "
+        "--decoupled or a smaller --kl-threshold.",
         find.clip_range,
     ),
     Rule(
@@ -79,7 +80,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "kl_threshold without effect",
         "learning",
-        "During 20 versions, workers with kl_threshold have pulled none of them, or almost all",
+        "Workers with kl_threshold have pulled none of the last 20 versions, or almost all",
         "If they pulled none, lower kl_threshold (--kl-threshold) or raise the learning rate. If they pulled almost "
         "all, raise kl_threshold above the divergence of one update (sync/divergence_mean), or leave it out.",
         find.threshold_without_effect,
@@ -87,7 +88,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "too many threads",
         "limit",
-        "More than two threads per core want to run, because processes run several threads at a time",
+        "More than two threads per core are running or ready to run, because processes use several threads each",
         "Set cpus_per_worker=1, limit the threads of the environment's own libraries, and call torch.set_num_threads "
         "in the learner (--threads).",
         find.too_many_threads,
@@ -95,15 +96,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "too few cores",
         "limit",
-        "More than two processes per core want to run",
-        "Use more cores or more nodes; on these cores, fewer workers (workers_per_node) do the same work.",
+        "More than two processes per core are running or ready to run",
+        "Use more cores or more nodes. On the same cores, fewer workers (workers_per_node) are just as fast.",
         find.too_few_cores,
     ),
     Rule(
         "replay ratio",
         "limit",
         "In a run of dqn, apex, sac or aride, workers or learner wait for at least 80 % of the time, to keep the ratio "
-        "of updates to steps (limiter/blocked); never a problem",
+        "of updates to steps (limiter/blocked). farstep train does not warn",
         "If workers wait, the learner is too slow for the ratio: lower --updates-per-step (aride: --samples-per-step), "
         "or train on a GPU (--device cuda). If the learner waits, add workers, or raise this option to learn more from "
         "each row.",
@@ -112,10 +113,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "limiter blocks",
         "limit",
-        "In a workflow of your own, the buffer's limiter makes inserting or sampling wait for at least 80 % of the "
-        "time (limiter/blocked)",
-        "Change samples_per_insert, or set min_diff and max_diff further apart (error_buffer). If sampling waits, add "
-        "workers; if inserting waits, make updates faster.",
+        "In your own workflow, the buffer's limiter makes inserting or sampling wait for at least 80 % of the time "
+        "(limiter/blocked)",
+        "If sampling waits, add workers; if inserting waits, make updates faster. Or change samples_per_insert, or set "
+        "min_diff and max_diff further apart (error_buffer).",
         find.limiter_blocks,
     ),
     Rule(
@@ -123,8 +124,8 @@ RULES: tuple[Rule, ...] = (
         "limit",
         "Chunks wait for room in a workflow's buffer for at least 20 % of the time (buffer/full_s), and the learner "
         "waits for rows for at least 20 %",
-        "Raise the buffer's capacity to twice the rows that its triggers take at once, so that workers roll while the "
-        "learner updates.",
+        "Raise the buffer's capacity to twice the number of rows that its triggers take at once, so that workers can "
+        "roll while the learner updates.",
         find.small_buffer,
     ),
     Rule(
@@ -137,10 +138,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "replaced worker",
         "time",
-        "A worker was restarted, and the other workers and the learner each wait for at least 30 % of their time; "
-        "never a problem",
-        'Read why it was lost in env.events(["lost", "stuck"]) or events.jsonl; with num_chunks (stream, --num-chunks) '
-        "batches do not wait for a worker that starts.",
+        "A worker was restarted, and the other workers and the learner each wait for at least 30 % of their time. "
+        "farstep train does not warn",
+        'env.events(["lost", "stuck"]) or events.jsonl gives the reason. With num_chunks (stream, --num-chunks), '
+        "batches do not wait for a worker that restarts.",
         find.replaced_worker,
     ),
     Rule(
@@ -148,42 +149,42 @@ RULES: tuple[Rule, ...] = (
         "time",
         "One worker takes at least twice as long as the others. The others and the learner each wait for at least 30 % "
         "of their time",
-        "Give its host fewer environments or look for what else runs there; with num_chunks (stream, --num-chunks) or "
-        "a trigger with n below the number of workers, batches do not wait for it.",
+        "Give its host fewer environments, or look for other programs there. With num_chunks (stream, --num-chunks) or "
+        "a trigger with n below the number of workers, batches do not wait for this worker.",
         find.straggler,
     ),
     Rule(
         "slow network",
         "time",
-        "Rollouts and weights travel for at least 30 % of the workers' time and for longer than rolling takes. The "
-        "learner waits for at least 30 % of the time",
+        "Sending rollouts and weights takes at least 30 % of the workers' time, and longer than rolling. The learner "
+        "waits for at least 30 % of the time",
         "Send fewer bytes: compression, kl_threshold, weights={'half': True}, smaller observations. Collect long "
-        "rollouts instead of calling step; or use stream, so that chunks travel while the next ones are rolled.",
+        "rollouts instead of calling step, or use stream, so that workers roll while earlier chunks are sent.",
         find.slow_network,
     ),
     Rule(
         "taking turns",
         "time",
-        "Workers and learner take turns: the share of time that workers wait for the learner plus the share that the "
-        "learner waits for workers is at least 1.3",
-        "Use stream instead of collect (async-ppo instead of ppo), so that workers roll while the learner updates; "
-        "with stream, raise max_staleness (async-ppo: --staleness-threshold, impala: --max-staleness).",
+        "Workers wait while the learner works, and the learner waits while workers roll: the two shares of time add "
+        "up to at least 130 %",
+        "Use stream instead of collect (async-ppo instead of ppo), so that workers roll while the learner updates. If "
+        "you already use stream, raise max_staleness (async-ppo: --staleness-threshold, impala: --max-staleness).",
         find.both_wait,
     ),
     Rule(
         "slow learner",
         "time",
-        "Workers wait for the learner for at least 80 % of their time, and the learner waits for at most 20 %; "
-        "never a problem",
-        "Make updates faster (fewer epochs, larger minibatches, more threads, a GPU), or use fewer workers; stream "
-        "instead of collect lets both work at the same time.",
+        "Workers wait for the learner for at least 80 % of their time, and the learner waits for at most 20 %. "
+        "farstep train does not warn",
+        "Make updates faster (fewer epochs, larger minibatches, more threads, a GPU), or use fewer workers. With "
+        "stream instead of collect, both work at the same time.",
         find.slow_learner,
     ),
     Rule(
         "slow policy",
         "time",
-        "The learner waits for at least 80 % of the time, and workers spend most of theirs in act; a problem only from "
-        "95 % on",
+        "The learner waits for at least 80 % of the time, and workers spend most of their time in act. farstep train "
+        "warns only from 95 % on",
         "Make act faster: check that workers replay a recorded act (env.inference is 'fast'), use a smaller network, "
         "more environments per worker, or a GPU (gpus_per_node).",
         find.slow_policy,
@@ -191,8 +192,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "slow environment",
         "time",
-        "The learner waits for at least 80 % of the time, and workers spend most of theirs in environments; a problem "
-        "only from 95 % on",
+        "The learner waits for at least 80 % of the time, and workers spend most of their time in environments. "
+        "farstep train warns only from 95 % on",
         "Add workers or nodes, or make the environment faster (a vectorized one, fewer or smaller observations).",
         find.slow_environment,
     ),

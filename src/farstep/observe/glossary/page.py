@@ -14,8 +14,8 @@ _INTRODUCTION = """\
 
 This page lists every number that farstep logs or counts, with its unit and meaning. The names are the same in
 `metrics.jsonl`, TensorBoard, Weights & Biases and the terminal. A *counter* never decreases while the process runs; a
-*gauge* may rise and fall; an *info* is text. The [glossary](architecture.md#glossary) explains words such as chunk,
-ticket, version and probe.
+*gauge* may rise and fall; an *info* is text. The *head* is the process of your program. The
+[glossary](architecture.md#glossary) explains words such as chunk, ticket, version and probe.
 
 - [Metrics of `farstep train`](#metrics-of-farstep-train)
 - [Counters of `env.stats()`](#counters-of-envstats), for any program
@@ -26,8 +26,10 @@ _TRAINING = """
 
 PPO, asynchronous PPO and IMPALA log one line per update. DQN, Ape-X, SAC and A-RIDE log one line per `--report-every`
 steps. [Training](training.md#metrics-of-a-run) says where to look first if a run is slow or does not learn. The column
-*healthy* has rules of thumb, not measurements. The pages of [PPO](ppo.md), [asynchronous PPO](async_ppo.md),
-[IMPALA](impala.md), [DQN](dqn.md) and [SAC](sac.md) have remedies for numbers that are not healthy.
+*healthy* has rules of thumb, not measurements. If a number is not healthy, look for a remedy on the learner's page:
+[PPO](ppo.md), [asynchronous PPO](async_ppo.md), [IMPALA](impala.md), [DQN and Ape-X](dqn.md), [SAC](sac.md),
+[A-RIDE](aride.md). The columns *when* and *healthy* name learners as `farstep train` does: `ppo`, `async-ppo` and so
+on.
 """
 _STATS = """
 ## Counters of `env.stats()`
@@ -37,8 +39,8 @@ _STATS = """
 [The guide](guide.md#counters) shows how to log these numbers from your own program.
 
 If a counter and a metric of `farstep train` have the same name, they are the same number. The column *logged as* names
-a related metric of `farstep train` whose value differs: it covers only the time since the previous line, is a mean over
-workers, or continues after a resume.
+a related metric of `farstep train`. Its value differs: it covers only the time since the previous line, or is a mean
+over workers, or continues after a resume.
 """
 _OWN = """
 ## Names of your own
@@ -47,8 +49,8 @@ Loggers accept any name. Your learner's [`run(env, loop)`](training.md#from-pyth
 `loop.report(Iteration(metrics=...))`, and farstep adds the prefix `train/`. A phase that `run` measures with
 `loop.timer("NAME")` is logged as `time/NAME`, and the terminal shows it like farstep's own phases.
 
-Later releases of farstep may add metrics under the prefixes above. To avoid a collision, begin your names with a prefix
-of your own: `Iteration(metrics={"mine/loss": 0.5})` is logged as `train/mine/loss`.
+Later releases of farstep may add metrics under the prefixes above. So begin your names with a prefix of your own:
+`Iteration(metrics={"mine/loss": 0.5})` is logged as `train/mine/loss`.
 """
 
 

@@ -57,7 +57,7 @@ STATS_GROUPS = (
             _head(
                 "delivered", "tickets whose rows, or resets, were delivered and not dropped afterwards", unit="tickets"
             ),
-            _head("buffered", "tickets whose rows wait to be delivered", unit="tickets"),
+            _head("buffered", "tickets whose rows have arrived, but are not delivered yet", unit="tickets"),
             _head("in_flight", "tickets that workers hold", unit="tickets"),
         ),
     ),
@@ -105,8 +105,8 @@ STATS_GROUPS = (
     ),
     Namespace(
         "slots/",
-        "Here, a slot is the place of a running worker. A worker holds a slot while its process runs: from its start "
-        "until it ends, is parked, or is released between two rollouts ([elasticity](elasticity.md)).",
+        "Here, a slot is the permission of one worker to run. A worker holds it from the start of its process until "
+        "the process ends, is parked, or is suspended between two rollouts ([elasticity](elasticity.md)).",
         (
             _head("slots/held", "slots that are held now", unit="slots"),
             _head(
@@ -117,8 +117,8 @@ STATS_GROUPS = (
             ),
             _workers(
                 "slots/used_seconds",
-                "time in which workers stepped, acted, pulled or sent, summed over workers: `time/workers` without "
-                "`tickets`",
+                "time in which workers were busy (not waiting for tickets), summed over workers: `time/workers` "
+                "without `tickets`",
                 kind="counter",
                 unit="seconds",
             ),
@@ -229,8 +229,8 @@ STATS_GROUPS = (
         (
             _workers(
                 "divergence/<worker>",
-                "running KL divergence of a worker's policy from the learner's when the worker began its last chunk; "
-                "right after a pull, the remaining divergence (0 if not measured)",
+                "KL divergence of a worker's policy from the learner's, as the worker measured it before its last "
+                "chunk; after a pull, the divergence that remained (0 if not measured)",
                 unit="nats",
                 logged_as="sync/divergence_mean",
             ),
@@ -289,7 +289,8 @@ STATS_GROUPS = (
             ),
             _workers(
                 "acting/<server>/rows_per_second",
-                "rows between the latest calls of `stats()`, per second",
+                "rows per second over the last 10 s, or between the last two calls of `stats()` if they are further "
+                "apart",
                 unit="rows/s",
             ),
             _head("acting/<server>/restarts", "how many times it was restarted", kind="counter", unit="restarts"),
@@ -336,8 +337,8 @@ STATS_GROUPS = (
             ),
             _head(
                 "time/learner/update",
-                "everything else between two batches, that is, your code; in a workflow also consumer threads that "
-                "handle a message. Consumers in other processes are not measured",
+                "all other time between two batches, that is, your code; in a workflow, also the time of consumers in "
+                "threads. Consumers in other processes are not measured",
                 kind="counter",
                 unit="seconds",
             ),
@@ -416,8 +417,8 @@ STATS_GROUPS = (
             ),
             _workflow(
                 "workflow/<trigger>/waits_for",
-                "the trigger as text, so that `env.diagnose()` can say what a trigger that never fires waits for. None "
-                "if it contains a `TimeTrigger`, which may just have a long period",
+                "the trigger as text; `env.diagnose()` shows it if the trigger never fires. None for a trigger with a "
+                "`TimeTrigger`, because its period may simply be long",
                 kind="info",
             ),
         ),

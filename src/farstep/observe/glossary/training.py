@@ -47,7 +47,7 @@ NAMESPACES = (
     ),
     Namespace(
         "eval/",
-        "The latest evaluation, in the first line after it ended.",
+        "Results of an evaluation. They are in the first line of metrics after the evaluation ended.",
         (
             _evaluation(
                 "eval/return_mean",
@@ -79,8 +79,8 @@ NAMESPACES = (
     ),
     Namespace(
         "lag/",
-        "Staleness of the rows that arrived since the previous line: the version when the learner got them minus the "
-        "version that acted.",
+        "Staleness of the rows that arrived since the previous line of metrics. The staleness of a row is the "
+        "learner's version when the row arrived, minus the version that chose its action.",
         (
             _loop(
                 "lag/versions_mean",
@@ -97,9 +97,9 @@ NAMESPACES = (
         "The update of the policy. Numbers are means over all minibatches of all epochs of an update; for dqn, apex, "
         "sac and aride, over all updates since the previous line.\n\n"
         "The *behavior policy* is the one that acted. The *proximal policy* is the learner's policy at the start of "
-        "the update. The *current policy* is the one that is being optimized. Two quotients of the probabilities of a "
-        "row's action are used. The *ratio* is current / proximal (with `--no-decoupled`: current / behavior). The "
-        "*weight* is proximal / behavior. V-trace calls the weight *rho*.",
+        "the update. The *current policy* is the one that is being optimized. Each of them gives the action of a row a "
+        "probability. The *ratio* of a row is the quotient current / proximal of these probabilities (with "
+        "`--no-decoupled`: current / behavior). The *weight* is proximal / behavior. V-trace calls the weight *rho*.",
         (
             _learner(
                 "train/actor/policy_loss",
@@ -111,8 +111,8 @@ NAMESPACES = (
             ),
             _learner(
                 "train/actor/total_loss",
-                "the loss that is minimised: policy loss + weighted value loss - weighted entropy; during critic "
-                "warm-up only the value loss has an effect",
+                "the minimized loss: policy loss + weighted value loss - weighted entropy. During critic warm-up, only "
+                "the value loss has an effect",
                 when=f"{_ON_POLICY}, aride",
             ),
             _learner(
@@ -159,7 +159,7 @@ NAMESPACES = (
             _learner(
                 "train/actor/behav_approx_kl",
                 "KL divergence between proximal and behavior policy, as the mean of -log(weight). With "
-                "`--behave-weight-mode mask` it leaves out the excluded rows, so outliers are not visible in it",
+                "`--behave-weight-mode mask` it leaves out the masked rows, so it does not show outliers",
                 unit="nats",
                 when=_PPO,
                 healthy="below 0.05; ppo: 0 without AAPS",
@@ -208,15 +208,15 @@ NAMESPACES = (
             ),
             _learner(
                 "train/actor/average_version",
-                "mean version that acted in the rows of this update. The line is logged after the update has published "
-                "the next version, so this is 1 below `train/actor/current_version` if no row is stale",
+                "mean version that chose the actions in the rows of this update. If no row is stale, it is 1 below "
+                "`train/actor/current_version`, because the update has already published the next version",
                 unit="versions",
                 when="async-ppo",
             ),
             _learner(
                 "train/actor/grad_norm",
-                "norm of the gradient before it is scaled down to `--max-grad-norm`. The gradient is that of all "
-                "parameters; during critic warm-up, of the critic's own layers; sac: of the actor",
+                "norm of the gradient before it is scaled down to `--max-grad-norm`. It covers all parameters; during "
+                "critic warm-up, only the critic's own layers; sac: only the actor",
                 when="not dqn, apex",
                 healthy="no upward trend",
             ),
@@ -237,7 +237,8 @@ NAMESPACES = (
             _learner(
                 "train/actor/noise_scale",
                 "gradient noise scale: the number of rows above which a larger batch hardly improves the gradient. "
-                "Estimated from the first epochs of about 10 updates; missing while the noise hides the gradient",
+                "Estimated from the first epochs of about 10 updates; missing while the gradient is too small compared "
+                "with its noise",
                 unit="rows",
                 when="ppo, async-ppo with `--scaling noise`",
                 healthy="grows while the policy learns",
@@ -257,8 +258,8 @@ NAMESPACES = (
             ),
             _learner(
                 "train/actor/kept_fraction",
-                "steps that change the policy: those of episodes that pass `--filter-quantile`. With `--gate "
-                "positive`, only those of them with a positive advantage",
+                "sampled steps that change the policy. Steps of episodes that do not pass `--filter-quantile` do not; "
+                "with `--gate positive`, steps without a positive advantage do not either",
                 unit="fraction",
                 when="aride",
             ),
@@ -276,9 +277,9 @@ NAMESPACES = (
         (
             _learner(
                 "train/critic/value_loss",
-                "half the squared difference between values and targets (linear beyond `--huber-delta`), in squared "
-                "units of (normalized) returns, so it grows with the return. dqn, apex: weighted Huber loss; sac: "
-                "sum over both critics; aride with `--mode bce`: cross-entropy",
+                "half the squared difference between values and targets (linear beyond `--huber-delta`). It grows with "
+                "the scale of (normalized) returns. dqn, apex: weighted Huber loss; sac: sum over both critics; aride "
+                "with `--mode bce`: cross-entropy",
                 healthy="no upward trend over the whole run",
             ),
             _learner(
@@ -354,9 +355,9 @@ NAMESPACES = (
     ),
     Namespace(
         "time/",
-        "Time that each phase of the learner took since the previous line. In a line with `time/step`, the sum of the "
-        "phases is at most `time/step`. The lines of the evaluations at the end of a run have no `time/step`. "
-        "*RLinf* in brackets gives the name of the same phase in the framework RLinf.",
+        "Time that each phase of the learner took since the previous line. The sum of the phases is at most "
+        "`time/step`. Lines of evaluations at the end of a run have no `time/step`. A name after *RLinf* is that of "
+        "the same phase in the framework RLinf.",
         (
             _loop("time/step", "time since the previous line", unit="seconds"),
             _loop(
@@ -407,7 +408,7 @@ NAMESPACES = (
             ),
             _loop(
                 "time/publish",
-                "publishing: until workers could pull the new version (RLinf: `update_rollout_weights`)",
+                "publishing a new version, until workers can pull it (RLinf: `update_rollout_weights`)",
                 unit="seconds",
             ),
             _loop(
@@ -496,7 +497,7 @@ NAMESPACES = (
             _head("workers/alive", "workers that run", unit="workers"),
             _learner(
                 "workers/active",
-                "workers that were to roll for this update, as the scaling rule chose",
+                "number of workers that the scaling rule chose for this update",
                 unit="workers",
                 when="ppo, async-ppo with `--scaling`",
             ),
