@@ -15,7 +15,7 @@ from farstep.core import Agent
 from farstep.errors import ClosedError, FarstepError
 from farstep.head.tickets.records import DropCause
 from farstep.workflow.delivery import Direct, LocalQueue
-from farstep.workflow.row_retention import RowRetention, rows_of, windows_of
+from farstep.workflow.rows.retention import RowRetention, rows_of, windows_of
 from farstep.workflow.triggers import DataKeyTrigger
 from farstep.workflow.triggers.dispatch import Delivery
 from farstep.workflow.triggers.ledger import Actor, Ledger
@@ -185,7 +185,7 @@ class Guard:
         for actor, _, stop in rows_of(message):
             self._gaps[actor] = max(stop, self._gaps.get(actor, 0))
 
-    # ---- rows (`row_retention.Holder`) ----
+    # ---- rows (`rows.retention.Holder`) ----
 
     def holds(self, window: Mapping[str, Any], trigger_id: str | None) -> bool:
         """Return whether an unfinished message (of `trigger_id`; None: of any trigger) names these rows."""

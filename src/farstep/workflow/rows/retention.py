@@ -15,11 +15,11 @@ from farstep.batch import Batch, side_by_side
 from farstep.buffer.replay import Buffer
 from farstep.errors import ConfigError, FarstepError
 from farstep.head.tickets.records import DropCause
-from farstep.workflow.partial_chunks import PartialChunks
+from farstep.workflow.rows.partial_chunks import PartialChunks
+from farstep.workflow.rows.windows import Windows
 from farstep.workflow.triggers import DataKeyTrigger
 from farstep.workflow.triggers.ledger import Ledger
 from farstep.workflow.triggers.messages import Message
-from farstep.workflow.windows import Windows
 
 
 class Holder(Protocol):
