@@ -265,13 +265,15 @@ def test_messages_of_an_admitted_worker_raise_nothing_but_wire_errors(monkeypatc
                 place = chance.randrange(len(frames))
                 frames[place] = mutated(chance, frames[place], [other[0] for other in heard])
                 if case % 100 == 0:  # tickets to be answered
-                    server.tickets._outstanding |= {seq: IssuedTicket(seq, seq % 2, 0, 0, 0) for seq in range(50)}  # noqa: SLF001
+                    server.tickets.outstanding.clear()
+                    for seq in range(50):
+                        server.tickets.outstanding.add(IssuedTicket(seq, seq % 2, 0, 0, 0))
                 try:
                     receive(chance.randrange(2), Received(frames))
                 except Exception as error:
                     raise AssertionError(f"{frames!r}") from error
-            server.tickets._outstanding.clear()  # noqa: SLF001
-            server.tickets._arrived.clear()  # noqa: SLF001
+            server.tickets.outstanding.clear()
+            server.tickets.unread.clear()
         monkeypatch.undo()
 
 

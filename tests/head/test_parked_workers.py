@@ -87,8 +87,8 @@ class World:
         self.tickets.release()
         batch = self.tickets.take(self.version)
         if batch is None:
-            for accepted in self.tickets.crowded():
-                self.tickets.set_aside(accepted, accepted.info)
+            for accepted in self.tickets.chunks_to_copy():
+                self.tickets.copied(accepted, accepted.info)
             return
         self.batches += 1
         self.version += self.max_staleness is not None

@@ -327,9 +327,9 @@ class Collector:
 
     def _free_lanes(self, request: Request, rollouts: Rollouts) -> None:
         """Copy unread chunks out of the lanes of workers that need them for further chunks of the batch."""
-        for accepted in self.server.tickets.crowded():
+        for accepted in self.server.tickets.chunks_to_copy():
             rows = rollouts.chunk(accepted, request.steps, np.zeros(0, bool)).copy()
-            self.server.tickets.set_aside(accepted, replace(accepted.info, rows=rows))
+            self.server.tickets.copied(accepted, replace(accepted.info, rows=rows))
 
     def _batch(self, request: Request, accepted: Sequence[AcceptedChunk], rollouts: Rollouts) -> Batch:
         with self.counters.learner.measure("prepare"):

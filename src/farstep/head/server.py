@@ -357,7 +357,7 @@ class Server:
         if record.is_server:  # it must answer as long as a worker of its node may need it
             clients = (self.records[worker] for worker in self._plan.clients_of(record.worker))
             return "idle" if any(each.handle is not None and each.handle.poll() is None for each in clients) else ""
-        return expected(record, self.tickets.oldest_of(record.worker))
+        return expected(record, self.tickets.outstanding.oldest_of(record.worker))
 
     def lost(self, record: WorkerRecord) -> None:
         if record.is_server:
