@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farstep.workflow.consumers import Consumer, ConsumerThread, Flow, Guard, Publisher, name_of
+from farstep.workflow.consumers import Consumer, ConsumerThread, Flow, GuardedDelivery, Publisher, name_of
 from farstep.workflow.delivery import Direct, LocalQueue
 from farstep.workflow.triggers import DataKeyTrigger
 from farstep.workflow.triggers.dispatch import Delivery, Dispatcher
@@ -22,10 +22,10 @@ class Registry:
         self.most_samples = 0
         """Largest number of rows that a consumer samples at once."""
         self.threads: list[ConsumerThread] = []
-        self.updaters: list[Guard] = []
+        self.updaters: list[GuardedDelivery] = []
         """Guards of consumers that may change the agent."""
         self.publishers: list[Publisher] = []
-        self.guards: list[tuple[str, Guard]] = []
+        self.guards: list[tuple[str, GuardedDelivery]] = []
         """The name of each trigger, and the delivery to its consumer."""
         self.has_deliveries = False
         """Whether a consumer is a `Delivery`, which may be to another process."""
@@ -56,13 +56,13 @@ class Registry:
             started = ConsumerThread(flow, consumer, LocalQueue(max_outstanding))
             delivery = started.queue
         by_data = [leaf for leaf in leaves_of(trigger) if isinstance(leaf, DataKeyTrigger)]
-        guard = Guard(flow, delivery, by_data, started, samples, name_of(consumer))
+        guard = GuardedDelivery(flow, delivery, by_data, started, samples, name_of(consumer))
         found = self.dispatcher.add(trigger, guard, trigger_id=name, max_outstanding=max_outstanding)
         self.guards.append((found, guard))
         self.by_data += by_data
-        if guard.takers:
+        if guard.consuming:
             guard.discard(flow.ledger)  # a new consumer does not get rows of earlier runs
-            self.consuming += guard.takers
+            self.consuming += guard.consuming
             flow.retention.holders.append(guard)
             self.reading.append(found)
         self.most_samples = max(self.most_samples, guard.samples)

@@ -241,7 +241,7 @@ class RunLoop:
         self.state.void_lost()
         if self.state.feed is not None and self.state.feed.is_live(issued.seq):
             batch = replace(batch, continues=batch.continues & self._continues[batch.slots])
-            self.state.retention.ahead.add(issued.worker, issued.seq, early.key, early.version, batch)
+            self.state.retention.partial_chunks.add(issued.worker, issued.seq, early.key, early.version, batch)
 
     def _note_admitted(self) -> None:
         """Count the time for which the limiter refused chunks, or they had no room; `Buffer.insert` did not wait."""

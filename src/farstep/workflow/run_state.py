@@ -67,4 +67,4 @@ class RunState:
     def void_lost(self) -> None:
         """Discard the parts of incomplete chunks that were dropped."""
         if self.feed is not None:
-            self.retention.ahead.void(self.feed.voided())
+            self.retention.partial_chunks.void(self.feed.voided())
