@@ -181,7 +181,7 @@ class Server:
         self._parking.release()
 
     @contextlib.contextmanager
-    def unparked(self) -> Iterator[None]:
+    def all_unparked(self) -> Iterator[None]:
         """Context manager: inside, parked workers run, so that they can answer a call, and no process is suspended."""
         with self.locked():
             self._parking.begin_call()
@@ -379,7 +379,7 @@ class Server:
     def parked(self, record: WorkerRecord) -> None:
         self._parking.parked(record)
 
-    def resumed(self, record: WorkerRecord) -> None:
+    def unparked(self, record: WorkerRecord) -> None:
         self._parking.unparked(record)
 
     def continued(self, record: WorkerRecord, suspended_s: float) -> None:

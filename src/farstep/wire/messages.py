@@ -16,7 +16,7 @@ in the usual order:
                     ◄────────────── Call                      answered by Reply or Failure
                     ◄────────────── ReturnTickets             before the worker is parked
     Idle ────────────────────────►                            its process is suspended
-                    ◄────────────── Resumed                   its process continues
+                    ◄────────────── Unparked                  its process continues
                     ◄────────────── Continued                 after a suspension between two rollouts
                     ◄────────────── Stop
 
@@ -51,7 +51,7 @@ from farstep.errors import WireError
 from farstep.schema import Schema
 from farstep.wire.codec import Limits
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Version of the protocol; head and worker must use the same. Increment it with every incompatible change."""
 Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Line = Annotated[str, msgspec.Meta(max_length=1024, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
@@ -413,8 +413,8 @@ class ReturnTickets(msgspec.Struct, tag="return-tickets"):
     """
 
 
-class Resumed(msgspec.Struct, tag="resumed"):
-    """Head to worker, the first message after its process was suspended.
+class Unparked(msgspec.Struct, tag="unparked"):
+    """Head to worker, the first message after it was parked.
 
     The worker discards its running divergence, because it has missed probes, and does not count the time for which it
     was suspended. Staggered environments re-enter at the step of their episodes that is due now.
@@ -519,7 +519,7 @@ FromHead = (
     | Ticket
     | Cancel
     | ReturnTickets
-    | Resumed
+    | Unparked
     | Continued
     | Taken
     | GrantSend
