@@ -25,7 +25,6 @@ import pytest
 import zmq
 
 import farstep
-from farstep.config.launch import SSHConfig
 from farstep.core import Received
 from farstep.errors import WireError
 from farstep.head.request import Request
@@ -48,6 +47,7 @@ from tests.cluster.checks import assert_balanced, assert_sound, cluster
 from tests.cluster.far_head import WideAgent, WideEnv
 from tests.cluster.faulty import RogueEnv
 from tests.cluster.mutations import mutated
+from tests.cluster.nodes import node_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -383,20 +383,6 @@ class Attack:
         self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
-
-
-SHELL = """#!/bin/sh
-shift
-exec sh -c "$*"
-"""
-
-
-def node_config(folder: Path, nodes: int, **options: Any) -> SSHConfig:
-    """Node daemons that a shell starts in place of ssh."""
-    shell = folder / "shell"
-    shell.write_text(SHELL)
-    shell.chmod(0o755)
-    return SSHConfig(hosts=[f"host{i}" for i in range(nodes)], ssh=(str(shell),), nodes=nodes, **options)
 
 
 class Run:
