@@ -289,7 +289,7 @@ class ConsumerThread:
         return f"{name_of(self._consumer)} of trigger {self.name!r}"
 
 
-class Publisher:
+class PublishDelivery:
     """The delivery to `Workflow.publish`: publishes as soon as no consumer is updating the agent.
 
     It runs in the thread of the loop and does not block while it waits for its turn.

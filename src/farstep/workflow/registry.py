@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farstep.workflow.consumers import Consumer, ConsumerThread, Flow, GuardedDelivery, Publisher, name_of
+from farstep.workflow.consumers import Consumer, ConsumerThread, Flow, GuardedDelivery, PublishDelivery, name_of
 from farstep.workflow.delivery import Direct, LocalQueue
 from farstep.workflow.triggers import DataKeyTrigger
 from farstep.workflow.triggers.dispatch import Delivery, Dispatcher
@@ -24,7 +24,7 @@ class Registry:
         self.threads: list[ConsumerThread] = []
         self.updaters: list[GuardedDelivery] = []
         """Guards of consumers that may change the agent."""
-        self.publishers: list[Publisher] = []
+        self.publishers: list[PublishDelivery] = []
         self.guards: list[tuple[str, GuardedDelivery]] = []
         """The name of each trigger, and the delivery to its consumer."""
         self.has_deliveries = False
@@ -37,7 +37,7 @@ class Registry:
         flow: Flow,
         trigger: Trigger,
         consumer: Consumer | Delivery,
-        publisher: Publisher | None,
+        publisher: PublishDelivery | None,
         *,
         thread: bool,
         max_outstanding: int,

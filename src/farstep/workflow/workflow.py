@@ -16,7 +16,7 @@ from farstep.config.env import check_count, is_number
 from farstep.core import Agent, Nested
 from farstep.elastic.scaling import Rule
 from farstep.errors import ConfigError
-from farstep.workflow.consumers import Consumer, Publisher
+from farstep.workflow.consumers import Consumer, PublishDelivery
 from farstep.workflow.objects import ModelBlock
 from farstep.workflow.run_loop import RunLoop
 from farstep.workflow.triggers.dispatch import Delivery
@@ -155,7 +155,7 @@ class Workflow:
             self._state,
             trigger,
             consumer,
-            Publisher(self.publish, self.agent, self._state.wake) if publishes else None,
+            PublishDelivery(self.publish, self.agent, self._state.wake) if publishes else None,
             thread=thread,
             max_outstanding=max_outstanding,
             samples=None if samples is None else check_count("samples", samples),
