@@ -28,7 +28,7 @@ from farstep.errors import ClosedError
 from farstep.head.tickets.records import FeedPlan
 from farstep.head.tickets.tickets import Tickets
 from farstep.workflow.delivery import Direct, LocalQueue, ZmqSender
-from farstep.workflow.partial_chunks import PartialChunks
+from farstep.workflow.rows.partial_chunks import PartialChunks
 from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger, ObjectKeyTrigger, TimeTrigger
 
 ACTORS = (4, 64, 256, 1024)

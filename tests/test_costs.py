@@ -56,7 +56,7 @@ def ticket_cost(workers: int, max_staleness: int | None, actors: int | None) -> 
     tickets.grant(present, 0)
 
     def round_of_all() -> None:
-        for order in tickets.open_tickets():
+        for order in list(tickets.outstanding):
             assert tickets.accept(order.worker, order.seq, 0, None)
             arrived = tickets.take_one(lambda worker: True, 0)
             assert arrived is not None

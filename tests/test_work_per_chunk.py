@@ -11,7 +11,7 @@ import pytest
 from farstep.head.chunks.send_queue import SendQueue
 from farstep.head.tickets.records import IssuedTicket
 from farstep.head.tickets.tickets import Tickets
-from farstep.workflow.partial_chunks import PartialChunks
+from farstep.workflow.rows.partial_chunks import PartialChunks
 from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger
 from tests.work import instructions, peak_bytes
 from tests.workflow.test_partial_chunks import rows

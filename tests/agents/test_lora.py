@@ -23,6 +23,7 @@ from farstep.checkpoint import folder as checkpoint
 from farstep.learners import PPO, Impala, ImpalaConfig, Limits, NetConfig, PPOConfig, Training
 from tests.agents.lora_agents import OwnAgent, Policy, Spelling, tokens
 from tests.cluster.checks import cluster, eventually, in_process, within, worker_pids
+from tests.cluster.nodes import shell_in
 
 pytest.importorskip("peft", reason="adapters need peft: pip install 'farstep[lora]'")
 
@@ -177,18 +178,9 @@ def test_workers_get_the_base_once_and_then_only_adapters() -> None:
         assert env.stats()["bytes"]["base_sent"] == sent["base_sent"] * 3 // 2
 
 
-SHELL = """#!/bin/sh
-shift
-exec sh -c "$*"
-"""
-
-
 def test_a_node_that_joins_late_gets_base_and_newest_adapters(tmp_path: Path) -> None:
     """Nodes are processes of this machine, started by a shell in place of ssh; they connect over TCP."""
-    shell = tmp_path / "shell"
-    shell.write_text(SHELL)
-    shell.chmod(0o755)
-    hosts = {"hosts": ["a", "b"], "ssh": (str(shell),), "nodes": 1, "max_nodes": 2, "min_nodes": 1}
+    hosts = {"hosts": ["a", "b"], "ssh": (shell_in(tmp_path),), "nodes": 1, "max_nodes": 2, "min_nodes": 1}
     config = farstep.SSHConfig(**hosts, workers_per_node=1)  # type: ignore[arg-type]
     policy = make_policy()
     with cluster(Spelling, envs=2, config=config, inference="eager") as env:

@@ -11,7 +11,7 @@ from farstep.agents import update_gate
 from farstep.agents.update_gate import UpdateGate
 from farstep.errors import PublishTimeout
 from farstep.testing import TableAgent
-from farstep.workflow.consumers import Publisher
+from farstep.workflow.consumers import PublishDelivery
 
 AGENT = TableAgent()
 
@@ -71,7 +71,7 @@ def test_threads_that_wait_do_not_keep_each_other_awake(monkeypatch: pytest.Monk
 def test_messages_that_one_publication_answers_are_all_done() -> None:
     """With `max_outstanding=2`, the second message may find the turn that the first one waits for."""
     gate, published = UpdateGate(), list[int]()
-    publisher = Publisher(lambda: published.append(1), AGENT, lambda: None)
+    publisher = PublishDelivery(lambda: published.append(1), AGENT, lambda: None)
     publisher.start(gate)
 
     def message(name: str) -> Any:

@@ -65,7 +65,7 @@ def exchange(hub: Hub, link: DealerLink, rounds: int, between: Callable[[], obje
 
 
 def link_is_known(hub: Hub) -> bool:
-    return any(peer.worker == 1 and peer.route for peer in hub._peers.values())  # noqa: SLF001
+    return any(peer.worker == 1 and peer.route for peer in hub.peers.values())
 
 
 def is_let_in(hub: Hub, name: bytes, token: bytes, route: bytes = b"") -> bool:
@@ -144,7 +144,7 @@ def test_a_worker_cannot_take_the_bulk_connection_of_another(hub: Hub, named: bo
     tokens = Tokens(liar)
     with linked(hub) as (_, link):
         exchange(hub, link, 2)
-        route = next(peer.bulk_route for peer in hub._peers.values() if peer.worker == 1)  # noqa: SLF001
+        route = next(peer.bulk_route for peer in hub.peers.values() if peer.worker == 1)
         assert route[:1] == b"\0"  # nobody can choose such a name
         for _ in range(3):
             assert is_let_in(hub, liar.public, tokens.fresh(), route if named else b"liar")

@@ -17,7 +17,7 @@ from farstep.workflow.triggers import DataKeyTrigger
 from tests.cluster.checks import cluster, eventually, in_process, within, worker_pids
 from tests.cluster.faulty import MuteAgent, MuteEnv, MuteError, SlowToCloseEnv
 from tests.cluster.flows import full
-from tests.cluster.test_fuzz import node_config
+from tests.cluster.nodes import node_config
 
 
 def descriptors() -> dict[str, str]:

@@ -25,18 +25,30 @@ import pytest
 import zmq
 
 import farstep
-from farstep.config.launch import SSHConfig
+from farstep.cluster_env import collector_for
 from farstep.core import Received
 from farstep.errors import WireError
 from farstep.head.request import Request
 from farstep.head.tickets.records import IssuedTicket
+from farstep.launch.cluster import ClusterLauncher
 from farstep.rollout.progress import Phase
 from farstep.schema import ArraySpec
 from farstep.testing import CountingEnv, TableAgent
 from farstep.wire import messages as m
 from farstep.wire import node_messages as n
-from farstep.wire.channels import reliable_channel as sessions
-from farstep.wire.channels.reliable_channel import MAX_AHEAD, Kind, Packet, ReliableChannel
+from farstep.wire.channels import reliable_channel
+from farstep.wire.channels.dealer import DealerLink
+from farstep.wire.channels.reliable_channel import (
+    ENVELOPE,
+    LENGTH,
+    MAX_AHEAD,
+    POSITION,
+    SEGMENT_BYTES,
+    Kind,
+    Packet,
+    ReliableChannel,
+)
+from farstep.wire.channels.zmq import NODE as DAEMON
 from farstep.wire.channels.zmq import Hub, bulk_address
 from farstep.wire.codec import pack, unpack
 from farstep.wire.encryption import Cipher, Side
@@ -48,6 +60,7 @@ from tests.cluster.checks import assert_balanced, assert_sound, cluster
 from tests.cluster.far_head import WideAgent, WideEnv
 from tests.cluster.faulty import RogueEnv
 from tests.cluster.mutations import mutated
+from tests.cluster.nodes import node_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -138,8 +151,8 @@ def test_plain_values() -> None:
 
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "SMALL_BYTES", 8)
-    monkeypatch.setattr(sessions, "SEGMENT_BYTES", 64)
+    monkeypatch.setattr(reliable_channel, "SMALL_BYTES", 8)
+    monkeypatch.setattr(reliable_channel, "SEGMENT_BYTES", 64)
 
 
 def conversation(key: bytes, messages: Sequence[bytes]) -> list[Packet]:
@@ -200,7 +213,7 @@ def test_random_packets_with_a_valid_key_take_bounded_memory(small_segments: Non
 
 
 def envelope(kind: Kind, seq: int) -> bytes:
-    return sessions._ENVELOPE.pack(kind, seq, 0, 0)  # noqa: SLF001
+    return ENVELOPE.pack(kind, seq, 0, 0)
 
 
 def test_a_worker_cannot_fill_the_heads_memory_with_unread_data() -> None:
@@ -220,9 +233,9 @@ def test_announcing_gigabytes_allocates_no_memory() -> None:
     before = resident_bytes()
     key = os.urandom(32)
     head = ReliableChannel(Cipher(key, Side.HEAD), 1 << 34)
-    size, sealed = 8 << 30, bytearray(sessions.SEGMENT_BYTES + 16)
-    about = sessions._POSITION.pack(0, size // sessions.SEGMENT_BYTES) + sessions._LENGTH.pack(size)  # noqa: SLF001
-    Cipher(key, Side.WORKER).seal(1, 0, about, bytes(sessions.SEGMENT_BYTES), memoryview(sealed))
+    size, sealed = 8 << 30, bytearray(SEGMENT_BYTES + 16)
+    about = POSITION.pack(0, size // SEGMENT_BYTES) + LENGTH.pack(size)
+    Cipher(key, Side.WORKER).seal(1, 0, about, bytes(SEGMENT_BYTES), memoryview(sealed))
     head.receive(Packet(True, [envelope(Kind.SEGMENT, 1), about, sealed]), 0.0)
     assert head.undelivered == 1
     assert resident_bytes() - before < 64 << 20
@@ -240,9 +253,7 @@ def resident_bytes() -> int:
 def test_messages_of_an_admitted_worker_raise_nothing_but_wire_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every message of a run, and many like it, into a head that goes on; what they say is not judged here."""
     with cluster(CountingEnv, workers=2, transport="tcp") as env:
-        env.launch()
-        assert env._collector is not None  # noqa: SLF001
-        server, chance = env._collector.server, random.Random(6)  # noqa: SLF001
+        server, chance = collector_for(env, TableAgent()).server, random.Random(6)
         heard: list[list[bytes]] = []
         receive = server.receive
 
@@ -265,13 +276,15 @@ def test_messages_of_an_admitted_worker_raise_nothing_but_wire_errors(monkeypatc
                 place = chance.randrange(len(frames))
                 frames[place] = mutated(chance, frames[place], [other[0] for other in heard])
                 if case % 100 == 0:  # tickets to be answered
-                    server.tickets._outstanding |= {seq: IssuedTicket(seq, seq % 2, 0, 0, 0) for seq in range(50)}  # noqa: SLF001
+                    server.tickets.outstanding.clear()
+                    for seq in range(50):
+                        server.tickets.outstanding.add(IssuedTicket(seq, seq % 2, 0, 0, 0))
                 try:
                     receive(chance.randrange(2), Received(frames))
                 except Exception as error:
                     raise AssertionError(f"{frames!r}") from error
-            server.tickets._outstanding.clear()  # noqa: SLF001
-            server.tickets._arrived.clear()  # noqa: SLF001
+            server.tickets.outstanding.clear()
+            server.tickets.unread.clear()
         monkeypatch.undo()
 
 
@@ -317,9 +330,8 @@ def test_make_vec_says_what_a_worker_sent_that_cannot_be_accepted(tmp_path: Path
 @pytest.mark.filterwarnings("ignore")
 def test_a_worker_without_shared_memory_is_held_to_its_channels(monkeypatch: pytest.MonkeyPatch) -> None:
     with cluster(CountingEnv, workers=1, transport="tcp") as env:
-        env.collect(TableAgent(), steps=4)
-        collector = env._collector  # noqa: SLF001
-        assert collector is not None
+        env.collect(agent := TableAgent(), steps=4)
+        collector = collector_for(env, agent)
         server, refused = collector.server, []
         monkeypatch.setattr(server.supervisor, "reject", lambda record, error: refused.append(str(error)))
         version = collector.publisher.agent_id
@@ -338,7 +350,7 @@ def test_a_worker_without_shared_memory_is_held_to_its_channels(monkeypatch: pyt
             for message, frames, heartbeat, said in cases:
                 server.receive(0, Received([m.encode(message), *frames], heartbeat=heartbeat))
                 assert len(refused) == 1 and said in refused.pop(), (message, said)
-            order: Any = collector._open(Request(4), None, 1) and server.tickets.grant([0], 0)[0]  # noqa: SLF001
+            order: Any = collector.open(Request(4), None, 1) and server.tickets.grant([0], 0)[0]
             part = m.Part(order.seq, 9, -1, 0, ["reward"])
             server.receive(0, Received([m.encode(part), b"", bytes(8)]))
             assert "which EnvConfig.transfer does not send ahead" in refused.pop()
@@ -383,20 +395,6 @@ class Attack:
         self._process.stdout.close()
 
 
-SHELL = """#!/bin/sh
-shift
-exec sh -c "$*"
-"""
-
-
-def node_config(folder: Path, nodes: int, **options: Any) -> SSHConfig:
-    """Node daemons that a shell starts in place of ssh."""
-    shell = folder / "shell"
-    shell.write_text(SHELL)
-    shell.chmod(0o755)
-    return SSHConfig(hosts=[f"host{i}" for i in range(nodes)], ssh=(str(shell),), nodes=nodes, **options)
-
-
 class Run:
     """Collects, and looks whether each row follows the one before."""
 
@@ -421,15 +419,15 @@ def wide(config: Any) -> farstep.ClusterEnv:
 
 
 def hub_of(env: farstep.ClusterEnv) -> Hub:
-    hub = env._collector.server.supervisor.launcher._hub  # type: ignore[union-attr]  # noqa: SLF001
-    assert isinstance(hub, Hub)
-    return hub
+    launcher: Any = collector_for(env, WideAgent()).server.supervisor.launcher
+    assert isinstance(launcher.hub, Hub)
+    return launcher.hub
 
 
 def overhear(hub: Hub, run: Run) -> list[tuple[bytes, list[bytes], list[Sequence[Any]]]]:
     """Of each worker what can be read on the bulk connection: its name, sealed segments, and tokens to come."""
-    heard: dict[bytes, list[Sequence[Any]]] = {key: [] for key, peer in hub._peers.items() if peer.channel}  # noqa: SLF001
-    peers, receive = {id(peer.channel): key for key, peer in hub._peers.items()}, ReliableChannel.receive  # noqa: SLF001
+    heard: dict[bytes, list[Sequence[Any]]] = {key: [] for key, peer in hub.peers.items() if peer.channel}
+    peers, receive = {id(peer.channel): key for key, peer in hub.peers.items()}, ReliableChannel.receive
     with pytest.MonkeyPatch.context() as patch:
 
         def listening(self: ReliableChannel, packet: Packet, now: float) -> list[Packet]:
@@ -440,7 +438,7 @@ def overhear(hub: Hub, run: Run) -> list[tuple[bytes, list[bytes], list[Sequence
         patch.setattr(ReliableChannel, "receive", listening)
         while not all(heard.values()):
             run.collect()
-    tokens = {key: copy.copy(hub._peers[key].tokens) for key in heard}  # noqa: SLF001
+    tokens = {key: copy.copy(hub.peers[key].tokens) for key in heard}
     return [(key, [tokens[key].fresh() for _ in range(8)], packets[:5]) for key, packets in heard.items()]  # type: ignore[union-attr]
 
 
@@ -478,32 +476,45 @@ def test_a_run_survives_strangers_and_eavesdroppers() -> None:
     assert sent.total() > 50_000, sent
 
 
+def answer_to_hello(env: farstep.ClusterEnv, launcher: ClusterLauncher, pair: KeyPair) -> n.ToNode:
+    """The head's answer to a node daemon that has this key."""
+    hub, deadline = launcher.hub, time.monotonic() + 60
+    link = DealerLink(hub.address, hub.keys.public, pair, DAEMON, route=NODE.encode() + DAEMON)
+    with contextlib.closing(link):
+        link.send([n.encode(n.NodeHello(NODE, launcher.run, "host", 1, 4, versions()))])
+        while (received := link.receive(0.01)) is None:
+            env.collect(WideAgent(), steps=16)
+            assert time.monotonic() < deadline
+        return n.decode_to_node(received.frames)
+
+
 @pytest.mark.timeout(300)
 def test_a_run_on_nodes_survives_strangers_and_a_malicious_daemon(
     tmp_path: Path, caplog: Any, issued: dict[tuple[int, int], KeyPair]
 ) -> None:
     config = node_config(tmp_path, nodes=2, workers_per_node=1, head_address="127.0.0.1")
     with wide(config) as env:
-        env.launch()
-        assert env._collector is not None  # noqa: SLF001
-        launcher: Any = env._collector.server.supervisor.launcher  # noqa: SLF001
-        launcher._groups.request(1)  # noqa: SLF001
+        server = collector_for(env, WideAgent()).server
+        launcher = server.supervisor.launcher
+        assert isinstance(launcher, ClusterLauncher)
+        launcher.groups.request(1)
         mad = issued[-2, 0]  # a node daemon of that group, which is the second
-        unknown = n.NodeHello(NODE, launcher._run, "host", 1, 4, versions())  # noqa: SLF001
-        launcher._on_message(7, unknown, lambda worker, received: None)  # noqa: SLF001
-        names = list(launcher._nodes)  # noqa: SLF001
-        misfits = [n.NodeHello(NODE, launcher._run, f"host{i}", 1, 4, {"farstep": "0.0"}) for i in range(500)]  # noqa: SLF001
+        with server.locked():
+            unrequested = launcher.hub.admit(-8, 0)
+        assert isinstance(answer_to_hello(env, launcher, unrequested), n.Leave)
+        names = list(launcher.connected)
+        misfits = [n.NodeHello(NODE, launcher.run, f"host{i}", 1, 4, {"farstep": "0.0"}) for i in range(500)]
         strays = n.NodeBeat(NODE, [(worker, 0) for worker in range(2000)])
         messages: list[n.FromNode] = [*FROM_NODE, *misfits, *[strays] * 20]
         for name in names:
             lies: list[n.FromNode] = [n.Leaving(name, "so I say"), n.NodeBeat(name), n.Printed(name, 0, 0, b"forged")]
             messages += 20 * lies
             messages += [n.WorkerEnded(name, worker, 0, 0, "") for worker in (0, 1)]
-            messages += [n.NodeHello(name, launcher._run, "liar", 1, 4, versions())]  # noqa: SLF001
+            messages += [n.NodeHello(name, launcher.run, "liar", 1, 4, versions())]
         node = {"node": [mad.public, mad.secret], "node_messages": [n.encode(message) for message in messages]}
         sent = withstand(env, {"scale": 20_000, **node})
-        assert list(launcher._nodes) == names  # noqa: SLF001
-        assert not any(node.leaving for node in launcher._nodes.values())  # noqa: SLF001
+        assert list(launcher.connected) == names
+        assert not any(node.leaving for node in launcher.connected.values())
     assert sent["node message"] == 20_000 and sent.total() > 60_000, sent
     assert len([record for record in caplog.records if "cannot be accepted" in record.message]) < 20
     assert len([record for record in caplog.records if "has other versions" in record.message]) <= 64
@@ -564,7 +575,8 @@ def test_peer_cannot_claim_another_workers_identity() -> None:
     hub = Hub("tcp://127.0.0.1:*", reliable=True)
     victim, liar = hub.admit(1, 0), hub.admit(2, 0)
     taken: list[int] = []
-    hub._process = lambda peer, packet: taken.append(peer.worker) or iter(())  # type: ignore[method-assign, func-returns-value]  # noqa: SLF001
+    for peer in hub.peers.values():
+        peer.channel = None  # so that `drain` yields what is no packet of a channel, too
     with contextlib.closing(hub), attacker.dial(f"tcp://127.0.0.1:{hub.bulk_port}") as raw:
         claims = [(b"Socket-Type", b"DEALER"), (b"User-Id", victim.public), (b"Identity", victim.public[:16] + b"bulk")]
         raw.sendall(attacker.greeting(b"PLAIN") + attacker.plain_hello(liar.public, Tokens(liar).fresh()))
@@ -579,6 +591,6 @@ def test_peer_cannot_claim_another_workers_identity() -> None:
         metadata = b"".join(attacker.property_of(*claim) for claim in claims)
         raw.sendall(attacker.command(b"INITIATE", metadata) + b"\x00\x05hello")
         while not taken:
-            list(hub.drain())
+            taken += [peer.worker for peer, _ in hub.drain()]
             assert time.monotonic() < deadline
     assert taken == [2]

@@ -15,6 +15,7 @@ import pytest
 import farstep
 from farstep.testing import CountingEnv
 from tests.cluster.checks import cluster, in_process
+from tests.cluster.nodes import shell_in
 
 MODULE = """
 import os
@@ -42,7 +43,6 @@ def env_config(name):
 {launch}
 """
 LOCAL = "farstep.LocalConfig(workers_per_node=2)"
-SHELL = '#!/bin/sh\nshift\nexec sh -c "$*"\n'
 OTHER_RUN = """
 import farstep
 from farstep.testing import CountingEnv
@@ -88,8 +88,7 @@ def run(folder: Path, arguments: list[str], launch: str) -> tuple[subprocess.Com
     """Run the module, and count how many processes imported it."""
     (folder / "breeding.py").write_text(MODULE.format(launch=launch))
     (folder / "children.py").write_text(CHILDREN)
-    (folder / "shell").write_text(SHELL)
-    (folder / "shell").chmod(0o755)
+    shell_in(folder)
     done = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=120)
     return done, len((folder / "imports.txt").read_text().splitlines())
 

@@ -18,10 +18,10 @@ from farstep.buffer import Sequence, Uniform
 from farstep.config.launch import LaunchConfig
 from farstep.testing import CountingEnv
 from tests.cluster.checks import assert_balanced, cluster, within
+from tests.cluster.nodes import shell_in
 
 FEATURES = ("aaps", "staleness", "stagger", "recurrent", "thread", "nodes", "transfer", "replay")
 ENVS, STEPS, HORIZON, DELTA = 4, 6, 12, 0.02
-SHELL = '#!/bin/sh\nshift\nexec sh -c "$*"\n'
 
 
 class WitnessAgent:
@@ -127,11 +127,8 @@ def make(chosen: set[str], folder: Path) -> farstep.ClusterEnv:
         options["transfer"] = TransferTrigger.dual(size=2)
     config: LaunchConfig = farstep.LocalConfig(workers_per_node=2, transport="tcp" if "transfer" in chosen else "shm")
     if "nodes" in chosen:
-        shell = folder / "shell"
-        shell.write_text(SHELL)
-        shell.chmod(0o755)
         hosts = ["host0", "host1"]
-        config = farstep.SSHConfig(hosts=hosts, ssh=(str(shell),), nodes=2, min_nodes=1, workers_per_node=1)
+        config = farstep.SSHConfig(hosts=hosts, ssh=(shell_in(folder),), nodes=2, min_nodes=1, workers_per_node=1)
         options["envs_per_node"] = ENVS // 2
     return cluster(CountingEnv, envs=options.pop("envs_per_node", ENVS), config=config, **options)
 

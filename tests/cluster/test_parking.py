@@ -240,7 +240,7 @@ def test_tickets_that_a_parked_worker_has_not_started_return_to_the_pool(transpo
 
 
 def test_few_workers_fill_large_batches_in_order_of_arrival() -> None:
-    """The lanes of one worker are too few for a batch of 9 chunks: complete chunks are set aside."""
+    """The lanes of one worker are too few for a batch of 9 chunks: complete chunks are copied."""
     with endless(3) as env:
         seen, stream = Trajectories(), env.stream(TableAgent(), steps=2, max_staleness=1, num_chunks=9)
         for part in chunks_of(next(stream)):

@@ -14,25 +14,14 @@ from typing import Any
 import pytest
 
 import farstep
-from farstep.config.launch import SSHConfig
 from farstep.testing import CountingEnv, TableAgent
 from tests.cluster.checks import assert_balanced, cluster, eventually, within
+from tests.cluster.nodes import is_running, node_config, shell_in
 from tests.cluster.parking import Trajectories, scaling_at_random, settled, state_of
 from tests.cluster.parking_head import TellingEnv
 from tests.cluster.tables import ENDLESS, helper
 
 ROOT = Path(__file__).parents[2]
-SHELL = """#!/bin/sh
-shift
-exec sh -c "$*"
-"""
-
-
-def shell_in(folder: Path) -> str:
-    shell = folder / "shell"
-    shell.write_text(SHELL)
-    shell.chmod(0o755)
-    return str(shell)
 
 
 def on_nodes(
@@ -46,30 +35,14 @@ def on_nodes(
     **options: Any,
 ) -> farstep.ClusterEnv:
     """A cluster of nodes with one environment per worker; the episodes of `CountingEnv` never end."""
-    config = SSHConfig(
-        hosts=[f"host{i}" for i in range(most)],
-        ssh=(shell_in(folder),),
-        nodes=nodes,
-        min_nodes=1,
-        max_nodes=most,
-        workers_per_node=workers,
-        lease_s=lease_s,
-        relay=relay,
-    )
+    config = node_config(folder, nodes, most, min_nodes=1, workers_per_node=workers, lease_s=lease_s, relay=relay)
     return cluster(env, envs=workers, config=config, env_kwargs=ENDLESS, **options)
 
 
-def is_running(pid: int) -> bool:
-    """Whether a process exists and is not a zombie that nobody has waited for."""
-    try:
-        return state_of(pid) != "Z"
-    except OSError:
-        return False
-
-
 @pytest.mark.timeout(120)
-def test_workers_on_nodes_are_parked_and_unparked_without_loss(tmp_path: Path) -> None:
-    with on_nodes(tmp_path, 2, 2) as env:
+@pytest.mark.parametrize("relay", [False, True], ids=["direct", "relay"])
+def test_workers_on_nodes_are_parked_and_unparked_without_loss(tmp_path: Path, relay: bool) -> None:
+    with on_nodes(tmp_path, 2, 2, relay=relay) as env:
         eventually(lambda: env.stats()["workers"]["alive"] == 4)
         agent, seen = TableAgent(), Trajectories()
         with helper(scaling_at_random(env, seen, 25, 1)) as scaler:

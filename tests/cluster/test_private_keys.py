@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from farstep.cluster_env import collector_for
 from farstep.testing import TableAgent
 from farstep.wire.keys import KeyPair, Tokens
 from tests.cluster.checks import cluster
@@ -20,7 +22,7 @@ def test_keys_are_in_no_argument_environment_log_or_counter(
     caplog.set_level(logging.DEBUG)
     with cluster(workers=2, transport=transport) as env:
         env.collect(TableAgent(), steps=4)
-        server = env._collector.server  # type: ignore[union-attr]  # noqa: SLF001
+        server = collector_for(env, TableAgent()).server
         seen = [caplog.text, repr(env.stats()), repr(env), repr(issued)]
         for record in server.records:
             folder = Path(f"/proc/{record.pid}")
@@ -33,8 +35,8 @@ def test_keys_are_in_no_argument_environment_log_or_counter(
 
 def test_a_local_run_listens_on_loopback_only() -> None:
     with cluster(workers=1, transport="tcp") as env:
-        env.launch()
-        hub = env._collector.server.supervisor.launcher._hub  # type: ignore[union-attr]  # noqa: SLF001
+        launcher: Any = collector_for(env, TableAgent()).server.supervisor.launcher
+        hub = launcher.hub
         ports = {int(port) for port in (hub.address.rpartition(":")[2], hub.bulk_port)}
         listening = re.findall(r"^ *\d+: (\w+):(\w+) \w+:\w+ 0A", Path("/proc/net/tcp").read_text(), re.MULTILINE)
         assert {host for host, port in listening if int(port, 16) in ports} == {"0100007F"}

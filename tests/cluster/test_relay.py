@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 import farstep
-from farstep.config.launch import SSHConfig
 from farstep.testing import CountingEnv, TableAgent
 from tests.cluster.checks import assert_balanced, cluster, eventually
-from tests.cluster.parking import Trajectories, scaling_at_random
-from tests.cluster.tables import ENDLESS, helper
-from tests.cluster.test_parking_on_nodes import is_running, shell_in
+from tests.cluster.nodes import is_running, node_config
+from tests.cluster.tables import ENDLESS
 
 pytestmark = pytest.mark.timeout(120)
 ESTABLISHED = "01"
@@ -39,13 +37,7 @@ class PidEnv(CountingEnv):
 def relayed(folder: Path, nodes: int = 1, workers: int = 2, raises: str = "", **options: Any) -> farstep.ClusterEnv:
     """A cluster with one environment per worker, whose episodes never end."""
     (folder / "pids").mkdir()
-    config = SSHConfig(
-        hosts=[f"host{i}" for i in range(nodes)],
-        ssh=(shell_in(folder),),
-        workers_per_node=workers,
-        relay=True,
-        **{"restart_budget": 100, **options},
-    )
+    config = node_config(folder, nodes, workers_per_node=workers, relay=True, **{"restart_budget": 100, **options})
     kwargs = {**ENDLESS, "folder": str(folder / "pids"), "raises": raises}
     return cluster(PidEnv, envs=workers, config=config, env_kwargs=kwargs)
 
@@ -62,21 +54,6 @@ def test_head_has_one_control_and_one_bulk_connection_per_node(tmp_path: Path) -
     with relayed(tmp_path, nodes=2, workers=3) as env:
         env.collect(TableAgent(), steps=1000)
         assert connections() - before == 2 * 2
-
-
-def test_nothing_is_lost_or_repeated_while_workers_are_parked_and_unparked(tmp_path: Path) -> None:
-    with relayed(tmp_path, workers=3) as env:
-        agent, seen = TableAgent(), Trajectories()
-        stream = env.stream(agent, steps=4, max_staleness=2)
-        with helper(scaling_at_random(env, seen, 20, 1)) as scaler:
-            for batch in stream:
-                seen.add(batch)
-                if not scaler.is_alive():
-                    break
-        stats = env.stats()
-        assert_balanced(stats)
-        assert not stats["dropped"] and not stats["workers"]["restarts"]
-        stream.close()
 
 
 class Episodes:

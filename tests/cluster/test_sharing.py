@@ -16,7 +16,7 @@ import pytest
 
 import farstep
 from farstep.cli import main
-from farstep.elastic.coordinator_server import CoordinatorServer, RunStatus, connect, read_status
+from farstep.elastic.coordinator_server import CoordinatorServer, WorkloadStatus, connect, read_status
 from farstep.testing import CountingEnv, TableAgent
 
 PATIENCE_S = 60.0
@@ -65,7 +65,7 @@ def shared(name: str, workers: int = 2, **options: object) -> farstep.ClusterEnv
     )
 
 
-def runs(name: str) -> list[RunStatus]:
+def runs(name: str) -> list[WorkloadStatus]:
     return read_status(name)[1]
 
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 
 import farstep
+from farstep.cluster_env import collector_for
 from farstep.config.launch import SSHConfig
 from farstep.errors import ConfigError, LaunchError, WorkerDied, WorkerStuck
 from farstep.rollout.seeds import episode_seed
@@ -117,10 +118,10 @@ def test_a_daemon_whose_session_is_cut_goes_on(server: SshServer) -> None:
     with start(config(server.options, nodes=1, workers_per_node=1)) as env:
         within(lambda: env.collect(TableAgent(), steps=2))
         (node,) = env.stats()["nodes"]
-        (session,) = env._collector.server.supervisor.launcher._engine._sessions.values()  # type: ignore[union-attr]  # noqa: SLF001
+        launcher: Any = collector_for(env, TableAgent()).server.supervisor.launcher
+        (session,) = launcher._engine._sessions.values()  # noqa: SLF001
         session.kill(signal.SIGKILL)
-        watched = env._collector.server.supervisor.launcher._groups[0]  # type: ignore[union-attr]  # noqa: SLF001
-        eventually(lambda: not watched.status.nodes)
+        eventually(lambda: not launcher.groups[0].status.nodes)
         within(lambda: env.collect(TableAgent(), steps=2))
         time.sleep(4)
         within(lambda: env.collect(TableAgent(), steps=2))

@@ -429,11 +429,11 @@ def test_a_ticket_may_be_reclaimed_on_the_way_and_the_next_continues_there(trans
         agent = TableAgent()
         env.publish(agent)
         collector = collector_for(env, agent)
-        request = collector._open(Request(4), None, 1)  # noqa: SLF001
+        request = collector.open(Request(4), None, 1)
         with collector.server.locked():
             collector.server.grant()
         eventually((tmp_path / "there").exists)
-        collector._end(request)  # noqa: SLF001
+        collector.end(request)
         (tmp_path / "go").touch()
         batch = env.collect(agent, steps=4)
         assert batch["obs"][0, :, 1].tolist() == [0, 100]  # no row was rolled for the other ticket

@@ -13,6 +13,7 @@ import pytest
 import farstep
 from farstep import TransferTrigger
 from farstep.batch import Part
+from farstep.cluster_env import collector_for
 from farstep.core import Received
 from farstep.errors import ClosedError, ConfigError
 from farstep.head.chunks.rollouts import Rollouts
@@ -239,14 +240,14 @@ def test_a_stage_with_an_unknown_name_is_refused_and_the_cluster_stays() -> None
 
 def test_parts_count_for_an_open_ticket_of_their_worker_only() -> None:
     with cluster(envs=4, workers=2, transport="tcp", transfer=TransferTrigger(size=2)) as env:
-        env.collect(TableAgent(), steps=4)
-        collector = env._collector  # noqa: SLF001
-        assert collector is not None and collector._rollouts is not None  # noqa: SLF001
+        env.collect(agent := TableAgent(), steps=4)
+        collector = collector_for(env, agent)
+        assert collector._rollouts is not None  # noqa: SLF001
         server, rollouts = collector.server, collector._rollouts  # noqa: SLF001
         rewards = rollouts.blocks["reward"]
         frames = [b"header", b"", np.full((2, 2), 77, np.float32).tobytes()]
         with server.locked():
-            request = collector._open(Request(4), None, 1)  # noqa: SLF001
+            request = collector.open(Request(4), None, 1)
             order, _ = server.tickets.grant([0, 1], 0)  # given to nobody: whatever comes now is forged
             part = m.Part(order.seq, 9, -1, 0, ["reward"])
             collector.on_message(server.records[1], part, Received(frames))
@@ -254,7 +255,7 @@ def test_parts_count_for_an_open_ticket_of_their_worker_only() -> None:
             collector.on_message(server.records[0], part, Received(frames))
             assert (rewards[0, :2, :2] == 77).all() and (rewards == 77).sum() == 4
             rewards[:] = 0
-            collector._end(request)  # noqa: SLF001
+            collector.end(request)
             collector.on_message(server.records[0], part, Received(frames))
             assert not (rewards == 77).any(), "of a ticket that was cancelled"
         assert_sound(env.collect(TableAgent(), steps=4))

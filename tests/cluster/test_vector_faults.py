@@ -15,8 +15,8 @@ import pytest
 import farstep
 from farstep.testing import CountingEnv, FaultyEnv
 from farstep.testing.envs import do_fault
+from tests.cluster.nodes import shell_in
 
-SHELL = '#!/bin/sh\nshift\nexec sh -c "$*"\n'
 ERRORS = {"hang": farstep.WorkerStuck, "sigkill": farstep.WorkerDied}
 
 
@@ -104,10 +104,7 @@ def test_environment_that_raises_is_an_event_with_its_traceback(caplog: pytest.L
 
 def test_vector_ends_when_its_node_is_lost(tmp_path: Path) -> None:
     """Another worker in its place would have other episodes than those that the learner began."""
-    shell = tmp_path / "shell"
-    shell.write_text(SHELL)
-    shell.chmod(0o755)
-    ssh = (str(shell),)
+    ssh = (shell_in(tmp_path),)
     # The parent of a worker that starts cold is the node daemon.
     config = farstep.SSHConfig(hosts=["host"], ssh=ssh, workers_per_node=1, lease_s=2, start_method="cold")
     with contextlib.closing(farstep.make_vec(TroubledEnv, 1, config)) as vector:

@@ -12,29 +12,18 @@ from typing import Any
 import pytest
 
 import farstep
-from farstep.config.launch import SSHConfig
 from farstep.testing import FaultyEnv, TableAgent
 from farstep.workflow import rollout_requests
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger
 from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, within
 from tests.cluster.flows import full
+from tests.cluster.nodes import node_config
 from tests.cluster.tables import ENDLESS, Recorder, gaps_of
-
-SHELL = """#!/bin/sh
-shift
-exec sh -c "$*"
-"""
 
 
 def on_nodes(folder: Path, nodes: int, most: int, fewest: int = 1, **options: Any) -> farstep.ClusterEnv:
     """A cluster of one worker with one environment per node."""
-    shell = folder / "shell"
-    shell.write_text(SHELL)
-    shell.chmod(0o755)
-    hosts = [f"host{i}" for i in range(most)]
-    config = SSHConfig(
-        hosts=hosts, ssh=(str(shell),), nodes=nodes, min_nodes=fewest, max_nodes=most, workers_per_node=1, lease_s=4
-    )
+    config = node_config(folder, nodes, most, min_nodes=fewest, workers_per_node=1, lease_s=4)
     return cluster(envs=1, config=config, env_kwargs=ENDLESS, **options)
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from farstep.elastic.coordinator import (
     TURN_S,
-    Allow,
-    AllowDevice,
     Answer,
     Coordinator,
+    GrantDevice,
+    GrantSlots,
     Heartbeat,
     Leave,
     Message,
@@ -22,8 +22,8 @@ from farstep.elastic.coordinator import (
     Register,
     Released,
     RequestDevice,
+    RequestSlots,
     ReturnDevice,
-    Want,
 )
 from farstep.errors import ConfigError
 
@@ -116,10 +116,10 @@ class Run:
         answer = self.received.popleft()
         if answer.workload != self.id:
             return
-        if isinstance(answer, Allow):
+        if isinstance(answer, GrantSlots):
             self.used = answer.slots
             self.sent.append(Released(self.id, answer.round))
-        elif isinstance(answer, AllowDevice):
+        elif isinstance(answer, GrantDevice):
             if self.requests and answer.request == self.request:
                 self.device = answer.device
         elif isinstance(answer, NotRegistered):
@@ -161,10 +161,10 @@ def test_revoked_slots_are_granted_only_after_the_acknowledgement() -> None:
     world.settle()
     b = world.join("b", wanted=4)
     world.deliver(b)
-    assert [answer.slots for answer in b.received if isinstance(answer, Allow)] == [0]
+    assert [answer.slots for answer in b.received if isinstance(answer, GrantSlots)] == [0]
     a.receive()
     world.deliver(a)
-    assert [answer.slots for answer in b.received if isinstance(answer, Allow)] == [0, 2]
+    assert [answer.slots for answer in b.received if isinstance(answer, GrantSlots)] == [0, 2]
 
 
 def test_late_acknowledgement_does_not_free_slots_that_were_granted_again() -> None:
@@ -188,10 +188,10 @@ def test_fewer_wanted_slots_are_given_to_others() -> None:
     a = world.join("a", wanted=4)
     world.join("b", wanted=4)
     world.settle()
-    a.sent.append(Want("a", 1))
+    a.sent.append(RequestSlots("a", 1))
     world.settle()
     assert world.used == {"a": 1, "b": 3}
-    a.sent.append(Want("a", 0))
+    a.sent.append(RequestSlots("a", 0))
     world.settle()
     assert world.used == {"a": 0, "b": 4}
 
@@ -313,7 +313,7 @@ def test_random_histories_never_over_commit_and_starve_no_run(seed: int) -> None
             run.used, run.device = 0, None
             crashed.add(run.name)
         elif kind < 0.14:
-            run.sent.append(Want(run.id, draw.randint(0, 5)))
+            run.sent.append(RequestSlots(run.id, draw.randint(0, 5)))
         elif kind < 0.2:
             (run.return_device if run.requests else run.request_device)()
         elif kind < 0.22:
@@ -332,7 +332,7 @@ def test_random_histories_never_over_commit_and_starve_no_run(seed: int) -> None
         del world.runs[name]
     world.wait(LEASE_S)  # until all have noticed that their leases have ended
     for run in world.runs.values():
-        run.sent.append(Want(run.id, 4))
+        run.sent.append(RequestSlots(run.id, 4))
     world.wait(2 * LEASE_S)
     assert {workload.name for workload in world.coordinator.workloads} == world.runs.keys()
     before = {workload.id: workload.slot_s for workload in world.coordinator.workloads}

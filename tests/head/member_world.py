@@ -10,10 +10,10 @@ from farstep.config.launch import RESTART_WINDOW_S
 from farstep.head.members.membership import (
     DEATH_S,
     Action,
+    Disconnected,
     Ended,
     Failed,
     GiveUp,
-    Gone,
     Hello,
     Kill,
     Lost,
@@ -135,7 +135,7 @@ class MemberWorld:
         """Its connection closes; the process is still there until it is reported as ended."""
         worker, process = self._any()
         if process.running and not process.killed:
-            self._handle(Gone(worker))
+            self._handle(Disconnected(worker))
             assert process.killed, "what cannot be talked to must not go on writing"
 
     def fail(self) -> None:
@@ -147,7 +147,7 @@ class MemberWorld:
         """Events that come late, twice or from nobody change nothing."""
         worker, process = self._any()
         if not process.running:
-            for event in (Hello(worker), Ready(worker), Gone(worker), Ended(worker)):
+            for event in (Hello(worker), Ready(worker), Disconnected(worker), Ended(worker)):
                 assert self.membership.handle(event, self.clock()) == []
         elif process.said_ready:
             for event in (Hello(worker), Ready(worker)):
@@ -157,7 +157,7 @@ class MemberWorld:
         worker = self.rng.randrange(len(self.processes))
         return worker, self.processes[worker]
 
-    def _handle(self, event: Hello | Ready | Gone | Observed) -> None:
+    def _handle(self, event: Hello | Ready | Disconnected | Observed) -> None:
         self._perform(self.membership.handle(event, self.clock()))
 
     def _fail_of(self, worker: int, event: Ended | Failed) -> None:

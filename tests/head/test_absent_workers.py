@@ -186,7 +186,7 @@ def test_batches_have_their_own_rounds_while_workers_leave_rejoin_or_become_stal
     def grant() -> None:
         for order in tickets.grant(up, version):
             used = [o.lane for o in waiting[order.worker]]
-            used += [a.ticket.lane for a in tickets._arrived.values() if a.ticket.worker == order.worker]  # noqa: SLF001
+            used += [a.ticket.lane for a in tickets.unread if a.ticket.worker == order.worker]
             assert order.lane not in used
             waiting[order.worker].append(order)
 

@@ -7,10 +7,10 @@ import pytest
 from farstep.config.launch import RESTART_WINDOW_S
 from farstep.head.members.membership import (
     DEATH_S,
+    Disconnected,
     Ended,
     Failed,
     GiveUp,
-    Gone,
     Hello,
     Kill,
     Lost,
@@ -106,7 +106,7 @@ def test_a_stuck_worker_is_killed_once_and_replaced_only_when_it_has_ended() -> 
 
 def test_a_process_that_cannot_be_ended_ends_the_run() -> None:
     membership, clock = ready_worker()
-    membership.handle(Gone(0), clock())
+    membership.handle(Disconnected(0), clock())
     assert membership.tick(clock.advance(DEATH_S)) == []
     assert membership.tick(clock.advance(0.1)) == [GiveUp(0)]
     assert membership.tick(clock.advance(DEATH_S)) == []
@@ -130,8 +130,8 @@ def test_a_worker_that_never_says_hello_is_stuck_in_connect() -> None:
 
 def test_a_closed_connection_ends_the_worker() -> None:
     membership, clock = ready_worker()
-    assert membership.handle(Gone(0), clock()) == [Lost(0), Kill(0)]
-    assert membership.handle(Gone(0), clock()) == []
+    assert membership.handle(Disconnected(0), clock()) == [Lost(0), Kill(0)]
+    assert membership.handle(Disconnected(0), clock()) == []
     membership.handle(Ended(0), clock())
     assert membership.tick(clock()) == [Start(0, 1)]
 

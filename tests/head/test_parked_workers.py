@@ -9,9 +9,9 @@ import pytest
 
 from farstep.config.launch import RESTART_WINDOW_S
 from farstep.head.members.membership import (
+    Disconnected,
     Ended,
     GiveUp,
-    Gone,
     Hello,
     Idle,
     Lost,
@@ -19,11 +19,11 @@ from farstep.head.members.membership import (
     Observed,
     Park,
     Ready,
-    Resume,
+    ResumeParked,
     Retire,
     Start,
     State,
-    Suspend,
+    SuspendParked,
     Unpark,
 )
 from farstep.head.tickets.records import AcceptedChunk, FeedPlan, IssuedTicket
@@ -87,8 +87,8 @@ class World:
         self.tickets.release()
         batch = self.tickets.take(self.version)
         if batch is None:
-            for accepted in self.tickets.crowded():
-                self.tickets.set_aside(accepted, accepted.info)
+            for accepted in self.tickets.chunks_to_copy():
+                self.tickets.copied(accepted, accepted.info)
             return
         self.batches += 1
         self.version += self.max_staleness is not None
@@ -244,7 +244,7 @@ def parked(workers: int = 1, budget: int = 1) -> Membership:
     membership = alive(workers, budget)
     for worker in range(workers):
         assert membership.handle(Park(worker), 1.0) == [Retire(worker)]
-        assert membership.handle(Idle(worker), 1.0) == [Suspend(worker)]
+        assert membership.handle(Idle(worker), 1.0) == [SuspendParked(worker)]
     assert membership.count(State.PARKED) == workers
     return membership
 
@@ -255,8 +255,8 @@ def test_worker_is_suspended_only_when_it_is_idle() -> None:
     assert membership.handle(Park(0), 1.0) == [Retire(0)]
     assert membership.members[0].state is State.ALIVE
     assert membership.handle(Park(0), 1.0) == []  # once is enough
-    assert membership.handle(Idle(0), 2.0) == [Suspend(0)]
-    assert membership.handle(Unpark(0), 3.0) == [Resume(0)]
+    assert membership.handle(Idle(0), 2.0) == [SuspendParked(0)]
+    assert membership.handle(Unpark(0), 3.0) == [ResumeParked(0)]
     assert membership.members[0].state is State.ALIVE
 
 
@@ -280,7 +280,7 @@ def test_parked_worker_has_no_time_limit_and_gets_one_again_when_it_is_unparked(
 
 def test_closed_connection_of_a_parked_worker_means_nothing() -> None:
     membership = parked()
-    assert membership.handle(Gone(0), 2.0) == []
+    assert membership.handle(Disconnected(0), 2.0) == []
     assert membership.members[0].state is State.PARKED
 
 
@@ -310,7 +310,7 @@ def test_worker_that_dies_before_it_is_idle_is_restarted_and_parked_then() -> No
     assert membership.tick(3.0) == [Start(0, 1)]
     membership.handle(Hello(0), 4.0)
     assert membership.handle(Ready(0), 4.0) == [Retire(0)]
-    assert membership.handle(Idle(0), 4.0) == [Suspend(0)]
+    assert membership.handle(Idle(0), 4.0) == [SuspendParked(0)]
 
 
 def test_run_that_ends_suspends_no_worker() -> None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from farstep.head.members.membership import (
     Acquire,
-    Continue,
     Ended,
     Hello,
     Idle,
     Lost,
     Observed,
     Park,
-    Pause,
     Ready,
     Release,
+    ResumeReleased,
     Retire,
     Start,
     State,
-    Suspend,
+    SuspendParked,
+    SuspendReleased,
     Unpark,
 )
 from tests.head.test_parked_workers import alive
@@ -26,11 +26,11 @@ from tests.head.test_parked_workers import alive
 def test_released_worker_continues_when_it_is_needed_and_has_no_time_limit_before() -> None:
     membership = alive()
     membership.handle(Observed(0, "idle", (1,)), 1.0)
-    assert membership.handle(Release(0), 2.0) == [Pause(0)]
+    assert membership.handle(Release(0), 2.0) == [SuspendReleased(0)]
     assert membership.handle(Release(0), 3.0) == []
     membership.handle(Observed(0, "idle", (2,)), 4.0)  # a heartbeat from before the suspension
     assert list(membership.tick(500.0)) == []
-    assert membership.handle(Acquire(0), 502.0) == [Continue(0, 500.0)]
+    assert membership.handle(Acquire(0), 502.0) == [ResumeReleased(0, 500.0)]
     assert list(membership.tick(503.0)) == []  # the limit applies from now on
     assert membership.handle(Acquire(0), 504.0) == []
 
@@ -39,9 +39,9 @@ def test_released_worker_that_is_to_be_parked_is_made_idle_first() -> None:
     membership = alive()
     membership.handle(Release(0), 1.0)
     assert membership.handle(Park(0), 2.0) == [Retire(0)]
-    assert membership.handle(Acquire(0), 2.0) == [Continue(0, 1.0)]  # it must answer ReturnTickets
+    assert membership.handle(Acquire(0), 2.0) == [ResumeReleased(0, 1.0)]  # it must answer ReturnTickets
     assert membership.handle(Release(0), 2.0) == []
-    assert membership.handle(Idle(0), 3.0) == [Suspend(0)]
+    assert membership.handle(Idle(0), 3.0) == [SuspendParked(0)]
 
 
 def test_released_worker_that_ends_is_restarted_at_once() -> None:

@@ -212,7 +212,7 @@ def test_a_feed_never_stands_still_and_never_runs_too_far_ahead(seed: int, of: s
     up, fired = set(range(workers)), 0
     for _ in range(600):
         tickets.grant(sorted(up), 0)
-        open_tickets = tickets.open_tickets()
+        open_tickets = list(tickets.outstanding)
         event = rng.random()
         if event < 0.05 and len(up) > 1:
             worker = rng.choice(sorted(up))

@@ -266,7 +266,7 @@ def test_a_forged_segment_does_not_overwrite_received_data() -> None:
     text = os.urandom(2 * SEGMENT_BYTES)
     first, second = worker.send([text], 0.0)
     head.receive(first, 0.0)
-    about = module._POSITION.pack(1, 2) + bytes(first.frames[1])[module._POSITION.size :]  # noqa: SLF001
+    about = module.POSITION.pack(1, 2) + bytes(first.frames[1])[module.POSITION.size :]
     with pytest.raises(WireError):
         head.receive(Packet(True, [first.frames[0], about, first.frames[2]]), 0.0)
     head.receive(second, 0.0)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,6 +25,7 @@ from farstep.workflow.delivery import Direct, LocalQueue, ZmqReceiver, ZmqSender
 from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger, Message
 
 PATIENCE_S = 60.0
+T = TypeVar("T")
 
 
 def message(number: int = 0, trigger_id: str = "it") -> Message:
@@ -160,12 +163,12 @@ def receiving(sender: ZmqSender) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def deliver(sender: ZmqSender, message: Any) -> bool:
-    """Pass a message on and wait until it is on its way."""
-    done = sender(message)
-    while sender._unsent:  # noqa: SLF001
-        sender._serve(0.01)  # noqa: SLF001
-    return done
+def served(sender: ZmqSender, receive: Callable[[float], T | None]) -> T:
+    """What `receive` returns while the sender, none of whose messages is done, serves its receiver."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (found := receive(0.01)) is None:
+        assert sender.finished() == [] and time.monotonic() < deadline
+    return found
 
 
 def line(process: subprocess.Popen[str]) -> Any:
@@ -182,11 +185,11 @@ def test_another_process_takes_messages_and_says_when_it_is_done(endpoint: str |
     state, dispatcher = Ledger(), Dispatcher()
     started: list[Any] = []
     with contextlib.closing(ZmqSender(endpoint, connect_s=PATIENCE_S)) as sender, receiving(sender) as process:
-        name = dispatcher.add(DataKeyTrigger(n=1, size=2), lambda m: deliver(sender, {**m, "number": len(started) + 1}))
+        name = dispatcher.add(DataKeyTrigger(n=1, size=2), lambda m: sender({**m, "number": len(started) + 1}))
         state.wrote(("worker", 3), 6, (4, 5))
         while dispatcher.check(state):
-            started.append(json.loads(line(process)))
             assert sender.finished(PATIENCE_S) == [name]
+            started.append(json.loads(line(process)))
             dispatcher.done(name)
         sender.close()
         assert line(process) == "closed"
@@ -204,15 +207,14 @@ def test_a_dispatcher_notices_by_itself_when_another_process_is_done() -> None:
             dispatcher.add(DataKeyTrigger(n=1, size=1), sender)
             state.wrote("a", 2, 0)
             assert len(dispatcher.check(state)) == 1
-            while sender._unsent:  # noqa: SLF001
-                sender._serve(0.01)  # noqa: SLF001
-            taken = receiver.take(PATIENCE_S)
-            assert taken is not None and dispatcher.check(state) == []
+            taken = served(sender, receiver.take)
+            assert dispatcher.check(state) == []
             receiver.done(taken)
             assert receiver.take(0) is None
             fired: list[Message] = []
+            deadline = time.monotonic() + PATIENCE_S
             while not fired:
-                sender._poll.poll(PATIENCE_S * 1000)  # noqa: SLF001
+                assert receiver.take(0.01) is None and time.monotonic() < deadline
                 fired = dispatcher.check(state)
             assert receiver.take(PATIENCE_S) == fired[0]
             receiver.done(fired[0])
@@ -232,7 +234,9 @@ def test_a_failure_there_is_told_here() -> None:
 def test_a_receiver_that_is_killed_is_an_error_and_no_hang() -> None:
     with contextlib.closing(ZmqSender(connect_s=PATIENCE_S)) as sender:
         with receiving(sender) as process:
-            deliver(sender, {**message(), "number": "hold"})
+            sender({**message(), "number": "hold"})
+            stdout: Any = process.stdout
+            served(sender, lambda timeout_s: select.select([stdout], [], [], timeout_s)[0] or None)
             assert json.loads(line(process))["number"] == "hold"
             assert sender.finished() == [], "it may take as long as it needs"
             process.kill()
@@ -264,11 +268,9 @@ def test_what_was_passed_before_there_is_a_receiver_is_sent_in_order() -> None:
         sender(message(1, "one"))
         sender(message(2, "two"))
         with contextlib.closing(ZmqReceiver(sender.invitation)) as receiver:
-            while sender._unsent:  # noqa: SLF001
-                sender._serve(0.01)  # noqa: SLF001
             for name in ("one", "two"):
-                taken = receiver.take(PATIENCE_S)
-                assert taken is not None and taken["trigger_id"] == name
+                taken = served(sender, receiver.take)
+                assert taken["trigger_id"] == name
                 receiver.done(taken)
                 assert sender.finished(PATIENCE_S) == [name]
             assert not sender.failed
@@ -291,8 +293,9 @@ def test_a_delivery_that_is_closed_says_so() -> None:
 
 def test_a_receiver_that_closes_leaves_nothing_pending() -> None:
     with contextlib.closing(ZmqSender(connect_s=PATIENCE_S)) as sender:
-        with contextlib.closing(ZmqReceiver(sender.invitation)):
-            deliver(sender, message())
+        with contextlib.closing(ZmqReceiver(sender.invitation)) as receiver:
+            sender(message())
+            assert served(sender, receiver.take) == message()
         with pytest.raises(DeliveryError, match="has closed before it was done"):
             sender.finished(PATIENCE_S)
         assert sender.finished(PATIENCE_S) == ["it"]
@@ -303,9 +306,9 @@ def test_only_data_travels() -> None:
         with pytest.raises(WireError, match="cannot be sent"):
             sender({"trigger_id": "it", "call": print})
         with contextlib.closing(ZmqReceiver(sender.invitation)) as receiver:
-            sent = {"trigger_id": "it", "array": np.arange(3), "versions": ((1, 2),), 5: None}
-            deliver(sender, sent)
-            taken: Any = receiver.take(PATIENCE_S)
+            sent: Any = {"trigger_id": "it", "array": np.arange(3), "versions": ((1, 2),), 5: None}
+            sender(sent)
+            taken: Any = served(sender, receiver.take)
             np.testing.assert_array_equal(taken.pop("array"), sent.pop("array"))
             assert taken == sent
 
@@ -330,7 +333,8 @@ def test_what_is_no_report_is_refused(said: bytes) -> None:
 def test_a_receiver_that_is_replaced_leaves_nothing_pending() -> None:
     with contextlib.closing(ZmqSender(connect_s=PATIENCE_S)) as sender, contextlib.closing(guest(sender)) as link:
         link.send([msgspec.msgpack.encode(["s", "hello"])])
-        deliver(sender, message())
+        sender(message())
+        assert served(sender, link.receive)
         link.send([msgspec.msgpack.encode(["t", "hello"])])
         with pytest.raises(DeliveryError, match="was replaced by another one before it was done"):
             sender.finished(PATIENCE_S)
@@ -343,7 +347,8 @@ def test_a_receiver_that_is_replaced_leaves_nothing_pending() -> None:
 def test_done_for_what_was_never_passed_is_ignored() -> None:
     with contextlib.closing(ZmqSender(connect_s=PATIENCE_S)) as sender, contextlib.closing(guest(sender)) as link:
         link.send([msgspec.msgpack.encode(["s", "hello"])])
-        deliver(sender, message())
+        sender(message())
+        assert served(sender, link.receive)
         for report in (["s", "done", "other"], ["another", "done", "it"], ["s", "done", "it"]):
             link.send([msgspec.msgpack.encode(report)])
         assert sender.finished(PATIENCE_S) == ["it"]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from farstep.errors import ConfigError
+from farstep.workflow import objects
 from farstep.workflow.objects import ModelBlock, SharedObject
 
 
@@ -110,11 +111,20 @@ def test_another_process_reads_whole_versions():
     each.close()
 
 
-def test_a_version_that_was_never_finished_is_not_seen():
+@pytest.mark.parametrize("fences", [1, 2])
+def test_a_version_that_was_never_finished_is_not_seen(fences: int, monkeypatch: pytest.MonkeyPatch):
+    """The writer ends before, or after, it has written the arrays of version 1."""
     each = SharedObject.create(np.zeros(4))
     each.publish(np.ones(4))
-    each._words[4 + 1] = -1  # as a writer that was killed while it wrote version 1 leaves it  # noqa: SLF001
-    each._copies["object"][1, 0, 0, :2] = 9  # noqa: SLF001
+    calls = iter([*[None] * (fences - 1), InterruptedError])
+
+    def fence() -> None:
+        if (error := next(calls)) is not None:
+            raise error
+
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setattr(objects, "fence", fence)
+        each.publish(np.full(4, 9.0))
     assert each.read()[0] == 0 and each.read()[1].tolist() == [1, 1, 1, 1]
     assert each.publish(np.full(4, 2.0)) == 1 and each.read()[1].tolist() == [2, 2, 2, 2]
     each.close()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from farstep.batch import EPISODE_KEYS, Batch, FinalObs, side_by_side
-from farstep.workflow.partial_chunks import PartialChunks
+from farstep.workflow.rows.partial_chunks import PartialChunks
 from farstep.workflow.triggers import DataKeyTrigger, Ledger
 
 KEYS = ("reward", "value", "obs")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from farstep.wire.codec import pack, unpack
-from farstep.workflow.consumers import ConsumerThread, Guard
+from farstep.workflow.consumers import ConsumerThread, GuardedDelivery
 from farstep.workflow.delivery import LocalQueue
 from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger, Message, TimeTrigger
 from tests.workflow.naive_trigger import NaiveDataKeyTrigger
@@ -101,7 +101,9 @@ def test_sampling_consumer_in_a_thread_is_never_skipped_as_stale() -> None:
     """A replay trigger takes no rows, so `max_staleness` does not apply to its consumer, with or without a thread."""
     flow, queue, called = StaleFlow(), LocalQueue(), threading.Event()
     thread = ConsumerThread(flow, lambda message: called.set(), queue)
-    thread.guard = Guard(flow, queue, [DataKeyTrigger(2, 4, consume=False, min_new=4)], thread, None, "a consumer")
+    thread.guard = GuardedDelivery(
+        flow, queue, [DataKeyTrigger(2, 4, consume=False, min_new=4)], thread, None, "a consumer"
+    )
     thread.start()
     try:
         thread.guard(fired())

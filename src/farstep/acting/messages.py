@@ -18,7 +18,7 @@ import msgspec
 
 from farstep.core import BytesLike
 from farstep.schema import Schema
-from farstep.wire.messages import decoded
+from farstep.wire.messages.headers import decoded
 
 
 class Join(msgspec.Struct, tag="join"):

@@ -3,18 +3,18 @@
 A slot is one running worker. The sum of all slots that runs hold never exceeds the number of slots:
 
     run                             coordinator
-    Register ───────────────────►                           name, priority, minimum, wanted
-                  ◄────────────── Allow(slots=3, round=1)    the run may use 3 slots
-    Heartbeat ──────────────────►                           a run that is silent for `lease_s` loses all it holds
-                  ◄────────────── Allow(slots=1, round=2)    another run registered
-    Released(round=2) ──────────►                           only now are 2 slots free for the other run
+    Register ───────────────────►                                name, priority, minimum, wanted
+                  ◄────────────── GrantSlots(slots=3, round=1)    the run may use 3 slots
+    Heartbeat ──────────────────►                                a run that is silent for `lease_s` loses all it holds
+                  ◄────────────── GrantSlots(slots=1, round=2)    another run registered
+    Released(round=2) ──────────►                                only now are 2 slots free for the other run
     RequestDevice ──────────────►
-                  ◄────────────── AllowDevice(device=0)      in the order of the requests
+                  ◄────────────── GrantDevice(device=0)           in the order of the requests
     ReturnDevice ───────────────►
     Leave ──────────────────────►
 
 Every change of an allowance increments `round`, and `Released` repeats it. An acknowledgement of an earlier round is
-ignored: a later `Allow`, which may permit more slots, is already on its way to the run.
+ignored: a later `GrantSlots`, which may permit more slots, is already on its way to the run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Register(msgspec.Struct, tag="register", frozen=True):
     wanted: Count
 
 
-class Want(msgspec.Struct, tag="want", frozen=True):
+class RequestSlots(msgspec.Struct, tag="request-slots", frozen=True):
     """A run can use another number of slots; 0: none for now."""
 
     workload: Name
@@ -53,7 +53,7 @@ class Want(msgspec.Struct, tag="want", frozen=True):
 
 
 class Released(msgspec.Struct, tag="released", frozen=True):
-    """A run uses no more slots than `Allow` of this round permits."""
+    """A run uses no more slots than `GrantSlots` of this round permits."""
 
     workload: Name
     round: Count
@@ -84,7 +84,7 @@ class ReturnDevice(msgspec.Struct, tag="return-device", frozen=True):
     workload: Name
 
 
-class Allow(msgspec.Struct, tag="allow", frozen=True):
+class GrantSlots(msgspec.Struct, tag="grant-slots", frozen=True):
     """A run may use `slots` slots. If it uses more, it must release the others and answer `Released`."""
 
     workload: Name
@@ -92,7 +92,7 @@ class Allow(msgspec.Struct, tag="allow", frozen=True):
     round: Count
 
 
-class AllowDevice(msgspec.Struct, tag="allow-device", frozen=True):
+class GrantDevice(msgspec.Struct, tag="grant-device", frozen=True):
     """A learner may use this device until it sends `ReturnDevice`; not if it has returned this request already."""
 
     workload: Name
@@ -102,7 +102,7 @@ class AllowDevice(msgspec.Struct, tag="allow-device", frozen=True):
 
 class NotRegistered(msgspec.Struct, tag="not-registered", frozen=True):
     """The coordinator does not know this run, or its lease has ended. It may use nothing until it registers again,
-    with another id, so that it cannot mistake an earlier `Allow` for a new one."""
+    with another id, so that it cannot mistake an earlier `GrantSlots` for a new one."""
 
     workload: Name
 
@@ -114,8 +114,8 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     reason: str
 
 
-Message: TypeAlias = Register | Want | Released | Heartbeat | Leave | RequestDevice | ReturnDevice
-Answer: TypeAlias = Allow | AllowDevice | NotRegistered | Refused
+Message: TypeAlias = Register | RequestSlots | Released | Heartbeat | Leave | RequestDevice | ReturnDevice
+Answer: TypeAlias = GrantSlots | GrantDevice | NotRegistered | Refused
 
 
 class Workload(msgspec.Struct):
@@ -130,7 +130,7 @@ class Workload(msgspec.Struct):
     held: Count = 0
     """Slots that the run may still use, including those that it was asked to release."""
     allowed: Count = 0
-    """Slots of the newest `Allow`. If `held` is larger, the run has not acknowledged yet."""
+    """Slots of the newest `GrantSlots`. If `held` is larger, the run has not acknowledged yet."""
     round: Count = 0
     since: float = 0.0
     """When the run was admitted, or when it began to wait."""
@@ -200,11 +200,11 @@ class Coordinator:
             return [*answers, *([] if isinstance(message, Leave) else [NotRegistered(message.workload)])]
         workload.lease_ends = now + self.lease_s
         if isinstance(message, Register):
-            answers.append(Allow(workload.id, workload.allowed, workload.round))
+            answers.append(GrantSlots(workload.id, workload.allowed, workload.round))
             if workload.id in self._state.devices:
                 device = self._state.devices.index(workload.id)
-                answers.append(AllowDevice(workload.id, device, workload.request))
-        elif isinstance(message, Want):
+                answers.append(GrantDevice(workload.id, device, workload.request))
+        elif isinstance(message, RequestSlots):
             workload.wanted = max(message.wanted, workload.minimum) if message.wanted else 0
         elif isinstance(message, Released):
             if message.round == workload.round:
@@ -289,7 +289,7 @@ class Coordinator:
                 allowed = 0  # a run that was asked to release all gets at least its minimum again, or nothing
             if allowed != workload.allowed:
                 workload.allowed, workload.round = allowed, workload.round + 1
-                answers.append(Allow(workload.id, allowed, workload.round))
+                answers.append(GrantSlots(workload.id, allowed, workload.round))
         return answers + self._hand_out_devices()
 
     def _queue_up(self, now: float) -> None:
@@ -365,7 +365,7 @@ class Coordinator:
                 workload = self._by_id[state.device_queue.pop(0)]
                 state.devices[device] = workload.id
                 workload.device_uses += 1
-                answers.append(AllowDevice(workload.id, device, workload.request))
+                answers.append(GrantDevice(workload.id, device, workload.request))
         return answers
 
     # ---- state ----

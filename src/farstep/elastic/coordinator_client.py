@@ -18,9 +18,9 @@ from typing import Protocol
 import msgspec
 
 from farstep.elastic.coordinator import (
-    Allow,
-    AllowDevice,
     Answer,
+    GrantDevice,
+    GrantSlots,
     Heartbeat,
     Leave,
     Message,
@@ -29,8 +29,8 @@ from farstep.elastic.coordinator import (
     Register,
     Released,
     RequestDevice,
+    RequestSlots,
     ReturnDevice,
-    Want,
 )
 from farstep.elastic.coordinator_server import PACKET_BYTES, connect, coordinator_folder, no_coordinator
 from farstep.errors import ClosedError, ConfigError, FarstepError, LaunchError, counted
@@ -153,7 +153,7 @@ class CoordinatorClient:
         """Tell the coordinator how many workers the run can use."""
         with self._changed:
             self._register = msgspec.structs.replace(self._register, wanted=workers)
-        self._send(Want(self._register.workload, workers))
+        self._send(RequestSlots(self._register.workload, workers))
 
     @contextlib.contextmanager
     def device_token(self, check_open: Callable[[], None]) -> Iterator[int]:
@@ -246,12 +246,12 @@ class CoordinatorClient:
 
     def _handle(self, answer: Answer) -> None:
         match answer:
-            case Allow():
+            case GrantSlots():
                 self._allowed, self._round = answer.slots, answer.round
                 self._acknowledged = -1
-            case AllowDevice() if self._requests_device and answer.request == self._request:
+            case GrantDevice() if self._requests_device and answer.request == self._request:
                 self._device = answer.device
-            case AllowDevice() if not self._requests_device:  # the coordinator ended before it knew
+            case GrantDevice() if not self._requests_device:  # the coordinator ended before it knew
                 self._send(ReturnDevice(self._register.workload))
             case Refused():
                 self._refused = answer.reason

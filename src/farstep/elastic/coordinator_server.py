@@ -33,10 +33,10 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class StatusRequest(msgspec.Struct, tag="status", frozen=True):
-    """Requests one `RunStatus` per run, and then a `Status`."""
+    """Requests one `WorkloadStatus` per run, and then a `Status`."""
 
 
-class RunStatus(msgspec.Struct, tag="run-status", frozen=True):
+class WorkloadStatus(msgspec.Struct, tag="workload-status", frozen=True):
     """A registered run."""
 
     workload: Workload
@@ -250,7 +250,7 @@ class CoordinatorServer:
             waiting = coordinator.device_queue
             self._send_packet(
                 client,
-                RunStatus(
+                WorkloadStatus(
                     workload,
                     coordinator.state_of(workload),
                     coordinator.devices.index(workload.id) if workload.id in coordinator.devices else None,
@@ -285,14 +285,14 @@ def no_coordinator(name: str, error: OSError) -> str:
     )
 
 
-def read_status(name: str, timeout_s: float = 5.0) -> tuple[Status, list[RunStatus]]:
+def read_status(name: str, timeout_s: float = 5.0) -> tuple[Status, list[WorkloadStatus]]:
     """Request the status of a coordinator. Raise `LaunchError` if none runs."""
-    decoder = msgspec.msgpack.Decoder(RunStatus | Status)
-    runs: list[RunStatus] = []
+    decoder = msgspec.msgpack.Decoder(WorkloadStatus | Status)
+    runs: list[WorkloadStatus] = []
     try:
         with connect(coordinator_folder(name), timeout_s) as client:
             client.send(msgspec.msgpack.encode(StatusRequest()))
-            while isinstance(answer := decoder.decode(client.recv(PACKET_BYTES)), RunStatus):
+            while isinstance(answer := decoder.decode(client.recv(PACKET_BYTES)), WorkloadStatus):
                 runs.append(answer)
     except OSError as error:
         raise LaunchError(no_coordinator(name, error)) from None
@@ -301,7 +301,7 @@ def read_status(name: str, timeout_s: float = 5.0) -> tuple[Status, list[RunStat
     return answer, runs
 
 
-def status_text(status: Status, runs: list[RunStatus]) -> Iterator[str]:
+def status_text(status: Status, runs: list[WorkloadStatus]) -> Iterator[str]:
     """Yield the lines that `farstep coordinator status` prints."""
     used = sum(run.workload.held for run in runs)
     held = sum(run.device is not None for run in runs)
@@ -317,7 +317,7 @@ def status_text(status: Status, runs: list[RunStatus]) -> Iterator[str]:
         )
 
 
-def _state(run: RunStatus) -> str:
+def _state(run: WorkloadStatus) -> str:
     device = "" if run.device is None else f", holds device {run.device}"
     waiting = "" if run.device_position is None else f", number {run.device_position} in the queue for a device"
     return f"{run.state}{device}{waiting}"

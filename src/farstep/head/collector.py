@@ -78,7 +78,7 @@ class Collector:
         """The divergence above which workers pull weights; None: they do not pull by divergence."""
         self._warnings = UserWarnings(rule, env_config.weights, events.emit)
         self._continuity = Continuity(self.server.records)
-        self.publisher = Publisher(self.server, env_config, rule, self.counters, self._warnings, self._end)
+        self.publisher = Publisher(self.server, env_config, rule, self.counters, self._warnings, self.end)
         self._intake = ChunkIntake(
             self.server, self.publisher, self.counters, self._warnings, self._continuity, self._transfer.max_senders
         )
@@ -139,19 +139,19 @@ class Collector:
 
     def one_batch(self, steps: int, *, infos: bool = False, rollouts: int = 1) -> Batch:
         """Collect a batch of `rollouts` chunks of every worker."""
-        request = self._open(Request(steps, None, rollouts, infos), None, 1)
+        request = self.open(Request(steps, None, rollouts, infos), None, 1)
         try:
             return self._next_batch(request)
         finally:
-            self._end(request)
+            self.end(request)
 
     def reset(self, request: ResetRequest) -> Batch:
         """Reset environments, also those of parked workers, and return a batch of the other ones without rows."""
-        opened = self._open(Request(infos=True, reset=request), None, 1)
+        opened = self.open(Request(infos=True, reset=request), None, 1)
         try:
             batch = self._next_batch(opened)
         finally:
-            self._end(opened)
+            self.end(opened)
         with self.server.locked():  # another thread may have called `scale` meanwhile
             was_reset = set(batch.slots.tolist())
             records, parked = self.server.records, opened.parked | self.server.tickets.presence.parked_or_retiring
@@ -163,7 +163,7 @@ class Collector:
     def parts(self, steps: int) -> Generator[Part, None, Batch]:
         """Collect one batch: yield each worker's parts as they arrive, and return the batch."""
         arrived: deque[Part] = deque()
-        request = self._open(Request(steps, on_part=lambda early: arrived.append(early.part)), None, 1)
+        request = self.open(Request(steps, on_part=lambda early: arrived.append(early.part)), None, 1)
 
         def next_part() -> Part | bool | None:
             """Return the next part, True after the last part, or None while waiting."""
@@ -176,11 +176,11 @@ class Collector:
                 yield part
             return self._next_batch(request)
         finally:
-            self._end(request)
+            self.end(request)
 
     def stream(self, steps: int, max_staleness: int, num_chunks: int | None, rollouts: int = 1) -> Iterator[Batch]:
         """Yield batches without end; closing the iterator cancels the request."""
-        request = self._open(Request(steps, num_chunks, rollouts), max_staleness, None)
+        request = self.open(Request(steps, num_chunks, rollouts), max_staleness, None)
         try:
             while True:
                 yield self._next_batch(request)
@@ -188,13 +188,13 @@ class Collector:
                     if request is self._intake.request:
                         self.server.tickets.release()
         finally:
-            self._end(request)
+            self.end(request)
 
     def open_feed(self, steps: int, feed: FeedPlan, on_part: OnPart | None) -> Request:
         """Open a request for a workflow, which gets the chunks one by one from `take_chunk`."""
         windows = self._num_workers if feed.windows is None else feed.windows
         request = Request(steps, windows * feed.chunks, on_part=on_part, feed=feed)
-        return self._open(request, feed.max_staleness, None)
+        return self.open(request, feed.max_staleness, None)
 
     def take_chunk(self, request: Request, wanted: Callable[[int], bool]) -> tuple[AcceptedChunk, Batch] | None:
         """Return the first unread chunk of a `wanted` worker, with views of its rows; None if there is none."""
@@ -212,13 +212,13 @@ class Collector:
 
     def end_feed(self, request: Request) -> None:
         """Cancel the request of a feed."""
-        self._end(request)
+        self.end(request)
 
     # ---- saving and resuming ----
 
     def save(self) -> list[Any]:
         """The state of each worker, for `resume` in another process; None for a worker that is being restarted."""
-        self._end()
+        self.end()
         return self._broadcast.call("save", ())
 
     def check_saved(self, agent: Agent, saved: object, actions: Sequence[Mapping[str, Array]]) -> None:
@@ -254,12 +254,12 @@ class Collector:
 
     # ---- sessions of tickets ----
 
-    def _open(self, request: Request, max_staleness: int | None, batches: int | None) -> Request:
+    def open(self, request: Request, max_staleness: int | None, batches: int | None) -> Request:
         """Cancel the current request, and open a session of tickets for the new request."""
         tickets = self.server.tickets
         with self.server.locked():
             self.server.raise_failure()
-            self._end()
+            self.end()
             plan = request.num_chunks, request.feed, request.rollouts
             self._set_layout(max(request.steps, 1), tickets.lanes_needed(max_staleness, *plan))
             if request.reset is not None:
@@ -294,7 +294,7 @@ class Collector:
                 if root is not None and chosen[record.first + i]:
                     record.roots[i], record.resume[i] = root, 0
 
-    def _end(self, request: Request | None = None) -> None:
+    def end(self, request: Request | None = None) -> None:
         """Cancel the current request. If `request` is given and is not the current one, do nothing."""
         with self.server.locked():
             if self.server.tickets.is_open and (request is None or request is self._intake.request):
@@ -327,9 +327,9 @@ class Collector:
 
     def _free_lanes(self, request: Request, rollouts: Rollouts) -> None:
         """Copy unread chunks out of the lanes of workers that need them for further chunks of the batch."""
-        for accepted in self.server.tickets.crowded():
+        for accepted in self.server.tickets.chunks_to_copy():
             rows = rollouts.chunk(accepted, request.steps, np.zeros(0, bool)).copy()
-            self.server.tickets.set_aside(accepted, replace(accepted.info, rows=rows))
+            self.server.tickets.copied(accepted, replace(accepted.info, rows=rows))
 
     def _batch(self, request: Request, accepted: Sequence[AcceptedChunk], rollouts: Rollouts) -> Batch:
         with self.counters.learner.measure("prepare"):

@@ -142,7 +142,11 @@ class Feed:
         """The workers whose chunks have not been taken yet; empty if a worker is rolling a chunk."""
         with self._server.locked():
             tickets = self._server.tickets
-            return [] if tickets.in_flight or self._server.available.unsettled() else tickets.unread_workers()
+            return (
+                []
+                if tickets.in_flight or self._server.available.unsettled()
+                else [each.ticket.worker for each in tickets.unread]
+            )
 
     def pending(self, worker: int) -> int:
         """Number of chunks of a worker that are being rolled or have not been taken yet."""

@@ -181,7 +181,7 @@ class Server:
         self._parking.release()
 
     @contextlib.contextmanager
-    def unparked(self) -> Iterator[None]:
+    def all_unparked(self) -> Iterator[None]:
         """Context manager: inside, parked workers run, so that they can answer a call, and no process is suspended."""
         with self.locked():
             self._parking.begin_call()
@@ -357,7 +357,7 @@ class Server:
         if record.is_server:  # it must answer as long as a worker of its node may need it
             clients = (self.records[worker] for worker in self._plan.clients_of(record.worker))
             return "idle" if any(each.handle is not None and each.handle.poll() is None for each in clients) else ""
-        return expected(record, self.tickets.oldest_of(record.worker))
+        return expected(record, self.tickets.outstanding.oldest_of(record.worker))
 
     def lost(self, record: WorkerRecord) -> None:
         if record.is_server:
@@ -379,7 +379,7 @@ class Server:
     def parked(self, record: WorkerRecord) -> None:
         self._parking.parked(record)
 
-    def resumed(self, record: WorkerRecord) -> None:
+    def unparked(self, record: WorkerRecord) -> None:
         self._parking.unparked(record)
 
     def continued(self, record: WorkerRecord, suspended_s: float) -> None:

@@ -215,7 +215,7 @@ class Stepper:
     def on_message(self, record: WorkerRecord, message: m.FromWorker, received: Received) -> None:
         match message:
             case m.Chunk():
-                issued = self.server.tickets.outstanding(message.ticket)
+                issued = self.server.tickets.outstanding.get(message.ticket)
                 if issued is not None and issued.worker == record.worker:  # otherwise the ticket has been cancelled
                     self._take(record, message, received)
             case m.Reply():

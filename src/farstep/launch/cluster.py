@@ -51,13 +51,13 @@ class ClusterLauncher(Launcher):
     ) -> None:
         self._config, self._envs, self._modules, self._engine, self._emit = config, envs, modules, engine, emit
         self._plan, self._per_node = plan, plan.num_workers // config.most_nodes
-        self._run = os.urandom(8).hex()
-        self._nodes: dict[str, Node] = {}
+        self.run = os.urandom(8).hex()
+        self.connected: dict[str, Node] = {}
         """Connected nodes, by the name that their node daemon chose."""
         self._blocks: list[Node | None] = [None] * config.most_nodes
         self._queued: dict[int, RemoteWorker] = {}
         self._wanted = config.nodes
-        self._groups = Groups(engine, config, self._daemon_bootstrap, emit)
+        self.groups = Groups(engine, config, self._daemon_bootstrap, emit)
         self._ticked_at = self._enough_at = time.monotonic()
         self._next_beat, self._stopping = 0.0, False
         self.refused: dict[str, tuple[str, str]] = {}
@@ -73,7 +73,7 @@ class ClusterLauncher(Launcher):
         self._changed_fd = -1
         """Readable if there are any."""
         try:
-            self._hub = self._listen(engine.listen_on())
+            self.hub = self._listen(engine.listen_on())
             self._changed_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except BaseException:
             engine.close()
@@ -96,10 +96,10 @@ class ClusterLauncher(Launcher):
     # ---- core.Launcher ----
 
     def prepare(self) -> None:
-        self._groups.request(self._wanted)
+        self.groups.request(self._wanted)
 
     def start(self, worker: int, incarnation: int, run: str) -> Started:
-        bootstrap = admit_worker(self._hub, worker, incarnation, run, self._envs) | {
+        bootstrap = admit_worker(self.hub, worker, incarnation, run, self._envs) | {
             "transport": "tcp",
             "threads": self._config.cpus_per_worker,
             "encrypted": self._config.encrypted,
@@ -116,10 +116,10 @@ class ClusterLauncher(Launcher):
             self._queued[worker] = handle
         else:
             node.start(handle, time.monotonic())
-        return Started(handle, HubLink(self._hub, worker), words, node.host if node else "?")
+        return Started(handle, HubLink(self.hub, worker), words, node.host if node else "?")
 
     def filenos(self) -> Sequence[int]:
-        return [*self._hub.filenos(), self._changed_fd]
+        return [*self.hub.filenos(), self._changed_fd]
 
     def _notify(self, worker: int) -> None:
         """Note that a worker has printed or ended, and wake the event loop."""
@@ -148,22 +148,22 @@ class ClusterLauncher(Launcher):
                 else:
                     self._on_invalid(group, error)
 
-        return drain(self._hub, dispatch)
+        return drain(self.hub, dispatch)
 
     def tick(self) -> None:
         now = time.monotonic()
         paused_s, self._ticked_at = max(0.0, now - self._ticked_at - 1.0), now
-        for node in list(self._nodes.values()):
+        for node in list(self.connected.values()):
             node.heard_at += paused_s  # silence does not count while the head was not reading
-            silent_s, status = now - node.heard_at, self._groups[node.group].status
+            silent_s, status = now - node.heard_at, self.groups[node.group].status
             if silent_s > self._config.lease_s:
                 self._lose(node, f"was silent for {self._config.lease_s:g} s")
             elif silent_s > _SILENT_S and status.has_ended(node.place):  # a node that still sends messages is not lost
                 self._lose(node, f"is lost: {status.text}")
         if now >= self._next_beat:
             self._next_beat = now + n.BEAT_S
-            self._hub.service()
-            for node in self._nodes.values():
+            self.hub.service()
+            for node in self.connected.values():
                 node.send(n.NodeBeat(node.name))
         if self._stopping:
             return
@@ -172,7 +172,7 @@ class ClusterLauncher(Launcher):
             self._enough_at, self._refusal = now, None
         elif self._refusal is not None:  # first: that the refused node has ended explains nothing
             raise self._refusal
-        self._groups.request_missing(self._wanted, now)
+        self.groups.request_missing(self._wanted, now)
         if connected < fewest and now - self._enough_at > self._config.queue_s:
             raise LaunchError(
                 f"{connected} of at least {counted(fewest, 'node')} connected within "
@@ -187,14 +187,14 @@ class ClusterLauncher(Launcher):
     def scale(self, nodes: int) -> None:
         """Change the number of nodes: request more nodes, or drain and release the nodes with the last blocks."""
         before, self._wanted = self._wanted, nodes
-        self._groups.reset_retries()
+        self.groups.reset_retries()
         for node in self._blocks[nodes:]:
             if node is not None:
                 node.released = True
                 self._drain_node(node)
-        self._groups.cancel_unneeded(nodes)
+        self.groups.cancel_unneeded(nodes)
         if nodes > before:
-            self._groups.request(nodes - before)
+            self.groups.request(nodes - before)
             self._start_queued()
         if nodes != before:
             self._emit("scaled", f"scaled from {before} to {counted(nodes, 'node')}")
@@ -207,7 +207,7 @@ class ClusterLauncher(Launcher):
         """The engine's report on nodes that are not connected yet; empty if all are connected."""
         if not (missing := sum(node is None for node in self._blocks[: self._wanted])):
             return ""
-        status = self._groups.status()
+        status = self.groups.status()
         wanted = counted(self._wanted, "node")
         return f"{missing} of {wanted} not connected yet{f': {status}' if status else ''}"
 
@@ -230,18 +230,18 @@ class ClusterLauncher(Launcher):
 
     def expected(self) -> int:
         """Number of nodes that are connected or may still connect without another request."""
-        return self._groups.expected()
+        return self.groups.expected()
 
     def logs(self) -> str:
         """The paths of the node daemons' logs, and the last lines of each."""
-        return self._groups.logs()
+        return self.groups.logs()
 
     def close(self) -> None:
-        for node in self._nodes.values():
+        for node in self.connected.values():
             node.send(n.Leave("the run has ended"))
-        self._groups.end()
+        self.groups.end()
         self._engine.close()
-        self._hub.close(linger_ms=1000)
+        self.hub.close(linger_ms=1000)
         os.close(self._changed_fd)
 
     # ---- nodes ----
@@ -249,9 +249,9 @@ class ClusterLauncher(Launcher):
     def _daemon_bootstrap(self, group: int) -> bytes:
         """The bootstrap of a group's node daemons. They share a key and the peer number -1 - group; workers have 0, 1,
         ..."""
-        bootstrap = admit(self._hub, -1 - group, 0) | {
-            "run": self._run,
-            "addresses": self._hub.addresses,
+        bootstrap = admit(self.hub, -1 - group, 0) | {
+            "run": self.run,
+            "addresses": self.hub.addresses,
             "lease_s": self._config.lease_s,
             "connect_s": self._config.timeouts.connect_s,
             "grace_s": self._engine.grace_s,
@@ -264,7 +264,7 @@ class ClusterLauncher(Launcher):
         return json.dumps(bootstrap).encode()
 
     def _on_message(self, group: int, message: n.FromNode, receive: Callable[[int, Received], None]) -> None:
-        node = self._nodes.get(message.node)
+        node = self.connected.get(message.node)
         if isinstance(message, n.NodeHello):
             if node is None:
                 self._admit(group, message)
@@ -274,7 +274,7 @@ class ClusterLauncher(Launcher):
             return
         if node is None:
             # The node was declared lost or never admitted, and its workers' keys are revoked: make it end its workers.
-            send_to_node(self._hub, message.node, n.Leave("this node was declared lost", come_again=True))
+            send_to_node(self.hub, message.node, n.Leave("this node was declared lost", come_again=True))
             return
         node.heard_at = time.monotonic()
         match message:
@@ -316,29 +316,29 @@ class ClusterLauncher(Launcher):
             self.refused[host] = (why, remedy)
 
     def _admit(self, group: int, hello: n.NodeHello) -> None:
-        if hello.run != self._run:
+        if hello.run != self.run:
             raise WireError("it belongs to another run.")
-        if group >= len(self._groups):  # the engine started this node although the request raised an error
-            send_to_node(self._hub, hello.node, n.Leave("this node was not requested"))
+        if group >= len(self.groups):  # the engine started this node although the request raised an error
+            send_to_node(self.hub, hello.node, n.Leave("this node was not requested"))
             return
         different = "; ".join(mismatches(hello.versions))
         if different or hello.cannot_pin:
             cannot_pin = f"cannot be used: {hello.cannot_pin.removesuffix('.')}"
             why = f"{OTHER_VERSIONS}: {different}" if different else cannot_pin
-            send_to_node(self._hub, hello.node, n.Leave(f"this node {why}"))
-            self._groups[group].rejected(hello.node, hello.place)
+            send_to_node(self.hub, hello.node, n.Leave(f"this node {why}"))
+            self.groups[group].rejected(hello.node, hello.place)
             self._refuse(hello.host, why, _SAME_VERSIONS if different else _DO_NOT_PIN)
             return
-        killed = self._nodes.get(hello.replaces or "")
+        killed = self.connected.get(hello.replaces or "")
         if killed is not None and killed.group == group:
             self._lose(killed, "lost its daemon, which was restarted on the same node")
         free = next((i for i, held in enumerate(self._blocks[: self._wanted]) if held is None), None)
-        if free is None or self._groups[group].is_cancelled:
-            self._groups[group].rejected(hello.node, hello.place)
-            send_to_node(self._hub, hello.node, n.Leave("the run has all the nodes it needs"))
+        if free is None or self.groups[group].is_cancelled:
+            self.groups[group].rejected(hello.node, hello.place)
+            send_to_node(self.hub, hello.node, n.Leave("the run has all the nodes it needs"))
             return
         node = Node(
-            hub=self._hub,
+            hub=self.hub,
             name=hello.node,
             group=group,
             host=hello.host,
@@ -349,8 +349,8 @@ class ClusterLauncher(Launcher):
             block=free,
             relay=self._relay_keys(hello.node),
         )
-        self._nodes[node.name] = self._blocks[free] = node
-        self._groups[group].joined(hello.place)
+        self.connected[node.name] = self._blocks[free] = node
+        self.groups[group].joined(hello.place)
         node.send(n.NodeBeat(node.name))
         self._emit("joined", f"{node} connected, with {hello.cpus} cores", node=node.host)
         if hello.setup_failed:
@@ -376,7 +376,7 @@ class ClusterLauncher(Launcher):
         """Declare a node lost: revoke the keys of its workers, mark them as ended, and free its block."""
         self._emit("lost", f"{node} {why}", node=node.host)
         self._forget_node(node)
-        self._groups[node.group].left(node.place, for_good=True)
+        self.groups[node.group].left(node.place, for_good=True)
         for worker in node.workers.values():
             worker.end(Ended(1, f"its {node} {why}", blameless=True))
 
@@ -384,15 +384,15 @@ class ClusterLauncher(Launcher):
         """Keys for the daemon of a new node, if daemons are to relay."""
         if not self._config.relay:
             return None
-        pair = self._hub.admit_relay(name.encode() + NODE)
-        return n.RelayKeys(pair.public, pair.secret, self._hub.bulk_port)
+        pair = self.hub.admit_relay(name.encode() + NODE)
+        return n.RelayKeys(pair.public, pair.secret, self.hub.bulk_port)
 
     def _forget_node(self, node: Node) -> None:
         """Free the block of a node, and revoke its key."""
-        del self._nodes[node.name]
+        del self.connected[node.name]
         self._blocks[node.block] = None
         if node.relay is not None:
-            self._hub.expel_relay(node.relay.public)
+            self.hub.expel_relay(node.relay.public)
 
     def _forget_worker(self, worker: RemoteWorker) -> None:
         """Remove an ended worker after the head has closed its handle."""
@@ -404,10 +404,10 @@ class ClusterLauncher(Launcher):
 
     def _release(self, node: Node) -> None:
         """Release a draining node when its workers have ended."""
-        if node.leaving and not node.workers and node.name in self._nodes:
+        if node.leaving and not node.workers and node.name in self.connected:
             node.send(n.Leave("its workers are done"))
             self._forget_node(node)
-            self._groups[node.group].left(node.place, for_good=node.released)
+            self.groups[node.group].left(node.place, for_good=node.released)
 
 
 def _raise_file_limit(count: int, emit: Emit) -> None:

@@ -27,12 +27,12 @@ class NetworkLauncher(Launcher):
         address = f"ipc://@farstep-{os.getpid()}-{os.urandom(8).hex()}" if transport == "ipc" else "tcp://127.0.0.1:*"
         self._transport, self._envs, self._gpus = transport, envs, gpus
         self._plan, self._starter = plan, starter
-        self._hub = Hub(address, reliable=True)
+        self.hub = Hub(address, reliable=True)
 
     def start(self, worker: int, incarnation: int, run: str) -> Started:
-        bootstrap = admit_worker(self._hub, worker, incarnation, run, self._envs) | {
+        bootstrap = admit_worker(self.hub, worker, incarnation, run, self._envs) | {
             "transport": self._transport,
-            "address": self._hub.address,
+            "address": self.hub.address,
             "encrypted": True,
             "gpu": self._gpus[worker],
             **self._plan.bootstrap(worker, self._plan.nodes),
@@ -40,17 +40,17 @@ class NetworkLauncher(Launcher):
         words = private_words(self._envs)
         words[PHASE] = Phase.CONNECT
         handle = self._starter.start(bootstrap, rank=worker)
-        return Started(handle, HubLink(self._hub, worker), words, socket.gethostname())
+        return Started(handle, HubLink(self.hub, worker), words, socket.gethostname())
 
     def filenos(self) -> Sequence[int]:
-        return self._hub.filenos()
+        return self.hub.filenos()
 
     def drain(self, receive: Callable[[int, Received], None]) -> bool:
-        return drain(self._hub, receive)
+        return drain(self.hub, receive)
 
     def tick(self) -> None:
-        self._hub.service()
+        self.hub.service()
 
     def close(self) -> None:
         self._starter.close()
-        self._hub.close()
+        self.hub.close()

@@ -22,7 +22,7 @@ import msgspec
 
 from farstep.core import BytesLike
 from farstep.errors import WireError
-from farstep.wire.messages import Count, Line, Lines, Word, decoded
+from farstep.wire.messages.headers import Count, Line, Lines, Word, decoded
 
 BEAT_S = 1.0
 """Seconds between two heartbeats."""

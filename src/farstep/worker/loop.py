@@ -197,8 +197,8 @@ class Worker:
             case m.ReturnTickets():
                 self._tickets.clear()
                 self._send(m.Idle())
-            case m.Resumed():
-                self._resumed(message)
+            case m.Unparked():
+                self._unparked(message)
             case m.Continued():
                 self._timer.remove_suspension(message.suspended_s)
             case m.Newest():
@@ -373,9 +373,9 @@ class Worker:
         self._send(m.WeightRequest(self._agent_id, held))
         return self._inbox.wait_for_weights(self._agent_id)
 
-    def _resumed(self, message: m.Resumed) -> None:
+    def _unparked(self, message: m.Unparked) -> None:
         self._timer.skip()
-        self._sync.resumed()
+        self._sync.unparked()
         if isinstance(self._host, Staggered) and self._host.reenter(message.clock):
             self._index += 1  # a gap in the index: the next chunk does not continue the last one
 

@@ -15,7 +15,7 @@ from farstep.core import Agent
 from farstep.errors import ClosedError, FarstepError
 from farstep.head.tickets.records import DropCause
 from farstep.workflow.delivery import Direct, LocalQueue
-from farstep.workflow.row_retention import RowRetention, rows_of, windows_of
+from farstep.workflow.rows.retention import RowRetention, rows_of, windows_of
 from farstep.workflow.triggers import DataKeyTrigger
 from farstep.workflow.triggers.dispatch import Delivery
 from farstep.workflow.triggers.ledger import Actor, Ledger
@@ -47,7 +47,7 @@ class Flow(Protocol):
         ...
 
 
-class Guard:
+class GuardedDelivery:
     """The delivery between a trigger and a consumer.
 
     It retains the rows of a message until the consumer is done. It drops messages whose rows are too old. It is `full`
@@ -65,8 +65,8 @@ class Guard:
     ) -> None:
         self._flow, self._delivery, self._thread = flow, delivery, thread
         self._consumer, self._gate = consumer, UpdateGate()
-        self.takers = [leaf for leaf in by_data if leaf.min_new is None]
-        self.samples = samples or int(len(by_data) > len(self.takers))
+        self.consuming = [leaf for leaf in by_data if leaf.min_new is None]
+        self.samples = samples or int(len(by_data) > len(self.consuming))
         self._open: list[Message] = []
         """Delivered messages that are not done."""
         self._held: dict[Actor, list[int]] = {}
@@ -88,7 +88,7 @@ class Guard:
         return bool(getattr(self._delivery, "full", False))
 
     def __call__(self, message: Message) -> bool:
-        if self.takers:
+        if self.consuming:
             if self.is_stale(message):
                 self._finish(message, "stale")
                 return True
@@ -97,7 +97,7 @@ class Guard:
         self._delivered += 1
         message = extended(message, message_id=f"{message['trigger_id']}/{self._delivered}")
         self._open.append(message)
-        for actor, start, _ in rows_of(message) if self.takers else ():
+        for actor, start, _ in rows_of(message) if self.consuming else ():
             self._held.setdefault(actor, []).append(start)
         try:
             with self._updating(message):
@@ -111,7 +111,7 @@ class Guard:
 
     def is_stale(self, message: Message) -> bool:
         """Return whether the message names rows that are too old. Always False if the consumer takes no rows."""
-        return bool(self.takers) and self._flow.is_stale(message)
+        return bool(self.consuming) and self._flow.is_stale(message)
 
     def lag(self) -> int | None:
         """Return the age, in versions, of the oldest rows of the last message; None if the consumer takes no rows."""
@@ -165,18 +165,18 @@ class Guard:
         """
         if any(each is message for each in self._open):
             self._open = [each for each in self._open if each is not message]
-            for actor, start, _ in rows_of(message) if self.takers else ():
+            for actor, start, _ in rows_of(message) if self.consuming else ():
                 self._held[actor].remove(start)
-        if self.takers:
+        if self.consuming:
             if unhandled:
                 self.skip(message)
             for actor, start, _ in rows_of(message):
                 # Keep the gap for later stages of the same rows.
-                if self._gaps.get(actor) == start < min(leaf.next_of(actor) for leaf in self.takers):
+                if self._gaps.get(actor) == start < min(leaf.next_of(actor) for leaf in self.consuming):
                     del self._gaps[actor]
             self._flow.retention.done(message)
             self._flow.retention.free({actor for actor, _, _ in rows_of(message)}, unhandled or None)
-        if unhandled is None and (self.takers or self.samples):
+        if unhandled is None and (self.consuming or self.samples):
             self._flow.ledger.learned()
 
     def skip(self, message: Message) -> None:
@@ -185,7 +185,7 @@ class Guard:
         for actor, _, stop in rows_of(message):
             self._gaps[actor] = max(stop, self._gaps.get(actor, 0))
 
-    # ---- rows (`row_retention.Holder`) ----
+    # ---- rows (`rows.retention.Holder`) ----
 
     def holds(self, window: Mapping[str, Any], trigger_id: str | None) -> bool:
         """Return whether an unfinished message (of `trigger_id`; None: of any trigger) names these rows."""
@@ -203,19 +203,19 @@ class Guard:
 
     def unread_from(self, actor: int) -> int:
         """Return the first row of an actor that is in use, or that a later message may name."""
-        found: list[int] = [*(leaf.next_of(actor) for leaf in self.takers), *self._held.get(actor, ())]
+        found: list[int] = [*(leaf.next_of(actor) for leaf in self.consuming), *self._held.get(actor, ())]
         return min(found)
 
     def discard(self, state: Ledger) -> None:
         """Skip all rows that no message has named yet."""
-        for leaf in self.takers:
+        for leaf in self.consuming:
             for actor in state.actors:
                 if leaf.next_of(actor) < state.written(actor):
                     self._gaps[actor] = state.written(actor)
             leaf.discard(state)
 
     def left(self, state: Ledger, actor: Actor) -> None:
-        for leaf in self.takers:
+        for leaf in self.consuming:
             leaf.left(state, actor)
 
 
@@ -226,7 +226,7 @@ class ConsumerThread:
         self._flow, self._consumer, self.queue = flow, consumer, queue
         self.unhandled: dict[int, DropCause | Literal[""]] = {}
         """By `id(message)`, why messages were not handled."""
-        self.guard: Guard | None = None
+        self.guard: GuardedDelivery | None = None
         self.name = ""
         """Id of the consumer's trigger."""
         self._thread: threading.Thread | None = None
@@ -289,7 +289,7 @@ class ConsumerThread:
         return f"{name_of(self._consumer)} of trigger {self.name!r}"
 
 
-class Publisher:
+class PublishDelivery:
     """The delivery to `Workflow.publish`: publishes as soon as no consumer is updating the agent.
 
     It runs in the thread of the loop and does not block while it waits for its turn.

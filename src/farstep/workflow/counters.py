@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from farstep.buffer.replay import Buffer
-from farstep.workflow.consumers import Guard
+from farstep.workflow.consumers import GuardedDelivery
 from farstep.workflow.triggers import DataKeyTrigger, TimeTrigger
 from farstep.workflow.triggers.dispatch import Dispatcher
 from farstep.workflow.triggers.ledger import Actor, Ledger
@@ -38,7 +38,7 @@ def limiter_counters(buffer: Buffer, refused_s: float) -> dict[str, Any]:
 
 
 def trigger_counters(
-    dispatcher: Dispatcher, guards: Iterable[tuple[str, Guard]], ledger: Ledger, num_envs: Mapping[Actor, int]
+    dispatcher: Dispatcher, guards: Iterable[tuple[str, GuardedDelivery]], ledger: Ledger, num_envs: Mapping[Actor, int]
 ) -> dict[str, dict[str, Any]]:
     """For each trigger: number of firings, unconsumed rows, unfinished messages, and the lag of its consumer.
 

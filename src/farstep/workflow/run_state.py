@@ -11,7 +11,7 @@ from farstep.core import Agent
 from farstep.head.collector import Collector
 from farstep.head.feed import Feed
 from farstep.head.tickets.records import DropCause
-from farstep.workflow.row_retention import RowRetention, windows_of
+from farstep.workflow.rows.retention import RowRetention, windows_of
 from farstep.workflow.triggers import DataKeyTrigger
 from farstep.workflow.triggers.ledger import Ledger
 from farstep.workflow.triggers.messages import Message
@@ -67,4 +67,4 @@ class RunState:
     def void_lost(self) -> None:
         """Discard the parts of incomplete chunks that were dropped."""
         if self.feed is not None:
-            self.retention.ahead.void(self.feed.voided())
+            self.retention.partial_chunks.void(self.feed.voided())

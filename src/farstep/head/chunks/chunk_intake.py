@@ -68,7 +68,7 @@ class ChunkIntake:
             self._warnings.note_inference(chunk.inference)
         if chunk.unmeasured:
             self._warnings.note_unmeasured(chunk.unmeasured)
-        issued = tickets.outstanding(chunk.ticket)
+        issued = tickets.outstanding.get(chunk.ticket)
         if issued is None or issued.worker != record.worker:
             return  # cancelled, or the worker was declared lost; already counted as dropped
         if chunk.syncs and chunk.divergence is not None:
@@ -84,7 +84,8 @@ class ChunkIntake:
         self._counters.received(record.worker, info.nbytes, request.steps * record.num_envs)
         tickets.accept(record.worker, chunk.ticket, chunk.passed, info)
         if not self._server.shares_memory:
-            self._counters.workers.accepted(record.worker, time.monotonic(), tickets.has_open(record.worker))
+            is_busy = tickets.outstanding.num_of(record.worker) > 0
+            self._counters.workers.accepted(record.worker, time.monotonic(), is_busy)
         if publisher.prober is not None and request.steps:
             publisher.prober.remember(record, chunk, rollouts.rows(record, issued.lane), request.steps)
         record.resume[:], record.clock = info.resume, chunk.clock
@@ -95,7 +96,7 @@ class ChunkIntake:
 
     def take_part(self, record: WorkerRecord, part: m.Part, received: Received) -> None:
         """Store a part of a chunk: arrays that a remote worker sends before the rest."""
-        issued = self._server.tickets.outstanding(part.ticket)
+        issued = self._server.tickets.outstanding.get(part.ticket)
         if issued is None or issued.worker != record.worker:
             return
         if part.passed > self._publisher.version:
@@ -123,7 +124,7 @@ class ChunkIntake:
         """Queue a worker that wants to send the last stage of its chunk."""
         if self._max_senders is None:
             raise WireError("a request for a turn to send, although TransferTrigger.max_senders sets no limit.")
-        issued = self._server.tickets.outstanding(message.ticket)
+        issued = self._server.tickets.outstanding.get(message.ticket)
         if issued is not None and issued.worker == record.worker:  # otherwise the ticket has been cancelled
             self._send_queue.request(record.worker, record.incarnation, message.index)
             self._grant_sends()

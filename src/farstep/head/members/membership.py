@@ -58,7 +58,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Gone:
+class Disconnected:
     """The worker's connection closed; its process may still run."""
 
     worker: int
@@ -132,7 +132,7 @@ class Acquire:
     worker: int
 
 
-Event = Hello | Ready | Gone | Ended | NotStarted | Failed | Observed | Park | Idle | Unpark | Release | Acquire
+Event = Hello | Ready | Disconnected | Ended | NotStarted | Failed | Observed | Park | Idle | Unpark | Release | Acquire
 
 # ---- actions ----
 
@@ -181,35 +181,46 @@ class Retire:
 
 
 @dataclass(frozen=True)
-class Suspend:
+class SuspendParked:
     """The process of the worker, which is now parked, must be suspended."""
 
     worker: int
 
 
 @dataclass(frozen=True)
-class Resume:
+class ResumeParked:
     """The suspended process of the worker must continue."""
 
     worker: int
 
 
 @dataclass(frozen=True)
-class Pause:
+class SuspendReleased:
     """The process of the worker, which is now released, must be suspended."""
 
     worker: int
 
 
 @dataclass(frozen=True)
-class Continue:
+class ResumeReleased:
     """The suspended process of a released worker must continue."""
 
     worker: int
     suspended_s: float
 
 
-Action = Start | Kill | Lost | GiveUp | RequestStacks | Retire | Suspend | Resume | Pause | Continue
+Action = (
+    Start
+    | Kill
+    | Lost
+    | GiveUp
+    | RequestStacks
+    | Retire
+    | SuspendParked
+    | ResumeParked
+    | SuspendReleased
+    | ResumeReleased
+)
 
 
 @dataclass
@@ -298,20 +309,20 @@ class Membership:
             case Idle() if member.state is State.ALIVE and member.retiring and not self.stopping:
                 member.retiring = False
                 self._enter(event.worker, State.PARKED, now)
-                return [Suspend(event.worker)]
+                return [SuspendParked(event.worker)]
             case Release() if member.state is State.ALIVE and not member.retiring and not self.stopping:
                 self._enter(event.worker, State.RELEASED, now)
-                return [Pause(event.worker)]
+                return [SuspendReleased(event.worker)]
             case Acquire() if member.state is State.RELEASED:
                 suspended_s = now - member.since
                 self._enter(event.worker, State.ALIVE, now)
-                return [Continue(event.worker, suspended_s)]
+                return [ResumeReleased(event.worker, suspended_s)]
             case Unpark():
                 return self._unpark(event.worker, member, now)
             case Ended() if member.state is State.PARKED and not self.stopping:
                 member.ended = event
                 return [Lost(event.worker)]
-            case Gone() if member.state in RUNNING:  # a parked worker does not react; `Ended` reports its end
+            case Disconnected() if member.state in RUNNING:  # a parked worker does not react; `Ended` reports its end
                 self._enter(event.worker, State.DYING, now)
                 return [Lost(event.worker), Kill(event.worker)]
             case Ended() if member.state not in (State.WAITING, State.STOPPED):
@@ -362,7 +373,7 @@ class Membership:
             return []
         if member.ended is None:
             self._enter(worker, State.ALIVE, now)
-            return [Resume(worker)]
+            return [ResumeParked(worker)]
         ended, member.ended = member.ended, None
         return self._ended(ended, now)  # only now does its end use the restart budget
 

@@ -131,5 +131,5 @@ class Parking:
     def unparked(self, record: WorkerRecord) -> None:
         """Send a worker whose process continues what it missed."""
         clocks = [self._records[worker].clock for worker in sorted(self._tickets.presence.present)]
-        self._outbox.send(record, m.Resumed(clocks[0] if clocks else record.clock))
+        self._outbox.send(record, m.Unparked(clocks[0] if clocks else record.clock))
         self._outbox.send_announcements(record)

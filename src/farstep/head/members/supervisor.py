@@ -67,8 +67,8 @@ class Listener(Protocol):
         """Continue without the worker, because its process was suspended."""
         ...
 
-    def resumed(self, record: WorkerRecord) -> None:
-        """Send the worker what it missed, because its process continues."""
+    def unparked(self, record: WorkerRecord) -> None:
+        """Send the worker what it missed, because it is no longer parked."""
         ...
 
     def continued(self, record: WorkerRecord, suspended_s: float) -> None:
@@ -238,7 +238,7 @@ class Supervisor:
             self._read_output(record)
             output = record.handle.output() if record.handle is not None else ""
             self._emit("lost", text, worker=record.worker, node=record.host, traceback=output)
-        self.act_on(membership.Gone(record.worker))
+        self.act_on(membership.Disconnected(record.worker))
 
     def _read_changed(self) -> None:
         """Check workers without descriptors that have printed or ended."""
@@ -266,7 +266,7 @@ class Supervisor:
                 continue  # a worker in this thread can only be stuck if the head is stuck
             if time.monotonic() - record.silent_since > _EXIT_GRACE_S:
                 record.silent_since = math.inf
-                self.act_on(membership.Gone(record.worker))
+                self.act_on(membership.Disconnected(record.worker))
             if self.launcher.shares_memory and self.membership.is_running(
                 record.worker
             ):  # the worker itself writes its words
@@ -328,20 +328,20 @@ class Supervisor:
                         record.handle.dump_stacks()
                 case membership.Retire():
                     self._listener.retire(record)
-                case membership.Suspend():
+                case membership.SuspendParked():
                     record.ready = False
                     if record.handle is not None:
                         record.handle.suspend()
                     self._listener.parked(record)
-                case membership.Resume():
+                case membership.ResumeParked():
                     record.ready = True
                     if record.handle is not None:
                         record.handle.resume()
-                    self._listener.resumed(record)
-                case membership.Pause():
+                    self._listener.unparked(record)
+                case membership.SuspendReleased():
                     if record.handle is not None:
                         record.handle.suspend()
-                case membership.Continue():
+                case membership.ResumeReleased():
                     if record.handle is not None:
                         record.handle.resume()
                     self._listener.continued(record, action.suspended_s)
@@ -406,7 +406,7 @@ class Supervisor:
         """Restart a worker because a message could not be sent to it. Its replacement gets the message."""
         record.error = WorkerError(str(error), record.where(record.phase))
         self.emit_failure("lost", record.error, "; restarting the worker")
-        self.act_on(membership.Gone(record.worker))
+        self.act_on(membership.Disconnected(record.worker))
 
     def _process_ended(self, record: WorkerRecord) -> None:
         ended = record.handle.poll() if record.handle is not None else None

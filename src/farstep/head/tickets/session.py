@@ -98,7 +98,7 @@ class CollectionSession:
         self.redo[worker].extend((number, number % self.rounds_ahead) for number in sorted(gaps))
 
     def free_lane(self, ticket: IssuedTicket) -> None:
-        """Free the lane of a ticket, unless its chunk was set aside."""
+        """Free the lane of a ticket, unless its chunk was copied."""
         if ticket.lane >= 0:
             self.lanes[ticket.worker].append(ticket.lane)
 

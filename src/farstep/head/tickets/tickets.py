@@ -19,9 +19,11 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from farstep.head.tickets.open_tickets import OpenTickets
 from farstep.head.tickets.presence import Presence
 from farstep.head.tickets.records import AcceptedChunk, DropCause, FeedPlan, IssuedTicket
 from farstep.head.tickets.session import CollectionSession
+from farstep.head.tickets.unread_chunks import UnreadChunks
 from farstep.head.tickets.worker_queue import TICKETS_PER_WORKER, WorkerQueue
 
 _FEED_LANES = TICKETS_PER_WORKER + 1
@@ -42,16 +44,8 @@ class Tickets:
         self._workers = num_workers
         self.presence = Presence(num_workers, num_workers if quorum is None else quorum)
         self._seq = 0
-        self._outstanding: dict[int, IssuedTicket] = {}
-        """Open tickets by id."""
-        self._open: list[list[int]] = [[] for _ in range(num_workers)]
-        """For each worker, the ids of its open tickets, in order."""
-        self._arrived: dict[int, AcceptedChunk] = {}
-        """Unread chunks by ticket id, in the order of arrival."""
-        self._arrived_of: Counter[int] = Counter()
-        """For each worker, its number of unread chunks."""
-        self._oldest = 0
-        """Lower bound of the versions of unread chunks."""
+        self.outstanding = OpenTickets(num_workers)
+        self.unread = UnreadChunks()
         self._session: CollectionSession | None = None
         self._queue: WorkerQueue | None = None
         """The order in which workers get tickets in a session without rounds."""
@@ -69,7 +63,7 @@ class Tickets:
         if num_chunks is None:
             return depth * rollouts
         # Even if only the quorum is present, there must be a lane for every chunk of `depth` batches. If workers are
-        # parked later, see `crowded`.
+        # parked later, see `chunks_to_copy`.
         return max(depth, TICKETS_PER_WORKER, -(-depth * num_chunks // self.presence.quorum))
 
     def open(
@@ -102,7 +96,7 @@ class Tickets:
             session.invited = {worker: feed.invited.get(worker, 0) for worker in range(self._workers)}
         self._session = session
         if num_chunks is not None:
-            self._queue = WorkerQueue(session, self._open, self._arrived_of)
+            self._queue = WorkerQueue(session, self.outstanding.ids, self.unread.num_of)
         for worker in range(self._workers):
             self._touch(worker)
 
@@ -131,24 +125,16 @@ class Tickets:
     @property
     def in_flight(self) -> int:
         """Open tickets."""
-        return len(self._outstanding)
-
-    def open_tickets(self) -> list[IssuedTicket]:
-        """The open tickets, oldest first."""
-        return list(self._outstanding.values())
-
-    def has_open(self, worker: int) -> bool:
-        """Whether a worker has an open ticket."""
-        return bool(self._open[worker])
+        return len(self.outstanding)
 
     @property
     def buffered(self) -> int:
         """Number of unread chunks: accepted, but not delivered."""
-        return len(self._arrived)
+        return len(self.unread)
 
     def is_live(self, seq: int) -> bool:
         """Whether the ticket is open, or its chunk is unread."""
-        return seq in self._outstanding or seq in self._arrived
+        return seq in self.outstanding or seq in self.unread
 
     def voided(self) -> list[tuple[int, int]]:
         """Worker and ticket id of each chunk of a feed that was dropped since the last call."""
@@ -157,21 +143,9 @@ class Tickets:
         found, self._session.voided = self._session.voided, []
         return found
 
-    def unread_workers(self) -> list[int]:
-        """The worker of each unread chunk, in order of arrival."""
-        return [accepted.ticket.worker for accepted in self._arrived.values()]
-
-    def oldest_of(self, worker: int) -> int | None:
-        """Id of the worker's oldest open ticket, which the worker rolls first; None if it has no open ticket."""
-        return self._open[worker][0] if self._open[worker] else None
-
-    def busy(self, worker: int) -> int:
-        """Number of open tickets of a worker."""
-        return len(self._open[worker])
-
     def pending(self, worker: int) -> int:
         """Number of chunks of a worker that are being rolled or are unread."""
-        return self.busy(worker) + self._arrived_of[worker]
+        return self.outstanding.num_of(worker) + self.unread.num_of[worker]
 
     # ---- issuing ----
 
@@ -208,7 +182,7 @@ class Tickets:
         assert self._queue is not None
         granted: list[IssuedTicket] = []
         while True:
-            ahead = len(self._outstanding) + len(self._arrived) + session.held_total
+            ahead = len(self.outstanding) + len(self.unread) + session.held_total
             if session.feed is None and ahead >= session.depth * wanted:
                 return granted
             worker = self._queue.first(available)
@@ -235,16 +209,11 @@ class Tickets:
         self.issued += 1
         min_version = 0 if session.max_staleness is None else max(0, expected_version - session.max_staleness)
         issued = IssuedTicket(self._seq, worker, round_index, lane, min_version)
-        self._outstanding[issued.seq] = issued
-        self._open[worker].append(issued.seq)
+        self.outstanding.add(issued)
         self._touch(worker)
         return issued
 
     # ---- accepting ----
-
-    def outstanding(self, seq: int) -> IssuedTicket | None:
-        """The open ticket with this id, or None."""
-        return self._outstanding.get(seq)
 
     def accept(self, worker: int, seq: int, version: int, info: Any) -> bool:
         """Accept a chunk if this worker holds its ticket. Return False for a cancelled ticket or a duplicate.
@@ -255,12 +224,9 @@ class Tickets:
             version: Version from which the staleness of the chunk is counted.
             info: Data to store with the chunk (see `AcceptedChunk`).
         """
-        issued = self._outstanding.get(seq)
-        if issued is None or issued.worker != worker:
+        if (issued := self.outstanding.held_by(worker, seq)) is None:
             return False
-        self._oldest = min(self._oldest, version) if self._arrived else version
-        self._arrived[seq] = AcceptedChunk(issued, version, info)
-        self._arrived_of[worker] += 1
+        self.unread.add(AcceptedChunk(issued, version, info))
         self._close(issued)
         session = self._session
         if session is not None and session.missing and issued.round < session.taken + session.rollouts:
@@ -273,8 +239,7 @@ class Tickets:
 
     def give_back(self, worker: int, seq: int, cause: DropCause) -> bool:
         """Reclaim a ticket that the worker could not complete, and reissue it later."""
-        issued = self._outstanding.get(seq)
-        if issued is None or issued.worker != worker:
+        if (issued := self.outstanding.held_by(worker, seq)) is None:
             return False
         self._close(issued)
         self._drop(issued, cause)
@@ -282,8 +247,7 @@ class Tickets:
 
     def retry(self, worker: int, seq: int, cause: DropCause) -> bool:
         """Count an attempt that failed: the worker itself retries the ticket, before its later ones."""
-        issued = self._outstanding.get(seq)
-        if issued is None or issued.worker != worker:
+        if self.outstanding.held_by(worker, seq) is None:
             return False
         self.dropped[cause] += 1
         self.issued += 1
@@ -291,13 +255,12 @@ class Tickets:
 
     def lost(self, worker: int) -> None:
         """Reclaim the open tickets of a lost worker. Its accepted chunks stay."""
-        for issued in [self._outstanding[seq] for seq in self._open[worker]]:
+        for issued in self.outstanding.of_worker(worker):
             self._close(issued)
             self._drop(issued, "worker_lost")
 
     def _close(self, issued: IssuedTicket) -> None:
-        del self._outstanding[issued.seq]
-        self._open[issued.worker].remove(issued.seq)
+        self.outstanding.remove(issued)
         self._touch(issued.worker)
 
     def leave(self, worker: int) -> None:
@@ -326,7 +289,7 @@ class Tickets:
 
     def returned(self, worker: int) -> None:
         """Take back the open tickets of a worker, which has not started them. They count as never issued."""
-        for issued in [self._outstanding[seq] for seq in self._open[worker]]:
+        for issued in self.outstanding.of_worker(worker):
             self._close(issued)
             self._drop(issued, None)
             self.issued -= 1
@@ -356,7 +319,7 @@ class Tickets:
             begun = max((session.issued[other] for other in others), default=0)
             needed = not was_parked and len(others) < self.presence.quorum
             first = session.taken if needed else max(begun, session.taken)
-            delivered = (a.ticket.round for a in self._arrived.values() if a.ticket.worker == worker)
+            delivered = (a.ticket.round for a in self.unread if a.ticket.worker == worker)
             session.join(worker, first, delivered)
         self._touch(worker)
 
@@ -397,19 +360,15 @@ class Tickets:
         session = self._session
         assert session is not None
         self._drop_stale(session, version)
-        for accepted in self._arrived.values():
+        for accepted in self.unread:
             worker = accepted.ticket.worker
             if wanted(worker):
-                self._forget(accepted)
+                self.unread.remove(accepted)
                 session.held[worker] += 1
                 session.held_total += 1
                 self.delivered += 1
                 return accepted
         return None
-
-    def _forget(self, accepted: AcceptedChunk) -> None:
-        del self._arrived[accepted.ticket.seq]
-        self._arrived_of[accepted.ticket.worker] -= 1
 
     def stored(self, accepted: AcceptedChunk) -> None:
         """Free the lane of a feed's chunk after its rows were copied."""
@@ -440,38 +399,38 @@ class Tickets:
             batch = self._of_next_batch(session)
             session.missing = None
         else:
-            if len(self._arrived) < session.num_chunks:
+            if len(self.unread) < session.num_chunks:
                 return None
-            batch = list(islice(self._arrived.values(), session.num_chunks))
+            batch = list(islice(self.unread, session.num_chunks))
             session.held = Counter(accepted.ticket.worker for accepted in batch)
             session.held_total = len(batch)
             for accepted in batch:  # the caller copies the chunks before it grants tickets
                 session.free_lane(accepted.ticket)
         for accepted in batch:
-            self._forget(accepted)
+            self.unread.remove(accepted)
             self._touch(accepted.ticket.worker)
         session.taken += session.rollouts
         self.delivered += len(batch)
         return sorted(batch, key=lambda accepted: (accepted.ticket.worker, accepted.ticket.seq))
 
-    def crowded(self) -> list[AcceptedChunk]:
+    def chunks_to_copy(self) -> list[AcceptedChunk]:
         """Return the unread chunks of workers that have no free lane, if a batch cannot become complete otherwise.
 
         This happens if workers were parked: the lanes of the others then hold fewer chunks than a batch. The caller
-        copies the chunks and calls `set_aside`.
+        copies the chunks and calls `copied`.
         """
         session = self._session
         if session is None or session.num_chunks is None or session.feed is not None:
             return []
         if self.presence.num_present * session.lanes_per_worker >= session.depth * session.num_chunks:
             return []
-        return [a for a in self._arrived.values() if a.ticket.lane >= 0 and not session.lanes[a.ticket.worker]]
+        return [a for a in self.unread if a.ticket.lane >= 0 and not session.lanes[a.ticket.worker]]
 
-    def set_aside(self, accepted: AcceptedChunk, info: Any) -> None:
+    def copied(self, accepted: AcceptedChunk, info: Any) -> None:
         """Free the lane of an unread chunk, whose copy is in `info`."""
         assert self._session is not None
         self._session.lanes[accepted.ticket.worker].append(accepted.ticket.lane)
-        self._arrived[accepted.ticket.seq] = replace(accepted, ticket=replace(accepted.ticket, lane=-1), info=info)
+        self.unread.replace(replace(accepted, ticket=replace(accepted.ticket, lane=-1), info=info))
         self._touch(accepted.ticket.worker)
 
     def round_is_complete(self) -> bool:
@@ -486,21 +445,17 @@ class Tickets:
             return False
         late = sum(session.since.get(worker, 0) > session.taken for worker in session.unparked)
         quorum = max(1, self.presence.quorum - late)
-        if len(self._arrived) < quorum:
+        if len(self.unread) < quorum:
             return False
         return len({accepted.ticket.worker for accepted in self._of_next_batch(session)}) >= quorum
 
     def _of_next_batch(self, session: CollectionSession) -> list[AcceptedChunk]:
-        stop = session.taken + session.rollouts
-        return [accepted for accepted in self._arrived.values() if accepted.ticket.round < stop]
+        return self.unread.before_round(session.taken + session.rollouts)
 
     def _drop_stale(self, session: CollectionSession, version: int) -> None:
-        if session.max_staleness is None or not self._arrived or version - self._oldest <= session.max_staleness:
-            return
-        for accepted in [a for a in self._arrived.values() if version - a.version > session.max_staleness]:
-            self._forget(accepted)
-            self._drop(accepted.ticket, "stale")
-        self._oldest = min((accepted.version for accepted in self._arrived.values()), default=version)
+        if session.max_staleness is not None:
+            for accepted in self.unread.remove_before(version - session.max_staleness):
+                self._drop(accepted.ticket, "stale")
 
     def release(self) -> None:
         """Record that the learner is done with its batch."""
@@ -509,13 +464,10 @@ class Tickets:
 
     def cancel(self) -> int:
         """End the session, and drop open tickets and unread chunks. Return the id of the last ticket."""
-        self.dropped["cancelled"] += len(self._outstanding) + len(self._arrived)
+        self.dropped["cancelled"] += len(self.outstanding) + len(self.unread)
         if not self.dropped["cancelled"]:
             del self.dropped["cancelled"]
-        self._outstanding.clear()
-        for numbers in self._open:
-            numbers.clear()
-        self._arrived.clear()
-        self._arrived_of.clear()
+        self.outstanding.clear()
+        self.unread.clear()
         self._session = self._queue = None
         return self._seq

@@ -43,12 +43,12 @@ MAX_AHEAD = 4096
 MAX_FRAMES = 4096
 _FRAME_COST = 256
 """Approximate memory of a frame in addition to its bytes, so that a message of many empty frames also has a size."""
-_ENVELOPE = struct.Struct("<BQQI")
+ENVELOPE = struct.Struct("<BQQI")
 """The first frame of a packet: kind, sequence number, and two acknowledgements. These are the number of messages that
 the sender has received in order, and the number of segments of the next message that it has received."""
-_POSITION = struct.Struct("<II")
+POSITION = struct.Struct("<II")
 """The header of a segment: its index, and the number of segments. The frame lengths follow."""
-_LENGTH = struct.Struct("<Q")
+LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
 """Alignment of frames within a message, so that arrays can be used without a copy."""
 
@@ -182,7 +182,7 @@ class ReliableChannel:
             yield self._packet(sent, len(sent.bodies) - 1)
 
     def _segments(self, seq: int, views: Sequence[memoryview]) -> Iterator[list[BytesLike]]:
-        lengths = b"".join(_LENGTH.pack(view.nbytes) for view in views)
+        lengths = b"".join(LENGTH.pack(view.nbytes) for view in views)
         starts, total = _starts([view.nbytes for view in views])
         count = -(-total // SEGMENT_BYTES)
         if count > SEGMENTS:
@@ -191,7 +191,7 @@ class ReliableChannel:
             first, stop = index * SEGMENT_BYTES, min((index + 1) * SEGMENT_BYTES, total)
             text = _cut(views, starts, first, stop)
             # Every segment has the lengths of all frames, because any segment may be the first to arrive.
-            header = _POSITION.pack(index, count) + lengths
+            header = POSITION.pack(index, count) + lengths
             sealed = self._segment_buffer(stop - first + self._tag_bytes)
             if self._cipher:
                 self._cipher.seal(seq, index, header, text, sealed)
@@ -212,7 +212,7 @@ class ReliableChannel:
     def _envelope(self, kind: Kind, seq: int = 0) -> bytes:
         self.owes_ack = False
         arriving = self._arriving.get(self._delivered + 1)
-        return _ENVELOPE.pack(kind, seq, self._delivered, arriving.prefix if arriving else 0)
+        return ENVELOPE.pack(kind, seq, self._delivered, arriving.prefix if arriving else 0)
 
     def ack(self) -> Packet:
         """A packet that only acknowledges."""
@@ -264,9 +264,9 @@ class ReliableChannel:
             WireError: The packet is malformed, or exceeds a limit.
         """
         frames = packet.frames
-        if not frames or len(frames[0]) != _ENVELOPE.size:
+        if not frames or len(frames[0]) != ENVELOPE.size:
             raise WireError("a packet without an envelope.")
-        kind, seq, have, segments = _ENVELOPE.unpack(frames[0])
+        kind, seq, have, segments = ENVELOPE.unpack(frames[0])
         if packet.bulk != (kind in (Kind.SEGMENT, Kind.BULK_OPENED)):
             raise WireError("a packet on the wrong connection.")
         if kind == Kind.BULK_OPENED:
@@ -326,16 +326,16 @@ class ReliableChannel:
         return seq > self._delivered and seq not in self._ready
 
     def _take_segment(self, seq: int, frames: Sequence[BytesLike]) -> None:
-        table_bytes = len(frames[0]) - _POSITION.size if len(frames) == 2 else -1
-        if table_bytes < 0 or table_bytes % _LENGTH.size:
+        table_bytes = len(frames[0]) - POSITION.size if len(frames) == 2 else -1
+        if table_bytes < 0 or table_bytes % LENGTH.size:
             raise WireError("a segment without a header.")
         if not self._is_new(seq):
             return
         header, sealed = bytes(frames[0]), frames[1]
-        if len(header) > _POSITION.size + MAX_FRAMES * _LENGTH.size:
+        if len(header) > POSITION.size + MAX_FRAMES * LENGTH.size:
             raise WireError(f"a message of more than {MAX_FRAMES} frames.")
-        index, count = _POSITION.unpack_from(header)
-        lengths = [length for (length,) in _LENGTH.iter_unpack(header[_POSITION.size :])]
+        index, count = POSITION.unpack_from(header)
+        lengths = [length for (length,) in LENGTH.iter_unpack(header[POSITION.size :])]
         starts, total = _starts(lengths)
         size = min(SEGMENT_BYTES, total - index * SEGMENT_BYTES)
         if count != -(-total // SEGMENT_BYTES) or index >= count or len(sealed) != size + self._tag_bytes:

@@ -131,7 +131,8 @@ class Hub:
         """Whether the last `drain` stopped before it had read all messages."""
         self.refused = 0
         """Number of invalid packets on bulk connections. An unauthenticated peer may have sent them."""
-        self._peers: dict[bytes, Peer] = {}
+        self.peers: dict[bytes, Peer] = {}
+        """Workers, and groups of node daemons, to which the head issued keys, by public key."""
         self._keys: dict[int, bytes] = {}
         self._relays: dict[bytes, _NodeRelay] = {}
         self._pool = BufferPool()
@@ -195,7 +196,7 @@ class Hub:
         """Issue a new key pair to a worker. Its earlier key pairs are no longer accepted."""
         self.expel(worker)
         pair = KeyPair.fresh()
-        peer = self._peers[pair.public] = Peer(worker, incarnation)
+        peer = self.peers[pair.public] = Peer(worker, incarnation)
         self._keys[worker] = pair.public
         if self._reliable and worker >= 0:
             peer.tokens = Tokens(pair)
@@ -205,7 +206,7 @@ class Hub:
 
     def expel(self, worker: int) -> None:
         """Revoke a worker's key."""
-        self._peers.pop(self._keys.pop(worker, b""), None)
+        self.peers.pop(self._keys.pop(worker, b""), None)
 
     def admit_relay(self, route: bytes) -> KeyPair:
         """Issue a key pair to a node daemon that relays for its workers.
@@ -224,7 +225,7 @@ class Hub:
     def relay_for(self, worker: int, public: bytes) -> None:
         """Accept packets of an admitted worker from the node daemon with this key only, and send it those for the
         worker."""
-        peer, relay = self._peers[self._keys[worker]], self._relays[public]
+        peer, relay = self.peers[self._keys[worker]], self._relays[public]
         peer.relay, peer.route = public, relay.route
 
     def drain(self) -> Iterator[tuple[Peer, Received]]:
@@ -242,7 +243,7 @@ class Hub:
                 key, route, bulk = str(frames[-1].get("User-Id")).encode(), frames[0].bytes, router is self._bulk
                 body = [frame.buffer for frame in frames[1:]]
                 is_relayed = key in self._relays or (len(body) > 1 and route.endswith(NODE))
-                peer = self._relayed(key, route, bulk, body) if is_relayed else self._peers.get(key)
+                peer = self._relayed(key, route, bulk, body) if is_relayed else self.peers.get(key)
                 if peer is None or not body or bool(peer.relay) is not is_relayed:
                     continue  # its key was revoked, or it uses the wrong connection
                 packet = Packet(bulk, body[1:] if is_relayed else body)
@@ -267,7 +268,7 @@ class Hub:
         named = relayed_worker(body[0]) if len(body) > 1 else None
         if named is None:
             return None
-        peer = self._peers.get(self._keys.get(named[0], b""))
+        peer = self.peers.get(self._keys.get(named[0], b""))
         if peer is None or peer.incarnation != named[1]:
             return None
         relay = self._relays.get(peer.relay)
@@ -304,7 +305,7 @@ class Hub:
         """Send acknowledgements and requests for acknowledgements. Call this about once a second."""
         now = time.monotonic()
         relayed: list[Peer] = []
-        for peer in self._peers.values():
+        for peer in self.peers.values():
             if peer.channel is None:
                 continue
             if peer.channel.owes_ack:
@@ -335,7 +336,7 @@ class Hub:
 
         True does not mean that the worker is alive. Its launcher or an expired lease reports its loss.
         """
-        peer = self._peers.get(self._keys.get(worker, b""))
+        peer = self.peers.get(self._keys.get(worker, b""))
         if peer is None:
             return False
         if peer.channel is None:
@@ -361,10 +362,10 @@ class Hub:
         key, known = b"", False
         if mechanism == b"CURVE" and credentials:
             key = zmq.utils.z85.encode(credentials[0])
-            known = key in self._peers
+            known = key in self.peers
         elif mechanism == b"PLAIN" and len(credentials) == 2:
             key, token = credentials
-            peer, relay = self._peers.get(key), self._relays.get(key)
+            peer, relay = self.peers.get(key), self._relays.get(key)
             tokens = relay.tokens if relay is not None else peer.tokens if peer is not None else None
             known = tokens is not None and tokens.accepts(token)
         status = [b"200", b"OK", key, b""] if known else [b"400", b"unknown key", b"", b""]

@@ -60,8 +60,8 @@ class WeightSync:
         self.probing.compare(probe, frames, actor.version)
         self._words[PHASE] = Phase.IDLE
 
-    def resumed(self) -> None:
-        """Discard the running divergence, because the worker was suspended."""
+    def unparked(self) -> None:
+        """Discard the running divergence, because the worker was parked."""
         self._was_suspended = True
         if self.probing is not None:
             self.probing.clear()

@@ -33,7 +33,7 @@ class Direct:
 
 
 class MessageObserver(Protocol):
-    """Notified when a thread starts to handle a message, and when it has finished (see `consumers.Guard`)."""
+    """Notified when a thread starts to handle a message, and when it has finished (see `consumers.GuardedDelivery`)."""
 
     def begin(self, message: Message) -> None:
         """Handle the start of a message in the calling thread."""

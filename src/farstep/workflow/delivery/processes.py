@@ -19,7 +19,7 @@ from farstep.wire.channels.dealer import DealerLink
 from farstep.wire.channels.zmq import MAIN, Hub
 from farstep.wire.codec import Limits, pack, unpack
 from farstep.wire.keys import KeyPair
-from farstep.wire.messages import decoded
+from farstep.wire.messages.headers import decoded
 from farstep.workflow.delivery.message_ids import id_of, trigger_of
 from farstep.workflow.triggers.messages import Message
 

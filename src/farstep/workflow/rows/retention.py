@@ -15,17 +15,17 @@ from farstep.batch import Batch, side_by_side
 from farstep.buffer.replay import Buffer
 from farstep.errors import ConfigError, FarstepError
 from farstep.head.tickets.records import DropCause
-from farstep.workflow.partial_chunks import PartialChunks
+from farstep.workflow.rows.partial_chunks import PartialChunks
+from farstep.workflow.rows.windows import Windows
 from farstep.workflow.triggers import DataKeyTrigger
 from farstep.workflow.triggers.ledger import Ledger
 from farstep.workflow.triggers.messages import Message
-from farstep.workflow.windows import Windows
 
 
 class Holder(Protocol):
     """The unfinished messages of a consumer. The rows that these messages name are retained.
 
-    Implemented by `consumers.Guard`.
+    Implemented by `consumers.GuardedDelivery`.
     """
 
     def holds(self, window: Mapping[str, Any], trigger_id: str | None) -> bool:
@@ -65,7 +65,7 @@ class RowRetention:
     ) -> None:
         self._buffer, self._ledger, self._freed = buffer, ledger, freed
         self._windows = Windows(buffer)
-        self.ahead = PartialChunks(ledger, triggers)
+        self.partial_chunks = PartialChunks(ledger, triggers)
         self.holders: list[Holder] = []
         self._early: dict[int, Batch] = {}
         """The rows of messages that were delivered before all rows were in the buffer, by `message["ahead"]`."""
@@ -77,7 +77,7 @@ class RowRetention:
         if self.holders:
             self._windows.add(actor, self._ledger.written(actor), batch)
             self._mark({actor})
-        keys = self.ahead.stored(actor, ticket)
+        keys = self.partial_chunks.stored(actor, ticket)
         self._ledger.wrote(actor, steps, version, keys, envs)
         if not self.holders:
             self._freed(actor, 1, None)
@@ -115,7 +115,7 @@ class RowRetention:
 
     def discard(self, actors: set[int]) -> None:
         """Drop all rows that were not delivered, and free the rows of these actors."""
-        self.ahead.void_all()
+        self.partial_chunks.void_all()
         for holder in self.holders:
             holder.discard(self._ledger)
         self.free(actors, "cancelled")
@@ -181,7 +181,7 @@ class RowRetention:
             if self._ledger.written(actor) >= stop:
                 found.append(self._windows.batch([actor], [start], stop - start, gaps))
             else:
-                batch = self.ahead.batch(actor, start)
+                batch = self.partial_chunks.batch(actor, start)
                 found.append(replace(batch, continues=batch.continues & np.bool_((actor, start) not in gaps)))
         return side_by_side(found)
 
