@@ -241,8 +241,7 @@ def test_messages_of_an_admitted_worker_raise_nothing_but_wire_errors(monkeypatc
     """Every message of a run, and many like it, into a head that goes on; what they say is not judged here."""
     with cluster(CountingEnv, workers=2, transport="tcp") as env:
         env.launch()
-        assert env._collector is not None  # noqa: SLF001
-        server, chance = env._collector.server, random.Random(6)  # noqa: SLF001
+        server, chance = env._launched().collector.server, random.Random(6)  # noqa: SLF001
         heard: list[list[bytes]] = []
         receive = server.receive
 
@@ -318,8 +317,7 @@ def test_make_vec_says_what_a_worker_sent_that_cannot_be_accepted(tmp_path: Path
 def test_a_worker_without_shared_memory_is_held_to_its_channels(monkeypatch: pytest.MonkeyPatch) -> None:
     with cluster(CountingEnv, workers=1, transport="tcp") as env:
         env.collect(TableAgent(), steps=4)
-        collector = env._collector  # noqa: SLF001
-        assert collector is not None
+        collector = env._launched().collector  # noqa: SLF001
         server, refused = collector.server, []
         monkeypatch.setattr(server.supervisor, "reject", lambda record, error: refused.append(str(error)))
         version = collector.publisher.agent_id
@@ -421,7 +419,7 @@ def wide(config: Any) -> farstep.ClusterEnv:
 
 
 def hub_of(env: farstep.ClusterEnv) -> Hub:
-    hub = env._collector.server.supervisor.launcher._hub  # type: ignore[union-attr]  # noqa: SLF001
+    hub = env._launched().collector.server.supervisor.launcher._hub  # type: ignore[attr-defined]  # noqa: SLF001
     assert isinstance(hub, Hub)
     return hub
 
@@ -485,8 +483,7 @@ def test_a_run_on_nodes_survives_strangers_and_a_malicious_daemon(
     config = node_config(tmp_path, nodes=2, workers_per_node=1, head_address="127.0.0.1")
     with wide(config) as env:
         env.launch()
-        assert env._collector is not None  # noqa: SLF001
-        launcher: Any = env._collector.server.supervisor.launcher  # noqa: SLF001
+        launcher: Any = env._launched().collector.server.supervisor.launcher  # noqa: SLF001
         launcher._groups.request(1)  # noqa: SLF001
         mad = issued[-2, 0]  # a node daemon of that group, which is the second
         unknown = n.NodeHello(NODE, launcher._run, "host", 1, 4, versions())  # noqa: SLF001

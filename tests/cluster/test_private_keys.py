@@ -20,7 +20,7 @@ def test_keys_are_in_no_argument_environment_log_or_counter(
     caplog.set_level(logging.DEBUG)
     with cluster(workers=2, transport=transport) as env:
         env.collect(TableAgent(), steps=4)
-        server = env._collector.server  # type: ignore[union-attr]  # noqa: SLF001
+        server = env._launched().collector.server  # noqa: SLF001
         seen = [caplog.text, repr(env.stats()), repr(env), repr(issued)]
         for record in server.records:
             folder = Path(f"/proc/{record.pid}")
@@ -34,7 +34,7 @@ def test_keys_are_in_no_argument_environment_log_or_counter(
 def test_a_local_run_listens_on_loopback_only() -> None:
     with cluster(workers=1, transport="tcp") as env:
         env.launch()
-        hub = env._collector.server.supervisor.launcher._hub  # type: ignore[union-attr]  # noqa: SLF001
+        hub = env._launched().collector.server.supervisor.launcher._hub  # type: ignore[attr-defined]  # noqa: SLF001
         ports = {int(port) for port in (hub.address.rpartition(":")[2], hub.bulk_port)}
         listening = re.findall(r"^ *\d+: (\w+):(\w+) \w+:\w+ 0A", Path("/proc/net/tcp").read_text(), re.MULTILINE)
         assert {host for host, port in listening if int(port, 16) in ports} == {"0100007F"}

@@ -117,9 +117,9 @@ def test_a_daemon_whose_session_is_cut_goes_on(server: SshServer) -> None:
     with start(config(server.options, nodes=1, workers_per_node=1)) as env:
         within(lambda: env.collect(TableAgent(), steps=2))
         (node,) = env.stats()["nodes"]
-        (session,) = env._collector.server.supervisor.launcher._engine._sessions.values()  # type: ignore[union-attr]  # noqa: SLF001
+        (session,) = env._launched().collector.server.supervisor.launcher._engine._sessions.values()  # type: ignore[attr-defined]  # noqa: SLF001
         session.kill(signal.SIGKILL)
-        watched = env._collector.server.supervisor.launcher._groups[0]  # type: ignore[union-attr]  # noqa: SLF001
+        watched = env._launched().collector.server.supervisor.launcher._groups[0]  # type: ignore[attr-defined]  # noqa: SLF001
         eventually(lambda: not watched.status.nodes)
         within(lambda: env.collect(TableAgent(), steps=2))
         time.sleep(4)

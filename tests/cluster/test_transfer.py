@@ -240,8 +240,8 @@ def test_a_stage_with_an_unknown_name_is_refused_and_the_cluster_stays() -> None
 def test_parts_count_for_an_open_ticket_of_their_worker_only() -> None:
     with cluster(envs=4, workers=2, transport="tcp", transfer=TransferTrigger(size=2)) as env:
         env.collect(TableAgent(), steps=4)
-        collector = env._collector  # noqa: SLF001
-        assert collector is not None and collector._rollouts is not None  # noqa: SLF001
+        collector = env._launched().collector  # noqa: SLF001
+        assert collector._rollouts is not None  # noqa: SLF001
         server, rollouts = collector.server, collector._rollouts  # noqa: SLF001
         rewards = rollouts.blocks["reward"]
         frames = [b"header", b"", np.full((2, 2), 77, np.float32).tobytes()]
