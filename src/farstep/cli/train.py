@@ -39,7 +39,7 @@ from farstep.learners.networks.agent import NetworkAgent
 from farstep.learners.networks.encoders import VectorEncoder
 from farstep.learners.networks.nets import Space, make_agent
 from farstep.learners.options.run_config import RunConfig
-from farstep.learners.options.sizes import Defaults, rollout_steps
+from farstep.learners.options.task_defaults import Defaults, rollout_steps
 from farstep.learners.ppo import PPO, PPOConfig
 from farstep.learners.replay.learner import ReplayLearner
 from farstep.learners.replay.start_checks import check_before_launch, check_launched

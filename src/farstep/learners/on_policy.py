@@ -22,7 +22,7 @@ from farstep.learners.loop.timing import Timer
 from farstep.learners.loop.worker_scaling import WorkerScaling, check_scaling
 from farstep.learners.networks.nets import ActorCritic
 from farstep.learners.optimizing import Loss, Optimizer, Schedule, onednn_for_images
-from farstep.learners.options.sizes import defaults_for
+from farstep.learners.options.task_defaults import defaults_for
 from farstep.learners.rollout import Rollout, prepare
 
 

@@ -27,7 +27,7 @@ from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import OnPolicy, rollouts
 from farstep.learners.optimizing import Schedule, prefixed
 from farstep.learners.options.checks import LARGE, check_above, check_choice, check_counts, check_critic, check_numbers
-from farstep.learners.options.sizes import minibatch_rows, rollout_steps
+from farstep.learners.options.task_defaults import minibatch_rows, rollout_steps
 from farstep.learners.rollout import Minibatch
 
 
