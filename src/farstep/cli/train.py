@@ -39,7 +39,7 @@ from farstep.learners.networks.agent import NetworkAgent
 from farstep.learners.networks.encoders import VectorEncoder
 from farstep.learners.networks.nets import Space, make_agent
 from farstep.learners.options.run_config import RunConfig
-from farstep.learners.options.task_defaults import Defaults, rollout_steps
+from farstep.learners.options.task_defaults import Defaults
 from farstep.learners.ppo import PPO, PPOConfig
 from farstep.learners.replay.learner import ReplayLearner
 from farstep.learners.replay.start_checks import check_before_launch, check_launched
@@ -163,7 +163,7 @@ def main(arguments: Sequence[str]) -> int:
         )  # last, because a misspelled environment must not leave an empty run folder behind
         sys.stdout.write(f"run: {folder.path}\n{_normalized(options.learner.net, learner.agent)}\n")
         if isinstance(learner, PPO | AsyncPPO) and learner.agent.sees_images:
-            used = _sizes_in_use(learner, env.num_envs)
+            used = _sizes_in_use(learner, env)
             sys.stdout.write(f"observations are images, with other defaults (--help): {used}\n")
         sys.stdout.flush()
         try:
@@ -175,13 +175,13 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _sizes_in_use(learner: PPO | AsyncPPO, num_envs: int) -> Defaults:
+def _sizes_in_use(learner: PPO | AsyncPPO, env: ClusterEnv) -> Defaults:
     """Return the learner's defaults, with the values that the user gave in place of theirs."""
     config, defaults = learner.config, learner.defaults
     return Defaults(
         learning_rate=defaults.learning_rate if config.learning_rate is None else config.learning_rate,
         update_epochs=config.update_epochs or defaults.update_epochs,
-        rollout_rows=rollout_steps(config.num_steps, num_envs, config.net.is_recurrent, defaults) * num_envs,
+        rollout_rows=learner.rollout_steps(env) * env.num_envs,
     )
 
 
