@@ -22,7 +22,6 @@ from typing import Any
 import cloudpickle
 
 from farstep.acting.client import ServedActor, ServedError, ServerLost, group_sizes
-from farstep.agents.divergence import Comparison, comparing_method
 from farstep.core import BytesLike, Link, Received
 from farstep.errors import WireError, report_of
 from farstep.resources import core_ranges
@@ -30,8 +29,7 @@ from farstep.rollout.program import Program
 from farstep.rollout.progress import CANCEL, COUNT, PHASE, ROLLED, SLOT, Phase
 from farstep.rollout.rows import Slots
 from farstep.rollout.weight_headers import check_digest
-from farstep.schema import Schema, space_schema
-from farstep.sync.rules import probes_of, rows_of
+from farstep.schema import space_schema
 from farstep.wire import messages as m
 from farstep.wire.codec import pack
 from farstep.wire.compression import Compressor
@@ -46,7 +44,6 @@ from farstep.worker.inbox import Inbox, TicketCancelled
 from farstep.worker.lock_step import LockStepWorker
 from farstep.worker.rolling import AnyActor, Roller, Rollout
 from farstep.worker.saving import Saving, seed_generators
-from farstep.worker.weights.probing import Probing
 from farstep.worker.weights.weight_messages import WeightMessages
 from farstep.worker.weights.weight_sync import WeightSync
 from farstep.worker.worker_timer import Part, WorkerTimer
@@ -287,12 +284,7 @@ class Worker:
         self._host.prepare(self._user_errors)
         self._words[PHASE] = Phase.ACT
         schema, state_schema, state = actor.dry_run(self._host.current, self._action_schema)
-        description: Schema = {}
-        window = probes_of(self._program.sync)
-        if window and comparing_method(actor.policy.agent, schema):
-            comparison = Comparison(actor.policy, self._obs, actor.structure["action"], state or None, schema)
-            description = comparison.check(actor.example)
-            self._sync.probing = Probing(comparison, window, rows_of(self._program.sync))
+        description = self._sync.start_probing(actor, self._obs, schema, state)
         self._actor, self._weights.agent_id = actor, message.agent
         note = actor.policy.note
         self._send(
