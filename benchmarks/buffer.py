@@ -22,7 +22,7 @@ from replay import INSERTS, KEYS, OBSERVATIONS
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from roster import BENCHMARKS, BUFFER_LIMITS, BUFFERS, BufferContender, choose
+from roster import BENCHMARKS, BUFFER_LIMITS, BUFFERS, BufferContender, add_contender_options, parse_contenders
 from runner import Run, execute, turns
 from tables import Rates, load, rates_of, why_missing
 
@@ -120,8 +120,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contender in each case")
     parser.add_argument("--seconds", type=float, default=1.0, help="measured time of each number")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a run is killed")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="contenders, as shell patterns")
-    parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="contenders to skip, as shell patterns")
+    add_contender_options(parser)
     parser.add_argument("--quick", action="store_true", help="one short round with a tenth of the capacities")
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "buffer.json")
     parser.add_argument(
@@ -133,12 +132,7 @@ def parse_options() -> argparse.Namespace:
     parser.set_defaults(shrink=1)
     if parser.parse_known_args()[0].quick:
         parser.set_defaults(**QUICK)
-    options = parser.parse_args()
-    try:
-        options.contenders = choose(BUFFERS, options.only, options.skip)
-    except ValueError as error:
-        parser.error(str(error))
-    return options
+    return parse_contenders(parser, BUFFERS)
 
 
 def outcome(case: Case, done: Run) -> str:

@@ -37,7 +37,7 @@ from typing import Any
 from children import run_script
 from document import check_machine, continued, write_document, write_markdown
 from learning_tables import PPO, Layout, draw, summary
-from roster import BENCHMARKS, OWN, Contender, choose
+from roster import BENCHMARKS, OWN, Contender, add_contender_options, parse_contenders
 from runner import Run, execute, runs_in, turns
 
 IMAGES = BENCHMARKS.parent / "docs" / "images"
@@ -347,19 +347,14 @@ def parse_options(benchmark: Benchmark) -> argparse.Namespace:
     parser.add_argument(
         "--cores", type=int, metavar="N", help="run several at a time, each on N cores (default: one, on all cores)"
     )
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="contenders, as shell patterns")
-    parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="contenders to skip, as shell patterns")
+    add_contender_options(parser)
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / f"{benchmark.name}.json")
     parser.add_argument("--images", type=Path, default=IMAGES, help="folder for plots")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write tables to this file, between its marks")
     parser.add_argument(
         "--show", nargs="+", type=Path, metavar="FILE", help="only print tables and draw plots of these results"
     )
-    options = parser.parse_args()
-    try:
-        options.contenders = choose(benchmark.learners, options.only, options.skip)
-    except ValueError as error:
-        parser.error(str(error))
+    options = parse_contenders(parser, benchmark.learners)
     if not options.show and any(c.venv == "cleanrl" for c in options.contenders) and not options.cleanrl.exists():
         parser.error(
             f"CleanRL's script is not at {options.cleanrl}; set --cleanrl to its path. The docstring of this script "

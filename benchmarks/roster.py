@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -149,6 +150,21 @@ BUFFERS = (
     ),
     BufferContender(name="reverb", script="buffer_reverb.py", venv="reverb"),
 )
+
+
+def add_contender_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="contenders, as shell patterns")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="contenders to skip, as shell patterns")
+
+
+def parse_contenders(parser: ArgumentParser, among: Sequence[Contender]) -> Namespace:
+    """Parse the command line; ``options.contenders`` are the contenders that it chooses."""
+    options = parser.parse_args()
+    try:
+        options.contenders = choose(among, options.only, options.skip)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
 
 
 def choose(among: Sequence[AnyContender], only: list[str], skip: list[str]) -> list[AnyContender]:

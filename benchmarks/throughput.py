@@ -16,7 +16,7 @@ from pathlib import Path
 
 from children import run_script
 from document import header, write_document, write_markdown
-from roster import BENCHMARKS, CONTENDERS, Contender, choose
+from roster import BENCHMARKS, CONTENDERS, Contender, add_contender_options, parse_contenders
 from runner import Run, execute, turns
 from tables import Case, Results, case_table, summary
 
@@ -94,8 +94,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contender in each case")
     parser.add_argument("--seconds", type=float, default=4.0, help="measured time of one run")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds after which a run is killed")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="contenders, as shell patterns")
-    parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="contenders to skip, as shell patterns")
+    add_contender_options(parser)
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "throughput.json")
     parser.add_argument(
         "--markdown",
@@ -103,12 +102,7 @@ def parse_options() -> argparse.Namespace:
         metavar="FILE",
         help="write the summary to this file: between its marks if it has them, otherwise as the whole file",
     )
-    options = parser.parse_args()
-    try:
-        options.contenders = choose(CONTENDERS, options.only, options.skip)
-    except ValueError as error:
-        parser.error(str(error))
-    return options
+    return parse_contenders(parser, CONTENDERS)
 
 
 def outcome(case: Case, done: Run) -> str:

@@ -3,11 +3,11 @@
 import _setup  # noqa: F401
 
 # isort: split
-import torch
 from _farstep import collecting
+from _vector import measure_steps
 from ale_py.vector_env import AtariVectorEnv
 from gymnasium.vector import AutoresetMode
-from workload import NUM_PROCESSES, PIXEL_ENVS, Rollout, Workload, make_policy, measure, parse_arguments, report
+from workload import NUM_PROCESSES, PIXEL_ENVS, Workload, make_policy, measure, parse_arguments, report
 
 import farstep
 
@@ -29,22 +29,8 @@ def main() -> None:
 
 
 def collect_native(workload: Workload) -> None:
-    policy = make_policy(workload)
-    rollout = Rollout.empty(workload)
     envs = AtariVectorEnv(num_envs=workload.num_envs, num_threads=NUM_PROCESSES, **SETTINGS)
-    obs, _ = envs.reset(seed=1)
-
-    def collect() -> int:
-        nonlocal obs
-        with torch.inference_mode():
-            for t in range(workload.steps):
-                action = rollout.write_action(t, obs, policy.act(obs))
-                obs, reward, terminated, truncated, _ = envs.step(action)
-                rollout.write_outcome(t, reward, terminated, truncated)
-        return workload.transitions
-
-    measurement = measure(collect, workload.seconds)
-    envs.close()
+    measurement = measure_steps(envs, workload)
     report("ale-vector", workload, measurement, notes="autoreset SAME_STEP", packages=("ale-py",))
 
 

@@ -3,18 +3,16 @@
 import _setup  # noqa: F401
 
 # isort: split
-import torch
 from _farstep import PACKAGES, gymnasium_source
+from _vector import measure_steps
 from gymnasium.vector import AutoresetMode
-from workload import NUM_PROCESSES, Rollout, make_policy, measure, parse_arguments, report
+from workload import NUM_PROCESSES, parse_arguments, report
 
 import farstep
 
 
 def main() -> None:
     workload = parse_arguments()
-    policy = make_policy(workload)
-    rollout = Rollout.empty(workload)
     source = gymnasium_source(workload.env)
     envs = farstep.make_vec(
         source.pop("env_name"),
@@ -23,19 +21,7 @@ def main() -> None:
         autoreset_mode=AutoresetMode.SAME_STEP,
         **source,
     )
-    obs, _ = envs.reset(seed=1)
-
-    def collect() -> int:
-        nonlocal obs
-        with torch.inference_mode():
-            for t in range(workload.steps):
-                action = rollout.write_action(t, obs, policy.act(obs))
-                obs, reward, terminated, truncated, _ = envs.step(action)
-                rollout.write_outcome(t, reward, terminated, truncated)
-        return workload.transitions
-
-    measurement = measure(collect, workload.seconds)
-    envs.close()
+    measurement = measure_steps(envs, workload)
     report("farstep-make_vec", workload, measurement, notes="autoreset SAME_STEP", packages=PACKAGES)
 
 

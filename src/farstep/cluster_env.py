@@ -3,41 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
-import weakref
-from collections.abc import Collection, Container, Generator, Iterator, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from types import NoneType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import cloudpickle
-import gymnasium
-import numpy as np
-from gymnasium.vector import VectorEnv
 
 from farstep.batch import Batch, Part
 from farstep.checkpoint.files import Refused
 from farstep.config.env import EnvConfig, check_count
-from farstep.config.launch import InProcessConfig, LaunchConfig, LocalConfig
+from farstep.config.launch import LaunchConfig, LocalConfig
 from farstep.core import Agent, Array, Nested
-from farstep.elastic.coordinator_client import CoordinatorClient
-from farstep.elastic.device_ledger import DeviceLedger
-from farstep.errors import CheckpointError, ClosedError, ConfigError, counted
+from farstep.errors import CheckpointError
 from farstep.event import Event, EventKind, check_kind
 from farstep.head.collector import Collector
 from farstep.head.events import EventLog
 from farstep.head.members.worker_records import ResetRequest
-from farstep.resources import machine_use
 from farstep.rollout.seeds import fresh_root, resumed_root
-from farstep.schema import map_leaves, nest
+from farstep.run import arguments
+from farstep.run.infos import merged_infos, with_acting
+from farstep.run.launched_run import Launch, LaunchedRun, Space
+from farstep.run.parts import Parts
 from farstep.sync import Always
 
 if TYPE_CHECKING:
-    from farstep.observe.diagnosis import Diagnosis, RunMonitor
-
-Space = gymnasium.spaces.Space[Any]
-_MAX_STALENESS = 1000
+    from farstep.observe.diagnosis import Diagnosis
 
 
 class ClusterEnv:
@@ -82,28 +72,15 @@ class ClusterEnv:
         self.num_envs = self.config.most_nodes * self.env_config.envs_per_node
         self.num_workers = self.config.num_workers(self.env_config.envs_per_node)
         self.seed = fresh_root() if self.env_config.seed is None else self.env_config.seed
-        self._collector: Collector | None = None
+        arguments.check_min_workers(self.config, self.num_workers)
         self._events = EventLog()
-        self._launching = threading.Lock()
-        self._closing = threading.RLock()
-        self._closed = False
-        self._coordinator: CoordinatorClient | None = None
-        """None before the launch, and for a run that shares nothing."""
-        if self.config.coordinator is not None and self.config.min_workers > self.num_workers:
-            raise ConfigError(
-                f"min_workers is {self.config.min_workers}, but this run has {counted(self.num_workers, 'worker')}."
-            )
-        self._devices = DeviceLedger()
-        self._monitor: RunMonitor | None = None
-        """None before the first call of `diagnose`."""
+        self._launch = Launch(self.env_config, self.config, self.seed, self._events)
 
     def __repr__(self) -> str:
         name = self.env_config.env_name
         name = name if isinstance(name, str) else getattr(name, "__qualname__", getattr(name, "id", repr(name)))
-        idle = "closed" if self._closed else "not launched"
-        state = idle if self._collector is None else self._collector.server.state
         workers = f"{self.num_workers} worker{'s' * (self.num_workers > 1)}"
-        return f"<ClusterEnv {name}: num_envs={self.num_envs} on {workers}, {state}>"
+        return f"<ClusterEnv {name}: num_envs={self.num_envs} on {workers}, {self._launch.state}>"
 
     # ---- start and end ----
 
@@ -121,49 +98,12 @@ class ClusterEnv:
         self._launched()
         return self.observation_space, self.action_space
 
-    def _launched(self) -> Collector:
-        with self._launching:
-            self._check_open()
-            if self._collector is None:
-                client, workers = self._join_coordinator()
-                try:
-                    collector = Collector(self.env_config, self.config, self.seed, self._events)
-                except BaseException:
-                    _close(None, client)
-                    raise
-                # If close() is never called, this closes at garbage collection or at interpreter exit.
-                self._finalizer = weakref.finalize(self, _close, collector, client)
-                self._collector, self._coordinator = collector, client
-                try:
-                    self._check_open()  # another thread may have called close() before self._collector was set
-                    self.observation_space, self.action_space = collector.start()
-                    self.frame_stack = collector.server.handshake.num_stacked_frames
-                    self._at_launch = (time.monotonic(), machine_use(collector.server.local_pids()))
-                    if client is not None:
-                        collector.server.scale_workers(workers)
-                        client.drive(collector.server)
-                except Exception:
-                    self.close()
-                    raise
-                except BaseException:  # after Ctrl-C, the next call launches again
-                    self._collector = self._coordinator = None
-                    self._finalizer()
-                    raise
-            return self._collector
-
-    def _join_coordinator(self) -> tuple[CoordinatorClient | None, int]:
-        """Wait for slots of the coordinator, if there is one. Return the client and the number of slots."""
-        config = self.config
-        if config.coordinator is None:
-            return None, self.num_workers
-        client = CoordinatorClient(
-            config.coordinator, config.priority, config.min_workers, self.num_workers, self._events.emit
-        )
-        try:
-            return client, client.wait(self._check_open)
-        except BaseException:
-            client.close()
-            raise
+    def _launched(self) -> LaunchedRun:
+        run = self._launch.run()
+        if not hasattr(self, "frame_stack"):
+            self.observation_space, self.action_space = run.spaces
+            self.frame_stack = run.num_stacked_frames
+        return run
 
     @contextlib.contextmanager
     def device_token(self) -> Iterator[int]:
@@ -185,10 +125,7 @@ class ClusterEnv:
                 update(learner, batch)
                 learner.to("cpu")
         """
-        self._launched()
-        coordinator = self._coordinator
-        token = contextlib.nullcontext(0) if coordinator is None else coordinator.device_token(self._check_open)
-        with self._devices.held(token) as device:
+        with self._launched().share.device_token(self._launch.check_open) as device:
             yield device
 
     @property
@@ -196,16 +133,9 @@ class ClusterEnv:
         """Whether the run shares slots and devices with other runs (option `coordinator`)."""
         return self.config.coordinator is not None
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("this ClusterEnv is closed; make a new one.")
-
     def close(self) -> None:
         """End all workers and free their resources. Further calls do nothing; a concurrent call waits for the first."""
-        self._closed = True
-        with self._closing:
-            if self._collector is not None:
-                self._finalizer()
+        self._launch.close()
 
     def __enter__(self) -> Self:
         self.launch()
@@ -236,22 +166,12 @@ class ClusterEnv:
             ConfigError: An argument is invalid.
             FarstepError: A worker or an environment failed and could not be replaced.
         """
-        if options is not None and not isinstance(options, Mapping):
-            raise ConfigError(f"reset got options={options!r}; expected a mapping, e.g. {{'reset_mask': ...}}.")
-        rest = dict(options or {})
-        mask = rest.pop("reset_mask", None)
-        if mask is not None:
-            mask = np.asarray(mask)
-            if mask.shape != (self.num_envs,) or mask.dtype != bool:
-                raise ConfigError(
-                    f"reset_mask has shape {list(mask.shape)} and dtype {mask.dtype}; expected [{self.num_envs}] and "
-                    "bool."
-                )
+        rest, mask = arguments.split_reset_options(options, self.num_envs)
         root = self.env_config.check_reset(seed, mask is not None)
         roots = None if root is None else [root] * self.num_envs
         request = ResetRequest(roots, mask, cloudpickle.dumps(rest) if rest else None, rest or None)
-        batch = self._launched().reset(request).copy()
-        return batch.last_obs, _merged(batch)
+        batch = self._launched().collector.reset(request).copy()
+        return batch.last_obs, merged_infos(batch)
 
     def step(self, agent: Agent) -> tuple[Nested, Array, Array, Array, dict[str, Any]]:
         """Step every environment once. The workers choose the actions, and reset ended environments (SAME_STEP).
@@ -268,15 +188,14 @@ class ClusterEnv:
         Raises:
             FarstepError: A worker, an environment or the agent failed and could not be replaced.
         """
-        collector = self._launched()
-        collector.adopt(agent)
-        batch = collector.one_batch(1, infos=True).copy()  # a copy is cheap, and many loops keep a step's arrays
+        # A copy is cheap, and many loops keep a step's arrays.
+        batch = collector_for(self, agent).one_batch(1, infos=True).copy()
         return (
             batch.last_obs,
             batch["reward"][0],
             batch["terminated"][0],
             batch["truncated"][0],
-            _with_acting(_merged(batch), batch),
+            with_acting(merged_infos(batch), batch),
         )
 
     def collect(self, agent: Agent, steps: int = 128, rollout_epochs: int = 1) -> Batch:
@@ -295,10 +214,8 @@ class ClusterEnv:
             ConfigError: `steps` or `rollout_epochs` is not a positive integer, or `rollout_epochs` exceeds the limit.
             FarstepError: A worker, an environment or the agent failed and could not be replaced.
         """
-        steps, rollout_epochs = check_count("steps", steps), _check_rollouts(rollout_epochs)
-        collector = self._launched()
-        collector.adopt(agent)
-        return collector.one_batch(steps, rollouts=rollout_epochs)
+        steps, rollout_epochs = check_count("steps", steps), arguments.check_rollouts(rollout_epochs)
+        return collector_for(self, agent).one_batch(steps, rollouts=rollout_epochs)
 
     def parts(self, agent: Agent, steps: int = 128) -> Parts:
         """Collect a rollout synchronously, and yield its parts as they arrive.
@@ -321,9 +238,7 @@ class ClusterEnv:
         return Parts(self._parts(agent, check_count("steps", steps)))
 
     def _parts(self, agent: Agent, steps: int) -> Generator[Part, None, Batch]:
-        collector = self._launched()
-        collector.adopt(agent)
-        return (yield from collector.parts(steps))
+        return (yield from collector_for(self, agent).parts(steps))
 
     def stream(
         self,
@@ -361,12 +276,8 @@ class ClusterEnv:
                 learn(agent, batch)
                 env.publish(agent)
         """
-        steps, max_staleness = check_count("steps", steps), check_count("max_staleness", max_staleness, minimum=0)
-        if max_staleness > _MAX_STALENESS:
-            raise ConfigError(
-                f"max_staleness is {max_staleness}; at most {_MAX_STALENESS} batches may be in progress at a time."
-            )
-        rollout_epochs = _check_rollouts(rollout_epochs, max_staleness + 1)
+        steps, max_staleness = check_count("steps", steps), arguments.check_staleness(max_staleness)
+        rollout_epochs = arguments.check_rollouts(rollout_epochs, max_staleness + 1)
         if num_chunks is not None:
             num_chunks, rollout_epochs = check_count("num_chunks", num_chunks) * rollout_epochs, 1
         return self._stream(agent, steps, max_staleness, num_chunks, rollout_epochs)
@@ -374,9 +285,7 @@ class ClusterEnv:
     def _stream(
         self, agent: Agent, steps: int, max_staleness: int, num_chunks: int | None, rollouts: int
     ) -> Generator[Batch]:
-        collector = self._launched()
-        collector.adopt(agent)
-        yield from collector.stream(steps, max_staleness, num_chunks, rollouts)
+        yield from collector_for(self, agent).stream(steps, max_staleness, num_chunks, rollouts)
 
     def scale(self, nodes: int | None = None, *, workers: int | None = None) -> None:
         """Change the number of workers or nodes during a run. The most recent call wins; any thread may call this.
@@ -401,42 +310,12 @@ class ClusterEnv:
             ConfigError: Not exactly one argument was given, it is outside its range, or the launcher has no nodes.
             LaunchError: More nodes are needed, and the engine refuses them.
         """
-        if (nodes is None) == (workers is None):
-            raise ConfigError(f"scale got nodes={nodes} and workers={workers}; expected one of them.")
+        arguments.check_scale(self.config, self.num_workers, nodes, workers)
+        run = self._launched()
         if workers is not None:
-            if not 1 <= check_count("workers", workers) <= self.num_workers:
-                raise ConfigError(
-                    f"scale got {counted(workers, 'worker')}; expected 1 to {self.num_workers} (workers_per_node for "
-                    "each of max_nodes nodes, at most one per environment)."
-                )
-            self._scale_workers(workers)
-            return
-        assert nodes is not None
-        if self.config.coordinator is not None:
-            raise ConfigError(
-                f"scale got nodes={nodes}, but the coordinator decides how many workers of this run may run; use "
-                "scale(workers=...) to request more or fewer."
-            )
-        if isinstance(self.config, (LocalConfig, InProcessConfig)):
-            raise ConfigError(
-                f"scale got nodes={nodes}, but {type(self.config).__name__} has no nodes to add or release. Use "
-                f"scale(workers={nodes}) to choose the number of workers."
-            )
-        low, high = self.config.fewest_nodes, self.config.most_nodes
-        if not low <= check_count("nodes", nodes) <= high:
-            raise ConfigError(
-                f"scale got {nodes} nodes; {type(self.config).__name__} allows {low} to {high} (min_nodes, max_nodes)."
-            )
-        self._launched().server.scale(nodes)
-
-    def _scale_workers(self, workers: int) -> None:
-        collector = self._launched()
-        if self._coordinator is None:
-            collector.server.scale_workers(workers)
-            return
-        if workers < self.config.min_workers:
-            raise ConfigError(f"scale got {counted(workers, 'worker')}; min_workers is {self.config.min_workers}.")
-        self._coordinator.want(workers)
+            run.share.scale(run.collector.server, workers)
+        elif nodes is not None:
+            run.collector.server.scale(nodes)
 
     # ---- checkpoints ----
 
@@ -450,7 +329,7 @@ class ClusterEnv:
         Raises:
             FarstepError: A worker failed and could not be replaced.
         """
-        collector = self._launched()
+        collector = self._launched().collector
         saved = {"version": self.version, "workers": [] if self.cannot_replay else collector.save()}
         active = collector.server.tickets.presence.wanted
         return saved if active == self.num_workers else {**saved, "active_workers": active}
@@ -495,9 +374,9 @@ class ClusterEnv:
         if reason := self.cannot_replay:
             self._events.emit("warned", f"restarting all episodes instead of resuming them: {reason}")
             workers = []
-        self._launched().resume(agent, version, resumed_root(self.seed, version), workers, actions)
+        self._launched().collector.resume(agent, version, resumed_root(self.seed, version), workers, actions)
         active = saved.get("active_workers")
-        if active is not None and active < self.num_workers and self._coordinator is None:
+        if active is not None and active < self.num_workers and not self.has_coordinator:
             self.scale(workers=active)
 
     # ---- versions and statistics ----
@@ -515,18 +394,18 @@ class ClusterEnv:
             AgentError: The agent's parameters cannot be read, or have changed in number, shape or type.
             PublishTimeout: A consumer of a running workflow did not finish its update in time.
         """
-        return self._launched().publish(agent)
+        return self._launched().collector.publish(agent)
 
     @property
     def version(self) -> int:
         """The newest published version."""
-        return self._launched().version()
+        return self._launched().collector.version()
 
     @property
     def inference(self) -> str:
         """How workers call the agent: `fast`, or the reason why the fast path is not used; empty before the first
         rollout."""
-        return self._collector.inference if self._collector is not None else ""
+        return self._launch.inference
 
     def stats(self) -> dict[str, Any]:
         """Return counters and rates of the run. Launches the workers if necessary.
@@ -537,7 +416,7 @@ class ClusterEnv:
         Raises:
             FarstepError: The workers could not be started, or the `ClusterEnv` is closed.
         """
-        return self._launched().snapshot() | {"devices": self._devices.snapshot()}
+        return self._launched().stats()
 
     def diagnose(self, metrics: Sequence[Mapping[str, float]] = ()) -> Diagnosis:
         """Say what the run is waiting for, from its counters of the last half minute, or since the last call.
@@ -591,32 +470,16 @@ class ClusterEnv:
         self._events.emit(kind, text, worker=worker, node=node, traceback=traceback)
 
 
-def _close(collector: Collector | None, client: CoordinatorClient | None) -> None:
-    """End the workers, and then give their slots back."""
-    try:
-        if collector is not None:
-            collector.close()
-    finally:
-        if client is not None:
-            client.close()
-
-
 def collector_for(env: ClusterEnv, agent: Agent) -> Collector:
     """Launch the workers, give them the agent, and return the collector. For workflows."""
-    collector = env._launched()
+    collector = env._launched().collector
     collector.adopt(agent)
     return collector
 
 
 def diagnoses_of(env: ClusterEnv, metrics: Sequence[Mapping[str, float]] = ()) -> list[Diagnosis]:
     """Return what `ClusterEnv.diagnose` does, then further causes that are independent of it."""
-    from farstep.observe.diagnosis import RunMonitor  # not at launch: `farstep.observe` imports the terminal
-
-    collector = env._launched()
-    if env._monitor is None:
-        env._monitor = RunMonitor(env._events, *env._at_launch)
-    use = machine_use(collector.server.local_pids())
-    return env._monitor.diagnoses(collector.snapshot(), use, collector.kl_threshold, metrics)
+    return env._launched().diagnoses(metrics)
 
 
 def event_log_of(env: ClusterEnv) -> EventLog:
@@ -626,93 +489,4 @@ def event_log_of(env: ClusterEnv) -> EventLog:
 
 def check_saved(env: ClusterEnv, agent: Agent, saved: object, actions: Sequence[Mapping[str, Array]]) -> None:
     """Check the arguments of `ClusterEnv.resume` without changing anything; raise `Refused` with the reason."""
-    env._launched().check_saved(agent, saved, actions)
-
-
-def _check_rollouts(rollout_epochs: int, batches: int = 1) -> int:
-    """Return `rollout_epochs`, or raise if `batches` batches of this many rollouts exceed the limit."""
-    most = max(1, (_MAX_STALENESS + 1) // batches)
-    if check_count("rollout_epochs", rollout_epochs) > most:
-        raise ConfigError(
-            f"rollout_epochs is {rollout_epochs}; expected 1 to {most}, since at most {_MAX_STALENESS + 1} rollouts "
-            "may be in progress. Use fewer rollouts with more steps each."
-        )
-    return int(rollout_epochs)
-
-
-class _Infos:
-    """Merges the infos of a batch's columns with Gymnasium's code."""
-
-    _add_info: Any = VectorEnv._add_info
-
-    def __init__(self, num_envs: int) -> None:
-        self.num_envs = num_envs
-        self.merged: dict[str, Any] = {}
-
-    def add(self, info: Mapping[str, Any], column: int) -> None:
-        self.merged = self._add_info(self.merged, info, column)
-
-
-def _merged(batch: Batch) -> dict[str, Any]:
-    """Return the environments' infos in Gymnasium's batched form, one entry per column."""
-    infos = _Infos(len(batch.slots))
-    for first, per_env in batch.infos:
-        column = int(np.searchsorted(batch.slots, first))
-        for i, info in enumerate(per_env):
-            infos.add(info, column + i)
-    final = batch.final_obs
-    for k, column in enumerate(final.slot):
-        episode = {"r": batch.episodes["return"][k], "l": batch.episodes["length"][k], "t": batch.episodes["time"][k]}
-        infos.add({"final_obs": map_leaves(itemgetter(k), final.obs), "episode": episode}, int(column))
-    return infos.merged
-
-
-def _with_acting(infos: dict[str, Any], batch: Batch) -> dict[str, Any]:
-    """Add to the infos of a step what the workers recorded: actions, other outputs of `act`, versions."""
-    row = {name: array[0] for name, array in batch.arrays.items()}
-    acting = {key: nest(structure, row) for key, structure in batch.structures.items() if key != "obs"}
-    acting |= {key: row[key] for key in ("version", "valid", "episode_start")}
-    return {_renamed(key, acting): value for key, value in infos.items()} | acting
-
-
-def _renamed(key: Any, taken: Container[str]) -> Any:
-    """Return `env_<key>` if an array has the name of this info key; the key of its mask, `_key`, likewise."""
-    if not isinstance(key, str):
-        return key
-    mask, name = ("_", key[1:]) if key.startswith("_") and key not in taken else ("", key)
-    return f"{mask}env_{name}" if name in taken else key
-
-
-class Parts(Iterator[Part]):
-    """Iterator over the parts of one rollout, returned by `ClusterEnv.parts`.
-
-    The rollout starts when the first part is requested. `close`, or another call that collects, cancels the rest.
-    """
-
-    def __init__(self, parts: Generator[Part, None, Batch]) -> None:
-        self._parts = parts
-        self._batch: Batch | None = None
-
-    def __next__(self) -> Part:
-        try:
-            return next(self._parts)
-        except StopIteration as end:
-            self._batch = self._batch or end.value
-            raise
-
-    @property
-    def batch(self) -> Batch:
-        """The whole rollout, as `collect` returns it; consumes the remaining parts.
-
-        Raises:
-            ClosedError: The parts were closed, or the rollout failed.
-        """
-        for _ in self:
-            pass
-        if self._batch is None:
-            raise ClosedError("these parts were closed, or failed, before the rollout was complete.")
-        return self._batch
-
-    def close(self) -> None:
-        """Cancel the rest of the rollout."""
-        self._parts.close()
+    env._launched().collector.check_saved(agent, saved, actions)

@@ -30,10 +30,11 @@ import difflib
 import errno
 import resource
 import sys
+import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class FarstepError(Exception):
@@ -305,6 +306,8 @@ class EndedError(FarstepError, AssertionError):
 
 
 _LONGEST_TEXT = 1 << 18
+_SHARED_MODULES = ("builtins", "farstep.errors")
+"""Modules whose exception classes exist in every process."""
 
 
 def described(error: BaseException) -> str:
@@ -314,6 +317,21 @@ def described(error: BaseException) -> str:
     except Exception as another:
         text = f"<its __str__ raised {type(another).__name__}>"
     return printable(f"{type(error).__name__}: {text}".removesuffix(": "))
+
+
+class ErrorReport(NamedTuple):
+    """What one process tells another about an exception."""
+
+    message: str
+    traceback: str
+    kind: str
+    """Name of the exception's class if it exists in every process; otherwise empty."""
+
+
+def report_of(error: BaseException) -> ErrorReport:
+    """Return the report of an exception; its texts can be sent."""
+    kind = type(error).__name__ if type(error).__module__ in _SHARED_MODULES else ""
+    return ErrorReport(described(error), printable("".join(traceback.format_exception(error))), kind)
 
 
 def printable(text: str) -> str:

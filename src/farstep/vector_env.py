@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import reprlib
 import threading
-import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -20,21 +18,32 @@ from gymnasium.vector.utils import batch_space
 from farstep.config.env import EnvConfig, check_count
 from farstep.config.launch import LaunchConfig, LocalConfig
 from farstep.core import Array, Nested
-from farstep.errors import ConfigError, EndedError, PendingStepError, RemoteEnvError, WireError, unknown_name
+from farstep.errors import ConfigError, EndedError, PendingStepError, RemoteEnvError, WireError
 from farstep.event import Event, EventKind
 from farstep.head.events import EventLog
 from farstep.head.lock_step import Info, LockStepHead
 from farstep.head.members.worker_records import ResetRequest
 from farstep.head.stepper import Stepper
-from farstep.resources import machine_use
 from farstep.rollout.program import Program
 from farstep.rollout.progress import Phase
 from farstep.rollout.sources import Source
-from farstep.schema import leaves, nest, space_schema
+from farstep.run.launch_monitor import LaunchMonitor
+from farstep.run.vector_arguments import (
+    ActionChecks,
+    check_env_name,
+    check_launch,
+    checked_batch_size,
+    checked_ids,
+    checked_mask,
+    checked_mode,
+    checked_seeds,
+    checked_thunks,
+)
+from farstep.schema import nest, space_schema
 from farstep.sync import Always
 
 if TYPE_CHECKING:
-    from farstep.observe.diagnosis import Diagnosis, RunMonitor
+    from farstep.observe.diagnosis import Diagnosis
 
 _OUTCOME = ("reward", "terminated", "truncated")
 
@@ -77,30 +86,12 @@ def make_vec(
     launch = (config if isinstance(config, LaunchConfig) else LocalConfig.of(config)).resolved()
     thunks: Sequence[Callable[..., Any]] = ()
     if isinstance(env_name, (list, tuple)):
-        thunks = _checked_thunks(env_name, num_envs)
+        thunks = checked_thunks(env_name, num_envs)
         env_name = thunks[0]
-    elif not isinstance(env_name, (str, EnvSpec)) and not callable(env_name):
-        hint = " Call list() on it first." if isinstance(env_name, Iterable) else ""
-        if isinstance(env_name, gymnasium.Env):
-            hint = " Pass a function that makes the environment: each worker calls it."
-        raise ConfigError(
-            f"make_vec's env_name is {reprlib.repr(env_name)}; expected a Gymnasium id, an EnvSpec, a callable that "
-            f"returns an environment, or a list of such callables.{hint}"
-        )
+    else:
+        check_env_name(env_name)
     num_envs = check_count("num_envs", (len(thunks) or 1) if num_envs is None else num_envs)
-    if num_envs % launch.nodes:
-        raise ConfigError(f"num_envs={num_envs} is not a multiple of nodes={launch.nodes}.")
-    if not launch.fewest_nodes == launch.nodes == launch.most_nodes:
-        raise ConfigError(
-            f"make_vec steps all of its {num_envs} environments together, so it needs all nodes at all times; "
-            f"{type(launch).__name__} has min_nodes={launch.fewest_nodes}, nodes={launch.nodes} and "
-            f"max_nodes={launch.most_nodes}. Leave min_nodes and max_nodes out."
-        )
-    if launch.coordinator is not None:
-        raise ConfigError(
-            f"make_vec steps all of its {num_envs} environments together, so no coordinator can park its workers. "
-            "Leave coordinator out, or use a farstep.ClusterEnv."
-        )
+    check_launch(launch, num_envs)
     env_config = EnvConfig(
         type="factory" if callable(env_name) else "gymnasium",
         env_name=env_name,
@@ -108,33 +99,8 @@ def make_vec(
         wrappers=wrappers,
         envs_per_node=num_envs // launch.nodes,
     )
-    size = num_envs if batch_size is None else check_count("batch_size", batch_size)
-    if size > num_envs:
-        raise ConfigError(f"batch_size={size} is larger than num_envs={num_envs}.")
-    if size < num_envs and not (isinstance(launch, LocalConfig) and launch.transport == "shm"):
-        raise ConfigError(
-            f"batch_size={size} is less than num_envs={num_envs}, which needs local workers with shared memory; use "
-            'farstep.LocalConfig(transport="shm"), or leave batch_size out.'
-        )
-    return ClusterVectorEnv(env_config, launch, _mode(autoreset_mode), thunks, size)
-
-
-def _checked_thunks(thunks: Sequence[Any], num_envs: int | None) -> Sequence[Callable[..., Any]]:
-    if not thunks or not all(callable(thunk) for thunk in thunks):
-        raise ConfigError(
-            f"make_vec got {reprlib.repr(thunks)}; expected a list of callables, one per environment, at least one."
-        )
-    if num_envs is not None and num_envs != len(thunks):
-        raise ConfigError(f"num_envs is {num_envs!r} with a list of {len(thunks)} callables; leave num_envs out.")
-    return tuple(thunks)
-
-
-def _mode(value: AutoresetMode | str) -> AutoresetMode:
-    """Return the autoreset mode for a mode, its name or its value."""
-    for mode in AutoresetMode:
-        if value in (mode, mode.name, mode.value):
-            return mode
-    raise ConfigError(unknown_name("autoreset_mode", str(value), [mode.name for mode in AutoresetMode]))
+    size = checked_batch_size(batch_size, num_envs, launch)
+    return ClusterVectorEnv(env_config, launch, checked_mode(autoreset_mode), thunks, size)
 
 
 class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
@@ -153,7 +119,6 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         batch_size: int | None = None,
     ) -> None:
         self.closed = True  # until workers run
-        self._monitor: RunMonitor | None = None
         self._closing = threading.RLock()
         self.num_envs = config.nodes * env_config.envs_per_node
         self.batch_size = self.num_envs if batch_size is None else batch_size
@@ -168,14 +133,14 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         try:
             self.single_observation_space, self.single_action_space = self._stepper.start()
             described = self._stepper.call("describe", ())[0]
-            self._at_launch = (time.monotonic(), machine_use(self._stepper.server.local_pids()))
+            self._monitor = LaunchMonitor(self._stepper.server)
         except BaseException:
             self.close()
             raise
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self._obs, self._obs_schema = space_schema(self.single_observation_space, "obs")
-        self._action, self._action_schema = space_schema(self.single_action_space, "action")
+        self._actions = ActionChecks(self.single_action_space, self.action_space)
         self._done = np.zeros(self.num_envs, bool)
         """Which environments have ended, for autoreset mode DISABLED."""
         self._pending = False
@@ -210,15 +175,9 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _reset(self, seed: int | Sequence[int | None] | None, options: dict[str, Any] | None) -> Sequence[Info]:
         """Reset environments. Results of a step that is unfinished are discarded."""
-        seeds: list[int | None] | None = None
-        if isinstance(seed, (int, np.integer)):
-            seeds = [int(seed) + i for i in range(self.num_envs)]
-        elif seed is not None:
-            seeds = [None if entry is None else int(entry) for entry in seed]
-            if len(seeds) != self.num_envs:
-                raise ValueError(f"seed has {len(seeds)} entries; expected num_envs={self.num_envs}, one for each.")
+        seeds = checked_seeds(seed, self.num_envs)
         rest = None if options is None else dict(options)  # do not change the caller's dict
-        mask = _checked_mask(rest.pop("reset_mask"), self.num_envs) if rest and "reset_mask" in rest else None
+        mask = checked_mask(rest.pop("reset_mask"), self.num_envs) if rest and "reset_mask" in rest else None
         payload = cloudpickle.dumps(rest) if rest is not None else None
         self._pending = False
         infos = self._stepper.reset(ResetRequest(seeds, mask, payload))
@@ -271,7 +230,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         self._check_pending("step")
         if self._must_reset:
             self._check_ended(slice(None))
-        self._stepper.begin_step(self._checked(actions, self.num_envs))
+        self._stepper.begin_step(self._actions.checked(actions, self.num_envs))
 
     def _results(self) -> tuple[Nested, Array, Array, Array, dict[str, Any]]:
         infos = self._stepper.finish_step()
@@ -323,7 +282,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         self._stepper.server.raise_failure()
         if self._pending:
             raise PendingStepError("send was called after step_async; call step_wait first.")
-        chosen = self._checked_ids(self._received if env_id is None else env_id)
+        chosen = checked_ids(self._received if env_id is None else env_id, self.num_envs)
         unread = lock_step.in_flight[chosen] | np.isin(chosen, list(lock_step.ready))
         if unread.any():
             raise PendingStepError(
@@ -331,7 +290,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
                 "the next action for them."
             )
         self._check_ended(chosen)
-        for name, array in self._checked(actions, len(chosen)).items():
+        for name, array in self._actions.checked(actions, len(chosen)).items():
             target = self._stepper.row[name]
             if not np.can_cast(array.dtype, target.dtype, "same_kind"):
                 raise ConfigError(f"{name} has dtype {array.dtype}, which cannot be cast to {target.dtype}.")
@@ -373,15 +332,6 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
                 'farstep.LocalConfig(transport="shm"), or step_async and step_wait.'
             )
         return self._stepper.lock_step
-
-    def _checked_ids(self, env_id: Array | Sequence[int]) -> Array:
-        chosen = np.atleast_1d(np.asarray(env_id))
-        valid = chosen.ndim == 1 and chosen.size and chosen.dtype.kind in "iu"
-        if not valid or chosen.min() < 0 or chosen.max() >= self.num_envs or len(np.unique(chosen)) < len(chosen):
-            raise ConfigError(
-                f"env_id is {reprlib.repr(env_id)}; expected different integers from 0 to {self.num_envs - 1}."
-            )
-        return chosen
 
     def _check_pending(self, name: str) -> None:
         self._stepper.server.raise_failure()
@@ -441,30 +391,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         Returns:
             The cause in one sentence, with the numbers behind it and the remedy, as `ClusterEnv.diagnose`.
         """
-        from farstep.observe.diagnosis import RunMonitor  # not at launch: `farstep.observe` imports the terminal
-
-        server = self._stepper.server
-        if self._monitor is None:
-            self._monitor = RunMonitor(server.events, *self._at_launch)
-        return self._monitor.diagnoses(self.stats(), machine_use(server.local_pids()))[0]
-
-    def _checked(self, actions: Nested, count: int) -> dict[str, Array]:
-        """Return the arrays of `count` actions by name."""
-        if isinstance(self._action, str):  # the usual case
-            array = np.asarray(actions)
-            if array.shape == (count, *self._action_schema[self._action].shape) and not array.dtype.hasobject:
-                return {self._action: array}
-        try:
-            arrays = {name: np.asarray(leaf) for name, leaf in leaves(self._action, actions)}
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise ConfigError(f"actions do not have the structure of {self.action_space}: {error!r}") from error
-        for name, array in arrays.items():
-            expected = (count, *self._action_schema[name].shape)
-            if array.shape != expected:
-                raise ConfigError(f"{name} has shape {list(array.shape)}; expected {list(expected)}.")
-            if array.dtype.hasobject:
-                raise ConfigError(f"{name} is an array of Python objects; an array of numbers is expected.")
-        return arrays
+        return self._monitor.diagnoses(self.stats())[0]
 
     def _observation(self, arrays: Mapping[str, Array]) -> Nested:
         if isinstance(self._obs, str):
@@ -544,16 +471,3 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
 def _rows_of(info: Mapping[str, Any], chosen: Array) -> dict[str, Any]:
     """The rows of some environments of infos that were merged for all."""
     return {key: _rows_of(value, chosen) if isinstance(value, dict) else value[chosen] for key, value in info.items()}
-
-
-def _checked_mask(mask: object, num_envs: int) -> Array:
-    """Apply Gymnasium's rules for a reset mask."""
-    if not isinstance(mask, np.ndarray):
-        raise TypeError(f"options['reset_mask'] is a {type(mask).__name__}; it must be a NumPy array.")
-    if mask.shape != (num_envs,):
-        raise ValueError(f"options['reset_mask'] has shape {list(mask.shape)}; expected [{num_envs}].")
-    if mask.dtype != np.bool_:
-        raise TypeError(f"options['reset_mask'] has dtype {mask.dtype}; expected bool.")
-    if not mask.any():
-        raise ValueError("options['reset_mask'] selects no environment; leave it out, or set at least one.")
-    return mask

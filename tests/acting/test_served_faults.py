@@ -192,7 +192,7 @@ def test_the_server_ends_with_a_head_that_is_killed(tmp_path: Path) -> None:
             {"workers_per_node": 2},
         )
         env.collect(TableAgent(), 5)
-        print(*env._launched().server.local_pids().values(), flush=True)
+        print(*env._launched().collector.server.local_pids().values(), flush=True)
         time.sleep(600)
     """
     head = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from farstep import Buffer
 from farstep.buffer import DPER, FIFO, LIFO, FrameStack, MinHeap, NStep, Prioritized, Sequence, Uniform
-from farstep.buffer.storage import snapshot
+from farstep.buffer.saving import snapshot
 from farstep.checkpoint.folder import load_with, save_parts
 from farstep.errors import CheckpointError, ConfigError
 from tests.buffer.stacked_envs import StackedEnvs, assert_equal_contents, assert_equal_samples

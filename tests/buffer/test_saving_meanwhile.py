@@ -15,7 +15,7 @@ import pytest
 from farstep import Batch, Buffer
 from farstep.batch import FinalObs
 from farstep.buffer import NStep, Prioritized, Uniform
-from farstep.buffer.storage import snapshot
+from farstep.buffer.saving import snapshot
 from farstep.checkpoint import folder as checkpoint
 from farstep.errors import CheckpointError, ClosedError
 from tests.buffer.test_saving import CASES, Rows, assert_equal_from_now_on, filled

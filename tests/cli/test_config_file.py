@@ -8,19 +8,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from farstep.cli import main
 from farstep.config.launch import SlurmConfig
 
-train = pytest.importorskip("farstep.cli.train")
+train_options = pytest.importorskip("farstep.cli.options.train_options")
 
 SHORT = ["--launcher", "in-process", "--num-envs", "2", "--num-steps", "16", "--total-steps", "64"]
 
 
 def parsed(*arguments: str, learner: str = "ppo") -> Any:
     """The options that a command has, without running it."""
-    return train.parse_options(learner, list(arguments))
+    return train_options.parse_options(learner, list(arguments))
 
 
 def written(folder: Path, text: str) -> str:
@@ -72,11 +73,11 @@ def test_config_of_a_run_repeats_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_every_option_survives_the_file(learner: str, options: str, tmp_path: Path) -> None:
     before = parsed(*shlex.split(options), learner=learner)
     parts = {"run": before.run, "learner": before.learner, "cluster": before.nodes}
-    path = written(tmp_path, train.as_yaml(learner, parts))
+    path = written(tmp_path, train_options.as_yaml(learner, parts))
     after = parsed("--config", path, learner=learner)
     for one, other in ((before.run, after.run), (before.learner, after.learner), (before.nodes, after.nodes)):
         assert type(one) is type(other)
-        assert train.msgspec.to_builtins(one, enc_hook=str) == train.msgspec.to_builtins(other, enc_hook=str)
+        assert msgspec.to_builtins(one, enc_hook=str) == msgspec.to_builtins(other, enc_hook=str)
 
 
 def test_command_line_takes_precedence(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_close_waits_for_a_failed_call_that_is_closing_in_another_thread(tmp_pat
         found_running.append(Path(f"/proc/{worker}").exists())
 
     closing = threading.Thread(target=close_and_look)
-    env._collector.server.fail(AgentError("deliberate"))  # type: ignore[union-attr]  # noqa: SLF001
+    env._launched().collector.server.fail(AgentError("deliberate"))  # noqa: SLF001
     failing = threading.Thread(target=fail)
     failing.start()
     eventually((tmp_path / "closing").exists)

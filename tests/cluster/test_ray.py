@@ -258,7 +258,7 @@ def test_without_an_address_the_cluster_that_runs_is_joined(
     monkeypatch.delenv("RAY_ADDRESS")
     with cluster(config=farstep.RayConfig(workers_per_node=1)) as env:
         env.launch()
-        driver = env._collector.server.supervisor.launcher._engine._driver  # type: ignore[union-attr]  # noqa: SLF001
+        driver = env._launched().collector.server.supervisor.launcher._engine._driver  # type: ignore[attr-defined]  # noqa: SLF001
         assert not driver.local and driver.address == ray_cluster.address.rpartition(":")[0]
 
 
@@ -268,7 +268,7 @@ def test_without_a_cluster_a_private_one_is_started(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where Ray notes which cluster runs
     with cluster(config=farstep.RayConfig(workers_per_node=1)) as env:
         env.launch()
-        driver = env._collector.server.supervisor.launcher._engine._driver  # type: ignore[union-attr]  # noqa: SLF001
+        driver = env._launched().collector.server.supervisor.launcher._engine._driver  # type: ignore[attr-defined]  # noqa: SLF001
         assert driver.local and stat.S_IMODE(Path(driver._folder).stat().st_mode) == 0o700  # noqa: SLF001
         found = re.search(rf"{driver._folder}/.*gcs-address=([\d.:]+)", "\n".join(commands().values()))  # noqa: SLF001
         assert found

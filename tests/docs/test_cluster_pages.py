@@ -32,11 +32,11 @@ def commands(page: str, name: str) -> list[list[str]]:
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_have_options_that_there_are(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
-    from farstep.cli import train
+    from farstep.cli.options import train_options
 
     assert commands(page, "train") and commands(page, "doctor")
     for learner, *arguments in commands(page, "train"):
-        options = train.parse_options(learner, arguments)
+        options = train_options.parse_options(learner, arguments)
         assert options.run.num_envs % options.nodes.nodes == 0
     for arguments in commands(page, "doctor"):
         assert isinstance(doctor.parsed(arguments).config, EngineConfig)

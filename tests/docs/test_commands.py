@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from farstep.cli import main
-from farstep.cli.train import parse_options
+from farstep.cli.options.train_options import parse_options
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.impala import ImpalaConfig
 from farstep.learners.networks.nets import NetConfig

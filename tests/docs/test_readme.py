@@ -86,12 +86,12 @@ def test_the_line_that_moves_the_example_to_slurm_takes_its_place():
 
 
 def test_the_readmes_commands_are_accepted():
-    train = pytest.importorskip("farstep.cli.train")
+    train_options = pytest.importorskip("farstep.cli.options.train_options")
     blocks = "".join(re.findall(r"^```bash\n(.*?)^```$", (ROOT / "README.md").read_text(), re.S | re.M))
     lines = re.findall(r"^farstep (\w+) (.*?)(?: +#.*)?$", blocks, re.M)
     assert [command for command, _ in lines] == ["train", "train", "eval", "watch", "plot"]
     learner, *options = lines[0][1].split()
-    assert train.parse_options(learner, options).run.env == "CartPole-v1"
+    assert train_options.parse_options(learner, options).run.env == "CartPole-v1"
 
 
 def test_every_relative_link_exists():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from farstep.cli import main
-from farstep.cli.train import parse_options
+from farstep.cli.options.train_options import parse_options
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sharing.md").read_text()
 FARSTEP = [sys.executable, "-m", "farstep"]

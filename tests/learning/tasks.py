@@ -14,7 +14,7 @@ import torch
 from gymnasium import spaces
 
 import farstep
-from farstep.cli.train import agent_for
+from farstep.cli.options.algorithms import agent_for
 from farstep.learners.aride import Aride, ArideConfig
 from farstep.learners.async_ppo import AsyncPPO, AsyncPPOConfig
 from farstep.learners.dqn import DQN, ApexConfig, DQNConfig

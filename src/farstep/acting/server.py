@@ -14,7 +14,6 @@ import select
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -40,7 +39,7 @@ from farstep.acting.mailbox import (
     MailboxLayout,
 )
 from farstep.core import BytesLike, Link, Received
-from farstep.errors import AgentError, WireError, described, printable
+from farstep.errors import AgentError, WireError, report_of
 from farstep.rollout.program import Program
 from farstep.rollout.progress import CANCEL, COUNT, PHASE, SERVED_BATCHES, SERVED_ROWS, SERVED_WAIT_US, Phase
 from farstep.rollout.rows import Slots
@@ -52,14 +51,14 @@ from farstep.wire.codec import pack, unpack
 from farstep.wire.versions import versions
 from farstep.worker.inbox import Inbox, TicketCancelled
 from farstep.worker.saving import seed_generators
-from farstep.worker.weights.sources import RemoteWeights, SharedWeights
+from farstep.worker.weights.sources import RemoteWeights
+from farstep.worker.weights.weight_messages import WeightMessages
 from farstep.worker.weights.weight_sync import WeightSync
 
 _IDLE_S = 0.2
 """Seconds between two updates of the progress counter while there is nothing to do."""
 _SERVICE_S = 0.01
 """Maximum seconds between two polls of the sockets while the server is busy."""
-_KNOWN_ERRORS = ("builtins", "farstep.errors")
 _OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
 
 
@@ -136,6 +135,7 @@ class ActingServer:
         self._link, self._identity, self._words, self._has_gpu = link, identity, words, has_gpu
         self._inbox = Inbox(link, words)
         self._sync = WeightSync(words)
+        self._weights = WeightMessages(link, self._inbox, self._sync)
         self._doorbell = Doorbell.create()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind("\0" + address)
@@ -145,8 +145,6 @@ class ActingServer:
         """Connected workers by the descriptor of their socket."""
         self._poll = self._doorbell.poll_with([self._listener.fileno(), link.fileno()])
         self._program: Program | None = None
-        self._base: tuple[str, bytearray] = ("", bytearray())
-        self._agent_id = -1
         self._payload = b""
         self._actor: BatchActor | None = None
         self._reply: am.Joined | None = None
@@ -220,15 +218,12 @@ class ActingServer:
         match message:
             case m.Welcome():
                 self._construct(message, received.frames[1])
-            case m.SendBase():
-                self._base = (message.content_hash, bytearray(received.frames[1]))
             case m.SendAgent():
                 self._adopt(message, bytes(received.frames[1]))
-            case m.Parameters():
-                self._connect_weights(message, received.fds)
-            case m.Newest():
-                if isinstance(self._sync.weights, RemoteWeights):
-                    self._sync.weights.announced = message.version
+            case m.SendBase() | m.Parameters() | m.Newest():
+                if isinstance(message, m.Parameters) and message.agent == self._weights.agent_id:
+                    self._digest = message.digest
+                self._weights.handle(message, received)
             case m.Cancel():
                 self._words[CANCEL] = message.upto
             case m.Refuse() | m.Stop():
@@ -240,6 +235,7 @@ class ActingServer:
         sys.path[:] = list(dict.fromkeys(message.path + sys.path))
         self._program = pickle.loads(program)
         self._sync.rule = self._program.sync
+        self._weights.delta = self._program.weights.delta
         for module in message.preload:
             __import__(module)
         self._words[PHASE] = Phase.IDLE
@@ -247,33 +243,15 @@ class ActingServer:
 
     def _adopt(self, message: m.SendAgent, payload: bytes) -> None:
         """Use this agent from now on; it is loaded when the first worker joins with its observations."""
-        self._sync.close()
-        self._agent_id, self._payload = message.agent, payload
+        self._weights.new_agent(message)
+        self._weights.agent_id, self._payload = message.agent, payload
         self._actor = self._reply = self._rejection = None
-        if not message.base:
-            self._base = ("", bytearray())
         for client in list(self._clients.values()):
             client.forget_groups()
             if client.waiting is not None:
                 join, received = client.waiting
                 client.waiting = None
                 self._join(client, join, received)
-
-    def _connect_weights(self, message: m.Parameters, fds: Sequence[int]) -> None:
-        if message.agent != self._agent_id:
-            for fd in fds:
-                os.close(fd)
-            return
-        self._digest = message.digest
-        if fds:
-            self._sync.weights = SharedWeights(fds[0], message.nbytes, message.buffers)
-        else:
-            assert self._program is not None
-            self._sync.weights = RemoteWeights(self._request_weights, self._program.weights.delta)
-
-    def _request_weights(self, held: int) -> tuple[int, int, Sequence[Any]]:
-        self._link.send([m.encode(m.WeightRequest(self._agent_id, held))])
-        return self._inbox.wait_for_weights(self._agent_id)
 
     # ---- messages of workers ----
 
@@ -312,17 +290,17 @@ class ActingServer:
         client.link.send([am.encode(am.Done()), pack(result)])
 
     def _failed(self, error: BaseException) -> am.Failed:
-        text = printable("".join(traceback.format_exception(error)))
-        kind = type(error).__name__ if type(error).__module__ in _KNOWN_ERRORS else ""
-        return am.Failed(described(error), text, Phase(self._words[PHASE]).label, kind)
+        report = report_of(error)
+        return am.Failed(report.message, report.traceback, Phase(self._words[PHASE]).label, report.kind)
 
     def _join(self, client: _Client, join: am.Join, received: Received) -> None:
         client.forget_groups()
-        if join.agent > self._agent_id or self._program is None:
+        agent_id = self._weights.agent_id
+        if join.agent > agent_id or self._program is None:
             client.waiting = (join, received)
             return
-        if join.agent < self._agent_id:
-            error = AgentError(f"agent {join.agent} was replaced by agent {self._agent_id}.")
+        if join.agent < agent_id:
+            error = AgentError(f"agent {join.agent} was replaced by agent {agent_id}.")
             client.link.send([am.encode(self._failed(error))])
             return
         current = unpack(received.frames[1])
@@ -353,7 +331,7 @@ class ActingServer:
         assert program is not None
         slots = Slots(join.first, list(join.roots), list(join.episodes))
         obs = unpack(join.obs)
-        actor = BatchActor(self._payload, "eager", obs, slots, program.weights, self._has_gpu, self._base[1])
+        actor = BatchActor(self._payload, "eager", obs, slots, program.weights, self._has_gpu, self._weights.base[1])
         if torch := sys.modules.get("torch"):
             if not had_torch:
                 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

@@ -20,7 +20,8 @@ from farstep.buffer.limiter import RateLimiter
 from farstep.buffer.options import make_options
 from farstep.buffer.samplers import FIFO, Sampler, with_beta
 from farstep.buffer.sampling import SampleInfo
-from farstep.buffer.saving import (
+from farstep.buffer.saving.contents_state import restore_contents
+from farstep.buffer.saving.saved_buffer import (
     SavedBuffer,
     check_counts,
     check_sizes,
@@ -29,10 +30,9 @@ from farstep.buffer.saving import (
     refusing_invalid_options,
     save_buffer,
 )
-from farstep.buffer.storage.contents_state import restore_contents
+from farstep.buffer.saving.snapshot import Snapshot
 from farstep.buffer.storage.frames import FrameStack
 from farstep.buffer.storage.rows import as_keys, as_priorities, as_schema, nested
-from farstep.buffer.storage.snapshot import Snapshot
 from farstep.config.env import check_count
 from farstep.core import Array, Nested
 

@@ -11,7 +11,7 @@ import msgspec
 
 from farstep.checkpoint import folder as checkpoint
 from farstep.checkpoint.checks import Count, converted
-from farstep.cli.train import load_config
+from farstep.cli.options.train_options import load_config
 from farstep.cli.trust import check_trusted
 from farstep.errors import RunError
 from farstep.learners.loop.checkpoint_schedule import DEFAULT_EVERY

@@ -11,10 +11,10 @@ from typing import Annotated
 import torch
 import tyro
 
+from farstep.cli.options.algorithms import agent_for
 from farstep.cli.options.parsing import parse
 from farstep.cli.recording import check_recording, record, spaces_of
 from farstep.cli.saved_run import SavedRun
-from farstep.cli.train import agent_for
 from farstep.config.env import check_count, check_seed
 from farstep.config.field_docs import show_fields
 from farstep.errors import ConfigError

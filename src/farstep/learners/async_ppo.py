@@ -28,10 +28,10 @@ from farstep.learners import losses
 from farstep.learners.loop.timing import Timer
 from farstep.learners.loop.worker_scaling import check_rule, chosen_rule
 from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
-from farstep.learners.on_policy import OnPolicy, rollouts
+from farstep.learners.on_policy import RolloutLearner, rollouts
 from farstep.learners.optimizing import Schedule, prefixed
 from farstep.learners.options.checks import LARGE, check_above, check_choice, check_counts, check_critic, check_numbers
-from farstep.learners.options.sizes import minibatch_rows, rollout_steps
+from farstep.learners.options.task_defaults import minibatch_rows
 from farstep.learners.rollout import Minibatch
 
 
@@ -167,7 +167,7 @@ class AsyncPPOConfig:
             )
 
 
-class AsyncPPO(OnPolicy):
+class AsyncPPO(RolloutLearner):
     """Asynchronous PPO: updates an agent while workers continue to roll.
 
     Args:
@@ -183,7 +183,7 @@ class AsyncPPO(OnPolicy):
         self, agent: ActorCritic, config: AsyncPPOConfig, seed: int, device: str = "cpu", scaling: Rule | None = None
     ) -> None:
         super().__init__(agent, config, seed, device, chosen_rule(config.scaling, scaling))
-        self.config = config
+        self.config: AsyncPPOConfig = config
         self._version = 0
 
     @property
@@ -260,21 +260,6 @@ class AsyncPPO(OnPolicy):
         with timer("actor_training"):
             return self.learn(batch, rollout, columns, self._loss, schedule)
 
-    def _num_steps(self, env: ClusterEnv) -> int:
-        config = self.config
-        return rollout_steps(config.num_steps, env.num_envs, config.net.is_recurrent, self.defaults)
-
-    def update_rows(self, env: ClusterEnv) -> int:
-        """Return the rows of an update in which all workers take part.
-
-        Args:
-            env: The environments to collect from.
-
-        Returns:
-            The number of rows.
-        """
-        return self._num_steps(env) * self.config.rollout_epochs * env.num_envs
-
     def batches(self, env: ClusterEnv) -> Iterator[Batch]:
         """Collect rollouts from all workers; with `num_chunks`, from the first workers that finish.
 
@@ -285,7 +270,7 @@ class AsyncPPO(OnPolicy):
             An endless iterator of batches. No row is older than `staleness_threshold` versions.
         """
         config = self.config
-        steps = self._num_steps(env)
+        steps = self.rollout_steps(env)
         if self.synchronous:
             return rollouts(env, self.agent, steps, config.rollout_epochs)
         return env.stream(

@@ -28,7 +28,7 @@ from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import OnPolicy
 from farstep.learners.optimizing import Schedule, prefixed
 from farstep.learners.options.checks import LARGE, check_above, check_counts, check_critic, check_numbers
-from farstep.learners.options.sizes import chunk_steps
+from farstep.learners.options.task_defaults import chunk_steps
 from farstep.learners.returns import fold_ends, ratio_statistics, vtrace
 from farstep.learners.rollout import Minibatch, Rollout
 from farstep.workflow.triggers import DataKeyTrigger

@@ -20,9 +20,9 @@ from farstep.learners.loop.iteration import Iteration, Loop
 from farstep.learners.loop.statistics import Statistics, check_rewards
 from farstep.learners.loop.timing import Timer
 from farstep.learners.loop.worker_scaling import WorkerScaling, check_scaling
-from farstep.learners.networks.nets import ActorCritic
+from farstep.learners.networks.nets import ActorCritic, NetConfig
 from farstep.learners.optimizing import Loss, Optimizer, Schedule, onednn_for_images
-from farstep.learners.options.sizes import defaults_for
+from farstep.learners.options.task_defaults import defaults_for, rollout_steps
 from farstep.learners.rollout import Rollout, prepare
 
 
@@ -267,6 +267,48 @@ class OnPolicy:
         self._had_scaling = scaling is not None
         if self._scaling is not None and scaling is not None:
             self._scaling.load(scaling)
+
+
+class RolloutOptions(Protocol):
+    """Options of learners whose updates use whole rollouts."""
+
+    @property
+    def num_steps(self) -> int | None: ...
+
+    @property
+    def rollout_epochs(self) -> int: ...
+
+    @property
+    def net(self) -> NetConfig: ...
+
+
+class RolloutLearner(OnPolicy):
+    """An on-policy learner whose updates use whole rollouts: it knows their length. Contains no algorithm."""
+
+    config: RolloutOptions
+
+    def rollout_steps(self, env: ClusterEnv) -> int:
+        """Return the steps of each environment per rollout.
+
+        Args:
+            env: The environments to collect from.
+
+        Returns:
+            The number of steps.
+        """
+        config = self.config
+        return rollout_steps(config.num_steps, env.num_envs, config.net.is_recurrent, self.defaults)
+
+    def update_rows(self, env: ClusterEnv) -> int:
+        """Return the rows of an update in which all workers take part.
+
+        Args:
+            env: The environments to collect from.
+
+        Returns:
+            The number of rows.
+        """
+        return self.rollout_steps(env) * self.config.rollout_epochs * env.num_envs
 
 
 def rollouts(env: ClusterEnv, agent: ActorCritic, steps: int, epochs: int) -> Iterator[Batch]:

@@ -24,10 +24,10 @@ from farstep.learners import losses
 from farstep.learners.loop.timing import Timer
 from farstep.learners.loop.worker_scaling import check_rule, chosen_rule
 from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
-from farstep.learners.on_policy import OnPolicy, rollouts
+from farstep.learners.on_policy import RolloutLearner, rollouts
 from farstep.learners.optimizing import Schedule, prefixed
 from farstep.learners.options.checks import LARGE, check_above, check_choice, check_counts, check_critic, check_numbers
-from farstep.learners.options.sizes import minibatch_rows, rollout_steps
+from farstep.learners.options.task_defaults import minibatch_rows
 from farstep.learners.rollout import Minibatch
 
 
@@ -112,7 +112,7 @@ class PPOConfig:
         check_rule(self.scaling)
 
 
-class PPO(OnPolicy):
+class PPO(RolloutLearner):
     """Synchronous PPO: updates an agent on rollouts of all environments.
 
     Args:
@@ -135,7 +135,7 @@ class PPO(OnPolicy):
         self, agent: ActorCritic, config: PPOConfig, seed: int, device: str = "cpu", scaling: Rule | None = None
     ) -> None:
         super().__init__(agent, config, seed, device, chosen_rule(config.scaling, scaling))
-        self.config = config
+        self.config: PPOConfig = config
 
     def _loss(self, minibatch: Minibatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         config, valid = self.config, minibatch.valid
@@ -191,21 +191,6 @@ class PPO(OnPolicy):
         with timer("actor_training"):
             return self.learn(batch, rollout, columns, self._loss, schedule)
 
-    def _num_steps(self, env: ClusterEnv) -> int:
-        config = self.config
-        return rollout_steps(config.num_steps, env.num_envs, config.net.is_recurrent, self.defaults)
-
-    def update_rows(self, env: ClusterEnv) -> int:
-        """Return the rows of an update in which all workers take part.
-
-        Args:
-            env: The environments to collect from.
-
-        Returns:
-            The number of rows.
-        """
-        return self._num_steps(env) * self.config.rollout_epochs * env.num_envs
-
     def batches(self, env: ClusterEnv) -> Iterator[Batch]:
         """Collect rollouts from all environments.
 
@@ -215,6 +200,4 @@ class PPO(OnPolicy):
         Returns:
             An endless iterator of batches, each collected with the newest weights.
         """
-        config = self.config
-        steps = self._num_steps(env)
-        return rollouts(env, self.agent, steps, config.rollout_epochs)
+        return rollouts(env, self.agent, self.rollout_steps(env), self.config.rollout_epochs)

@@ -14,26 +14,22 @@ import os
 import pickle
 import socket
 import sys
-import traceback
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import cloudpickle
-from gymnasium.vector import AutoresetMode
 
 from farstep.acting.client import ServedActor, ServedError, ServerLost, group_sizes
-from farstep.agents.divergence import Comparison, comparing_method
 from farstep.core import BytesLike, Link, Received
-from farstep.errors import WireError, described, printable
+from farstep.errors import WireError, report_of
 from farstep.resources import core_ranges
 from farstep.rollout.program import Program
 from farstep.rollout.progress import CANCEL, COUNT, PHASE, ROLLED, SLOT, Phase
 from farstep.rollout.rows import Slots
 from farstep.rollout.weight_headers import check_digest
-from farstep.schema import Schema, space_schema
-from farstep.sync.rules import probes_of, rows_of
+from farstep.schema import space_schema
 from farstep.wire import messages as m
 from farstep.wire.codec import pack
 from farstep.wire.compression import Compressor
@@ -41,16 +37,14 @@ from farstep.wire.versions import versions
 from farstep.worker.acting import Actor
 from farstep.worker.chunk_sender import ChunkSender
 from farstep.worker.hosting.base import Host, HostedEnvs
-from farstep.worker.hosting.stagger import StaggerSchedule
-from farstep.worker.hosting.staggered import Staggered, StaggeredEnvs, StaggeredVector
+from farstep.worker.hosting.hosts import AnyHost, make_host
+from farstep.worker.hosting.staggered import Staggered
 from farstep.worker.hosting.strict import StrictEnvs
-from farstep.worker.hosting.vector import HostedVector
 from farstep.worker.inbox import Inbox, TicketCancelled
 from farstep.worker.lock_step import LockStepWorker
-from farstep.worker.rolling import AnyActor, AnyHost, Roller, Rollout
+from farstep.worker.rolling import AnyActor, Roller, Rollout
 from farstep.worker.saving import Saving, seed_generators
-from farstep.worker.weights.probing import Probing
-from farstep.worker.weights.sources import RemoteWeights, SharedWeights
+from farstep.worker.weights.weight_messages import WeightMessages
 from farstep.worker.weights.weight_sync import WeightSync
 from farstep.worker.worker_timer import Part, WorkerTimer
 
@@ -64,8 +58,6 @@ _TIMED: dict[type[m.FromHead], Part | None] = {
     m.Parameters: None,
 }
 """Messages that take time to handle, and the part of the worker's time that it counts toward; None: startup."""
-_KNOWN_ERRORS = ("builtins", "farstep.errors")
-"""Modules whose exception classes also exist on the head."""
 
 
 class Worker:
@@ -92,12 +84,10 @@ class Worker:
         """False for a worker inside the head's process."""
         self._host: AnyHost | None = None
         self._actor: AnyActor | None = None
-        self._base: tuple[str, bytearray] = ("", bytearray())
-        """The base that the head sent last: content hash and bytes."""
         self._sync = WeightSync(words)
+        self._weights = WeightMessages(link, self._inbox, self._sync)
         self._lock_step: LockStepWorker | None = None
         """Set if `make_vec` steps the environments without messages."""
-        self._agent_id = -1
         self._timer = WorkerTimer()
         self._index = 0
         """Number of chunks started so far (see `messages.Chunk.index`)."""
@@ -201,13 +191,11 @@ class Worker:
                 self._unparked(message)
             case m.Continued():
                 self._timer.remove_suspension(message.suspended_s)
-            case m.Newest():
-                if isinstance(self._sync.weights, RemoteWeights):
-                    self._sync.weights.announced = message.version
-                elif isinstance(self._actor, ServedActor):
-                    self._actor.newest = message.version
+            case m.Newest() if isinstance(self._actor, ServedActor):
+                self._actor.newest = message.version
             case m.Probe():
-                if message.agent == self._agent_id and isinstance(self._actor, Actor):  # otherwise for a replaced agent
+                # A probe of another agent is for one that was replaced.
+                if message.agent == self._weights.agent_id and isinstance(self._actor, Actor):
                     self._sync.compare(message, received.frames[1:], self._actor)
             case m.Weights():
                 log.debug("ignoring weights of version %d: their ticket was cancelled", message.version)
@@ -219,12 +207,12 @@ class Worker:
                 self._roller.set_layout(message, received.fds)
             case m.SetDoorbells():
                 self._set_doorbells(message, received.fds)
-            case m.SendBase():
-                self._base = (message.content_hash, bytearray(received.frames[1]))
             case m.SendAgent():
                 self._adopt(message, bytes(received.frames[1]))
-            case m.Parameters():
-                self._connect_weights(message, received.fds)
+            case m.SendBase() | m.Parameters() | m.Newest():
+                if isinstance(message, m.Parameters) and message.agent == self._weights.agent_id:
+                    self._check_digest(message)
+                self._weights.handle(message, received)
             case m.Call():
                 self._call(message, received.frames[1])
             case m.Welcome():
@@ -246,16 +234,7 @@ class Worker:
         self._first_slot = message.first_slot
         self._program: Program = pickle.loads(program)
         slots = Slots(message.first_slot, message.seeds, message.episodes)
-        source = self._program.source
-        if self._program.autoreset_mode:
-            mode = AutoresetMode(self._program.autoreset_mode)
-            self._host = StrictEnvs(source, slots, self._words, mode)
-        elif (stagger := self._program.stagger) is not None:
-            kind = StaggeredVector if source.is_vector else StaggeredEnvs
-            schedule = StaggerSchedule(stagger, self._program.num_slots, message.clock)
-            self._host = kind(source, slots, self._words, schedule)
-        else:
-            self._host = (HostedVector if source.is_vector else HostedEnvs)(source, slots, self._words)
+        self._host = make_host(self._program, slots, self._words, message.clock)
         self._obs, self._obs_schema = space_schema(self._host.observation_space, "obs")
         _, self._action_schema = space_schema(self._host.action_space, "action")
         rate = getattr(self._link, "rate", lambda: math.inf)
@@ -264,8 +243,9 @@ class Worker:
         self._inbox.on_taken = sender.acknowledged
         self._roller = Roller(self._host, self._words, self._inbox.poll, sender, self._timer)
         self._sync.rule = self._program.sync
+        self._weights.delta = self._program.weights.delta
         spaces = (pack(self._host.observation_space), pack(self._host.action_space))
-        self._send(m.Ready(*spaces, self._host.frame_stack if isinstance(self._host, Host) else 0))
+        self._send(m.Ready(*spaces, self._host.num_stacked_frames if isinstance(self._host, Host) else 0))
         self._words[PHASE] = Phase.CONNECT  # the time limit of this phase allows for slow imports
         for module in message.preload:  # import now, while the head does not wait for this worker
             __import__(module)
@@ -286,32 +266,26 @@ class Worker:
         self._words[PHASE] = Phase.LOAD
         if isinstance(self._actor, ServedActor):
             self._actor.close()
-        self._actor, self._agent_id = None, -1
-        self._sync.close()
+        self._actor, self._weights.agent_id = None, -1
+        self._weights.new_agent(message)
         if self._program.serving is not None:
             self._join_server(message)
             return
         had_torch = "torch" in sys.modules
         assert isinstance(self._host, Host)
         slots, program = self._host.slots, self._program
-        if not message.base:
-            self._base = ("", bytearray())
-        if message.base != self._base[0]:
-            raise WireError(f"an agent with the base {message.base}; this worker has {self._base[0] or 'none'}.")
-        actor = Actor(payload, program.inference, self._obs, slots, program.weights, self._has_gpu, self._base[1])
+        content_hash, base = self._weights.base
+        if message.base != content_hash:
+            raise WireError(f"an agent with the base {message.base}; this worker has {content_hash or 'none'}.")
+        actor = Actor(payload, program.inference, self._obs, slots, program.weights, self._has_gpu, base)
         if "torch" in sys.modules and not had_torch:
             sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             self._seed_globals(self._program.seed, slots.first)
         self._host.prepare(self._user_errors)
         self._words[PHASE] = Phase.ACT
         schema, state_schema, state = actor.dry_run(self._host.current, self._action_schema)
-        description: Schema = {}
-        window = probes_of(self._program.sync)
-        if window and comparing_method(actor.policy.agent, schema):
-            comparison = Comparison(actor.policy, self._obs, actor.structure["action"], state or None, schema)
-            description = comparison.check(actor.example)
-            self._sync.probing = Probing(comparison, window, rows_of(self._program.sync))
-        self._actor, self._agent_id = actor, message.agent
+        description = self._sync.start_probing(actor, self._obs, schema, state)
+        self._actor, self._weights.agent_id = actor, message.agent
         note = actor.policy.note
         self._send(
             m.AgentReady(message.agent, schema, pack(actor.recorded), state_schema, pack(state), note, description)
@@ -340,7 +314,7 @@ class Worker:
         except BaseException:
             actor.close()
             raise
-        self._actor, self._agent_id = actor, message.agent
+        self._actor, self._weights.agent_id = actor, message.agent
         self._send(
             m.AgentReady(
                 message.agent, joined.schema, joined.recorded, joined.state, joined.state_structure, joined.note
@@ -355,23 +329,11 @@ class Worker:
         if self._words[CANCEL] >= 2**62:
             raise TicketCancelled
 
-    def _connect_weights(self, message: m.Parameters, fds: Sequence[int]) -> None:
-        if message.agent != self._agent_id:  # for an agent that this worker rejected
-            for fd in fds:
-                os.close(fd)
-            return
+    def _check_digest(self, message: m.Parameters) -> None:
         assert isinstance(self._actor, Actor)
         self._words[PHASE] = Phase.LOAD
         check_digest(message.digest, self._actor.loader.schema)
         self._words[PHASE] = Phase.IDLE
-        if fds:
-            self._sync.weights = SharedWeights(fds[0], message.nbytes, message.buffers)
-        else:
-            self._sync.weights = RemoteWeights(self._request_weights, self._program.weights.delta)
-
-    def _request_weights(self, held: int) -> tuple[int, int, Sequence[BytesLike]]:
-        self._send(m.WeightRequest(self._agent_id, held))
-        return self._inbox.wait_for_weights(self._agent_id)
 
     def _unparked(self, message: m.Unparked) -> None:
         self._timer.skip()
@@ -417,7 +379,7 @@ class Worker:
         except TicketCancelled:
             return
         except ServedError as error:
-            self._report(error, agent=self._agent_id)
+            self._report(error, agent=self._weights.agent_id)
             return
         finally:
             self._words[PHASE] = Phase.IDLE
@@ -509,18 +471,14 @@ class Worker:
         step: bool = False,
     ) -> None:
         phase = Phase(self._words[PHASE])
-        text = printable("".join(traceback.format_exception(error)))
-        kind = type(error).__name__ if type(error).__module__ in _KNOWN_ERRORS else ""
-        message, label = described(error), phase.label
-        if isinstance(error, ServedError):  # show the error as it was raised in the acting server
-            remote = error.failed
-            message, text, kind, label = remote.message, remote.traceback, remote.kind, remote.phase
+        remote = error.failed if isinstance(error, ServedError) else None  # as it was raised in the acting server
+        report = remote or report_of(error)
         self._send(
             m.Failure(
-                message=message,
-                traceback=text,
-                phase=label,
-                kind=kind,
+                message=report.message,
+                traceback=report.traceback,
+                phase=remote.phase if remote else phase.label,
+                kind=report.kind,
                 version=self._actor.version if self._actor else None,
                 ticket=ticket,
                 again=again,

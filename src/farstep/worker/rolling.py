@@ -21,13 +21,11 @@ from farstep.wire.codec import pack
 from farstep.worker.acting import Actor
 from farstep.worker.chunk_sender import ChunkPayload, ChunkSender
 from farstep.worker.hosting.base import Host, HostedEnvs
+from farstep.worker.hosting.hosts import AnyHost
 from farstep.worker.hosting.staggered import Staggered
-from farstep.worker.hosting.strict import StrictEnvs
-from farstep.worker.hosting.vector import HostedVector
 from farstep.worker.inbox import TicketCancelled
 from farstep.worker.worker_timer import WorkerTimer
 
-AnyHost = HostedEnvs | HostedVector | StrictEnvs
 AnyActor = Actor | ServedActor
 _POLL_S = 0.2
 """Seconds between two polls of the link for a `Cancel` while rolling, in a worker without shared memory."""

@@ -46,7 +46,7 @@ class SavedSlot:
 class Host:
     """Base class of hosts in workers that act: the slots and their latest observations, with which a chunk starts."""
 
-    frame_stack = 0
+    num_stacked_frames = 0
     """Frames per stacked observation; 0: observations are not stacked, as far as known."""
 
     def __init__(
@@ -159,7 +159,7 @@ class HostedEnvs(Host):
 
     def __init__(self, source: Source, slots: Slots, progress: memoryview) -> None:
         self._envs = SingleEnvs(source, len(slots.roots), progress)
-        self.frame_stack = stacked_frames(self._envs.envs[0])
+        self.num_stacked_frames = stacked_frames(self._envs.envs[0])
         super().__init__(self._envs.spaces, slots, progress, source.info_keys)
         self._single = self._obs if isinstance(self._obs, str) else None
         self._steps = [env.step for env in self._envs.envs]

@@ -31,7 +31,7 @@ class HostedVector(Host):
         self._source = source
         self.env = _build(source, slots, progress)
         self._pool = source.type == "envpool"
-        self.frame_stack = stacked_frames(self.env)
+        self.num_stacked_frames = stacked_frames(self.env)
         if self._pool:
             self.mode = AutoresetMode.NEXT_STEP
             spaces = self.env.observation_space, self.env.action_space

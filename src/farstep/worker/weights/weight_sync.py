@@ -7,10 +7,12 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from farstep.agents.divergence import Comparison, comparing_method
 from farstep.core import BytesLike, SyncRule, SyncState
 from farstep.errors import ConfigError, described
 from farstep.rollout.progress import COUNT, PHASE, Phase
-from farstep.sync.rules import Always, divergence_of, name_of, probes_of, threshold_of
+from farstep.schema import Schema, Structure
+from farstep.sync.rules import Always, divergence_of, name_of, probes_of, rows_of, threshold_of
 from farstep.wire import messages as m
 from farstep.worker.acting import Actor
 from farstep.worker.weights.probing import Probing
@@ -50,6 +52,26 @@ class WeightSync:
         if self.weights is not None:
             self.weights.close()
             self.weights = None
+
+    def start_probing(self, actor: Actor, obs: Structure, schema: Schema, state: Structure) -> Schema:
+        """From now on, measure divergence, if the rule needs it and the agent's policies can be compared.
+
+        Args:
+            actor: The new agent.
+            obs: The structure of observations.
+            schema: Schema of the arrays that `act` returns.
+            state: Structure of the recurrent state; empty if the agent has none.
+
+        Returns:
+            The schema of a policy's description; empty if nothing is measured.
+        """
+        window = probes_of(self.rule)
+        if not window or not comparing_method(actor.policy.agent, schema):
+            return {}
+        comparison = Comparison(actor.policy, obs, actor.structure["action"], state or None, schema)
+        description = comparison.check(actor.example)
+        self.probing = Probing(comparison, window, rows_of(self.rule))
+        return description
 
     def compare(self, probe: m.Probe, frames: Sequence[BytesLike], actor: Actor) -> None:
         """Compare the current weights with the version of a probe."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from farstep.buffer.saving.store_state import check_free, restore_store
 from farstep.buffer.storage.contents import Contents
 from farstep.buffer.storage.free_cells import FreeCells
-from farstep.buffer.storage.store_state import check_free, restore_store
 from farstep.checkpoint.checks import check_array, check_keys, check_like, check_numpy_generator, prefixed, require
 from farstep.checkpoint.files import Refused
 from farstep.core import Array

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from farstep.buffer.saving.contents_state import contents_state
 from farstep.buffer.storage.contents import Contents
-from farstep.buffer.storage.contents_state import contents_state
 from farstep.checkpoint.files import ArrayParts
 from farstep.core import Array
 from farstep.errors import CheckpointError

@@ -16,9 +16,9 @@ from farstep.buffer import samplers
 from farstep.buffer.limiter import RateLimiter
 from farstep.buffer.options import BufferOptions, make_options
 from farstep.buffer.samplers import Sampler, check_sampler
+from farstep.buffer.saving.snapshot import Snapshot
 from farstep.buffer.storage.capacity import cells_of
 from farstep.buffer.storage.frames import FrameStack
-from farstep.buffer.storage.snapshot import Snapshot
 from farstep.buffer.storage.store import Store
 from farstep.buffer.storage.table import Table
 from farstep.checkpoint.checks import Count, check_array, check_keys, converted, require

@@ -1,0 +1,74 @@
+"""A run's share of the slots and devices of its coordinator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from farstep.config.launch import LaunchConfig
+from farstep.elastic.coordinator_client import CoordinatorClient, WorkerPool
+from farstep.elastic.device_ledger import DeviceLedger
+from farstep.errors import ConfigError, counted
+from farstep.event import Emit
+
+
+class RunShare:
+    """What a run may use. Without a coordinator, it may use all of its workers, and nothing waits.
+
+    Creating it waits for the coordinator's slots.
+
+    Args:
+        config: Names the coordinator, if there is one, and the run's priority and minimum.
+        num_workers: Number of workers that the run can use.
+        emit: Receives events.
+        check_open: Raises if the wait is to end.
+
+    Raises:
+        LaunchError: The coordinator cannot be reached.
+        ConfigError: The coordinator has fewer slots than the run needs.
+    """
+
+    def __init__(self, config: LaunchConfig, num_workers: int, emit: Emit, check_open: Callable[[], None]) -> None:
+        self._min_workers = config.min_workers
+        self._devices = DeviceLedger()
+        self._client: CoordinatorClient | None = None
+        if config.coordinator is None:
+            return
+        client = CoordinatorClient(config.coordinator, config.priority, config.min_workers, num_workers, emit)
+        try:
+            self._slots = client.wait(check_open)
+        except BaseException:
+            client.close()
+            raise
+        self._client = client
+
+    def drive(self, pool: WorkerPool) -> None:
+        """From now on, keep the number of running workers within the share."""
+        if self._client is not None:
+            pool.scale_workers(self._slots)
+            self._client.drive(pool)
+
+    def scale(self, pool: WorkerPool, workers: int) -> None:
+        """Run this number of workers; with a coordinator, request them."""
+        if self._client is None:
+            pool.scale_workers(workers)
+            return
+        if workers < self._min_workers:
+            raise ConfigError(f"scale got {counted(workers, 'worker')}; min_workers is {self._min_workers}.")
+        self._client.want(workers)
+
+    @contextlib.contextmanager
+    def device_token(self, check_open: Callable[[], None]) -> Iterator[int]:
+        """Context manager: wait for a device, yield its number (0 without a coordinator), and return it at the end."""
+        token = contextlib.nullcontext(0) if self._client is None else self._client.device_token(check_open)
+        with self._devices.held(token) as device:
+            yield device
+
+    def device_times(self) -> dict[str, float]:
+        """Return how long devices were held and waited for, as in `ClusterEnv.stats`."""
+        return self._devices.snapshot()
+
+    def close(self) -> None:
+        """Give everything back. Call it after the workers have ended."""
+        if self._client is not None:
+            self._client.close()

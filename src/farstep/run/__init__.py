@@ -1,0 +1,1 @@
+"""The parts of `ClusterEnv` and `make_vec` behind their public methods."""

@@ -1,0 +1,58 @@
+"""Handles what the head sends about weights, in a worker or an acting server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+
+from farstep.core import BytesLike, Link, Received
+from farstep.wire import messages as m
+from farstep.worker.inbox import Inbox
+from farstep.worker.weights.sources import RemoteWeights, SharedWeights
+from farstep.worker.weights.weight_sync import WeightSync
+
+
+class WeightMessages:
+    """Keeps the base of the agent, and connects a `WeightSync` to its source of weights.
+
+    Args:
+        link: Connection to the head.
+        inbox: Reads the link.
+        sync: The weights of the agent.
+    """
+
+    def __init__(self, link: Link, inbox: Inbox, sync: WeightSync) -> None:
+        self._link, self._inbox, self._sync = link, inbox, sync
+        self.base: tuple[str, bytearray] = ("", bytearray())
+        """The base that the head sent last: content hash and bytes."""
+        self.agent_id = -1
+        """The agent whose weights are used; -1: none."""
+        self.delta = False
+        """Whether the head may send deltas."""
+
+    def handle(self, message: m.SendBase | m.Parameters | m.Newest, received: Received) -> None:
+        """Handle one message from the head. `Parameters` of another agent are ignored."""
+        match message:
+            case m.SendBase():
+                self.base = (message.content_hash, bytearray(received.frames[1]))
+            case m.Parameters() if message.agent != self.agent_id:
+                for fd in received.fds:
+                    os.close(fd)
+            case m.Parameters() if received.fds:
+                self._sync.weights = SharedWeights(received.fds[0], message.nbytes, message.buffers)
+            case m.Parameters():
+                self._sync.weights = RemoteWeights(partial(self._request, message.agent), self.delta)
+            case m.Newest():
+                if isinstance(self._sync.weights, RemoteWeights):
+                    self._sync.weights.announced = message.version
+
+    def new_agent(self, message: m.SendAgent) -> None:
+        """Discard what belongs to the last agent."""
+        self._sync.close()
+        if not message.base:
+            self.base = ("", bytearray())
+
+    def _request(self, agent: int, held: int) -> tuple[int, int, Sequence[BytesLike]]:
+        self._link.send([m.encode(m.WeightRequest(agent, held))])
+        return self._inbox.wait_for_weights(agent)
