@@ -186,15 +186,23 @@ def test_workers_get_the_base_once_and_then_only_adapters() -> None:
             check_batch(env, policy)
         sent = env.stats()["bytes"]
         assert sent["weights_sent"] == 3 * 2 * adapters < 3 * 2 * base / 5
-        assert 2 * base <= sent["base_sent"] < 2 * base + 200  # and a header for each worker
+        assert base <= sent["base_sent"] < base + 400  # in memory that workers share, and a header for each worker
+        assert len(set.intersection(*map(shared_memories, worker_pids()))) == 1  # one base for both workers
         os.kill(worker_pids()[1], signal.SIGKILL)
         eventually(lambda: env.stats()["workers"]["restarts"] == 1 and env.stats()["workers"]["alive"] == 2)
         check_batch(env, policy)  # base, then the newest adapters, for the new worker
-        assert env.stats()["bytes"]["base_sent"] == sent["base_sent"] * 3 // 2
+        assert sent["base_sent"] < env.stats()["bytes"]["base_sent"] < sent["base_sent"] + 200
+        sent = env.stats()["bytes"]
         other = make_policy()
         change(other, seed=7)
         check_batch(env, other)  # another agent on the same base
-        assert env.stats()["bytes"]["base_sent"] == sent["base_sent"] * 3 // 2
+        assert env.stats()["bytes"]["base_sent"] == sent["base_sent"]
+
+
+def shared_memories(pid: int) -> set[str]:
+    """Inodes of the messages in shared memory that a process has mapped."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "memfd:farstep-message" in line}
 
 
 SHELL = """#!/bin/sh
@@ -335,7 +343,7 @@ def test_aride_learns_and_resumes_with_adapters_only(tmp_path: Path) -> None:
         changed = {name for name, tensor in policy.state_dict().items() if not torch.equal(tensor, first[name])}
         assert changed == set(policy.get_parameters())
         stats = env.stats()
-        assert 2 * base <= stats["bytes"]["base_sent"] < 2 * base + 200  # and a header for each worker
+        assert base <= stats["bytes"]["base_sent"] < base + 400  # and a header for each worker
         assert stats["bytes"]["weights_sent"] == stats["pulls"]["total"] * adapters
 
         saved = checkpoint.load(tmp_path).arrays

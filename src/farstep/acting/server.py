@@ -39,6 +39,7 @@ from farstep.acting.mailbox import (
     Mailbox,
     MailboxLayout,
 )
+from farstep.agents.base_weights import BaseBytes, received_base
 from farstep.core import BytesLike, Link, Received
 from farstep.errors import AgentError, WireError, described, printable
 from farstep.rollout.program import Program
@@ -145,7 +146,7 @@ class ActingServer:
         """Connected workers by the descriptor of their socket."""
         self._poll = self._doorbell.poll_with([self._listener.fileno(), link.fileno()])
         self._program: Program | None = None
-        self._base: tuple[str, bytearray] = ("", bytearray())
+        self._base: tuple[str, BaseBytes] = ("", bytearray())
         self._agent_id = -1
         self._payload = b""
         self._actor: BatchActor | None = None
@@ -221,7 +222,8 @@ class ActingServer:
             case m.Welcome():
                 self._construct(message, received.frames[1])
             case m.SendBase():
-                self._base = (message.content_hash, bytearray(received.frames[1]))
+                base = received_base(message.nbytes, received.frames[1:], received.fds)
+                self._base = (message.content_hash, base)
             case m.SendAgent():
                 self._adopt(message, bytes(received.frames[1]))
             case m.Parameters():

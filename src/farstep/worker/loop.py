@@ -24,6 +24,7 @@ import cloudpickle
 from gymnasium.vector import AutoresetMode
 
 from farstep.acting.client import ServedActor, ServedError, ServerLost, group_sizes
+from farstep.agents.base_weights import BaseBytes, received_base
 from farstep.agents.divergence import Comparison, comparing_method
 from farstep.core import BytesLike, Link, Received
 from farstep.errors import WireError, described, printable
@@ -92,7 +93,7 @@ class Worker:
         """False for a worker inside the head's process."""
         self._host: AnyHost | None = None
         self._actor: AnyActor | None = None
-        self._base: tuple[str, bytearray] = ("", bytearray())
+        self._base: tuple[str, BaseBytes] = ("", bytearray())
         """The base that the head sent last: content hash and bytes."""
         self._sync = WeightSync(words)
         self._lock_step: LockStepWorker | None = None
@@ -220,7 +221,8 @@ class Worker:
             case m.SetDoorbells():
                 self._set_doorbells(message, received.fds)
             case m.SendBase():
-                self._base = (message.content_hash, bytearray(received.frames[1]))
+                base = received_base(message.nbytes, received.frames[1:], received.fds)
+                self._base = (message.content_hash, base)
             case m.SendAgent():
                 self._adopt(message, bytes(received.frames[1]))
             case m.Parameters():
