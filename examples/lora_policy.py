@@ -171,7 +171,7 @@ def main(args: Args) -> None:
         after, stats = mean_return(env, policy), env.stats()
     pulls, sent = stats["pulls"]["total"], stats["bytes"]["weights_sent"]
     print(f"return with adapters:     {after:.2f} after {stats['steps']:,} steps and {time.monotonic() - start:.0f} s")
-    print(f"base weights: sent {args.workers} times, {stats['bytes']['base_sent'] / 1e6:.2f} MB in total")
+    print(f"base weights: sent once for all {args.workers} workers, {stats['bytes']['base_sent'] / 1e6:.2f} MB")
     print(f"adapters: loaded {pulls} times, {sent / 1e6:.2f} MB; full weights would be {pulls * full / 1e6:.2f} MB")
 
 

@@ -110,7 +110,7 @@ def test_priorities_are_restored(tmp_path: Path) -> None:
 def test_size_and_place_are_announced_before_the_run(tmp_path: Path) -> None:
     run = Run(CONFIGS["dqn"], tmp_path, 200)
     first = next(event.text for event in run.events if event.kind == "announced")
-    assert first.startswith("a checkpoint of the full replay buffer takes 0.1 MiB in ")
+    assert first.startswith("a checkpoint of the full replay buffer takes 0.2 MiB in ")
     assert str(tmp_path / "buffer") in first
 
 

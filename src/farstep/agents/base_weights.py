@@ -9,16 +9,20 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from farstep.agents.parameters import is_tensor
 from farstep.core import BytesLike
 from farstep.errors import AgentError, described
+from farstep.wire.channels.memory import map_immutable
 
 _ALIGN = 64
+BaseBytes = bytearray | memoryview
+"""The base as one writable buffer: a process's own, or a private mapping of memory that it shares with others."""
 Reference = tuple[int, tuple[int, ...], Any]
 """What a pickled agent has in place of a tensor of its base: offset in the payload, shape and dtype."""
 
@@ -126,13 +130,30 @@ def _add(digest: Any, name: str, tensor: Any, data: BytesLike) -> None:
     digest.update(data)
 
 
-def unpickle_agent(payload: BytesLike, base: bytearray) -> Any:
+def unpickle_agent(payload: BytesLike, base: BaseBytes) -> Any:
     """Unpickle an agent. Its base parameters use the memory of `base`, so several copies of an agent share one base."""
     return _Unpickler(payload, base).load()
 
 
+def received_base(nbytes: int, frames: Sequence[BytesLike], fds: Sequence[int]) -> BaseBytes:
+    """Return the base that a `SendBase` message brought to a worker.
+
+    Args:
+        nbytes: Size of the base, if it is in shared memory.
+        frames: The frames after the message.
+        fds: Its descriptors; they are closed.
+    """
+    if not fds:
+        return bytearray(frames[0])
+    try:
+        return map_immutable(fds[0], nbytes, writable=True)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, payload: BytesLike, base: bytearray) -> None:
+    def __init__(self, payload: BytesLike, base: BaseBytes) -> None:
         super().__init__(io.BytesIO(payload))
         self._base = base
         self._loaded: dict[int, Any] = {}

@@ -13,6 +13,7 @@ from farstep.buffer.options import BufferOptions
 from farstep.buffer.samplers import Sampler
 from farstep.buffer.sampling import Chooser
 from farstep.buffer.storage.contents import Contents
+from farstep.buffer.storage.contents_state import contents_state
 from farstep.buffer.storage.store import Store
 from farstep.errors import ConfigError
 from farstep.schema import Schema, Structure
@@ -153,6 +154,18 @@ class BoundArrays:
         """Bytes of the arrays that hold the rows; 0 before they are allocated."""
         contents = self._contents
         return 0 if contents is None else contents.store.nbytes
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes on disk of a checkpoint of the full buffer, without the observations after episodes; 0 before the
+        arrays are allocated."""
+        if self._contents is None:
+            return 0
+        with self._lock:
+            state, _ = contents_state(self.contents)
+            index = sum(array.nbytes for array in state.values())
+            log = 8 * (self.capacity - len(self)) if self.contents.is_linked else 0  # grows by a key per row
+            return self.nbytes + index + log
 
     @property
     def schema(self) -> Schema:

@@ -10,7 +10,7 @@ import numpy as np
 
 from farstep.buffer.limiter import MinSize, RateLimiter, check_limiter
 from farstep.buffer.samplers import FIFO, Sampler, check_remover, check_sampler
-from farstep.buffer.storage.capacity import fitting_capacity
+from farstep.buffer.storage.capacity import fitting_capacity, index_bytes
 from farstep.buffer.storage.contents import Contents
 from farstep.buffer.storage.frames import FrameStack
 from farstep.config.env import check_count
@@ -87,11 +87,30 @@ class BufferOptions:
         if columns > 1 and not self.is_cyclic:
             raise ConfigError(f"{self.unordered_reason}, so rows of all environments share one column.")
         shares = 1 if self.is_pooled else columns
-        stored = schema if self.frame_stack is None else self.frame_stack.stored(schema)
-        capacity = fitting_capacity(stored, self.capacity, shares, self.is_cyclic, self.max_bytes)
+        rows, index = self._array_bytes(schema), self._index_bytes(schema)
+        capacity = fitting_capacity(rows, self.capacity, shares, self.is_cyclic, self.max_bytes, index)
         self._check_limiter(capacity)
         self.sampler.check_room(capacity // shares)
         return replace(self, capacity=capacity)
+
+    def row_bytes(self, schema: Schema) -> int:
+        """Return the bytes of memory per row of `schema`: those of its arrays, each frame of a stack once, and of its
+        place in the index.
+
+        Observations after the last row of an episode, and the older frames of its first row, are stored in addition.
+        """
+        return self._array_bytes(schema) + self._index_bytes(schema)
+
+    def _array_bytes(self, schema: Schema) -> int:
+        stored = schema if self.frame_stack is None else self.frame_stack.stored(schema)
+        return sum(spec.nbytes for spec in stored.values())
+
+    def _index_bytes(self, schema: Schema) -> int:
+        has_tails = self.is_cyclic and any(name.split(".")[0] == "obs" for name in schema)
+        num_stacks = 0 if self.frame_stack is None else len(self.frame_stack.arrays)
+        return index_bytes(
+            is_linked=self.is_pooled, num_sparse=has_tails + num_stacks, has_priorities=self.sampler.uses_priorities
+        )
 
     def allocate(
         self, schema: Schema, columns: int, structures: Mapping[str, Structure], rng: np.random.Generator

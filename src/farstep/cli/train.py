@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
             stack.enter_context(env)
             learner = make_learner(name, run, options.learner, env)
             if isinstance(learner, ReplayLearner):
-                check_launched(options.learner.replay, env, learner.names, recorded)
+                check_launched(options.learner.replay, env, learner, recorded)
         except KeyboardInterrupt:
             sys.stderr.write("farstep: stopped by SIGINT before training began; no run folder was created\n")
             return _EXIT_STATUS["SIGINT"]

@@ -42,6 +42,7 @@ from farstep.learners.episodes.estimates import Estimates, critic_targets, estim
 from farstep.learners.episodes.padded_episodes import Episodes, episodes_of
 from farstep.learners.episodes.penalties import INVALID_ACTION
 from farstep.learners.loop.iteration import Loop
+from farstep.learners.networks.agent import check_kind
 from farstep.learners.networks.nets import ActorCritic, Evaluation, NetConfig
 from farstep.learners.networks.normalizers import RewardScale
 from farstep.learners.options.checks import LARGE, check_above, check_choice, check_counts, check_numbers
@@ -139,6 +140,9 @@ class Aride(ReplayLearner[ActorCritic]):
         seed: Seed of the sampler; the trajectory critic's initial weights are drawn from torch's global generator.
         device: Device of the learner, as torch names it.
 
+    Raises:
+        AgentError: The learner cannot train this agent.
+
     Example:
         >>> config = ArideConfig()
         >>> agent = make_agent(*env.launch(), config.net, config.gamma)
@@ -146,6 +150,7 @@ class Aride(ReplayLearner[ActorCritic]):
     """
 
     def __init__(self, agent: ActorCritic, config: ArideConfig, seed: int, device: str = "cpu") -> None:
+        check_kind(agent, ActorCritic, "A-RIDE", adapters=True)
         super().__init__(agent, config.replay, seed, device)
         self.config = config
         self._optimizer = FlatAdam(agent.parameters(), config.learning_rate, config.max_grad_norm)

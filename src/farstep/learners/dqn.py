@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from farstep.buffer.samplers import NStep, Prioritized, Sampler, Uniform
 from farstep.config.field_docs import show_fields
+from farstep.learners.networks.agent import check_kind
 from farstep.learners.networks.encoders import Space
 from farstep.learners.networks.q_network import PrioritizingQAgent, QAgent, QNetConfig
 from farstep.learners.options.checks import LARGE, check_above, check_choice, check_counts, check_numbers
@@ -159,6 +160,9 @@ class DQN(ReplayLearner[QAgent]):
         seed: Seed of the sampler.
         device: Device of the learner, as torch names it.
 
+    Raises:
+        AgentError: The learner cannot train this agent.
+
     Example:
         >>> config = DQNConfig(learning_rate=1e-3)
         >>> agent = make_q_agent(*env.launch(), config)
@@ -168,6 +172,7 @@ class DQN(ReplayLearner[QAgent]):
     names = ("obs", "action", "reward", "discount", "next_obs")
 
     def __init__(self, agent: QAgent, config: DQNConfig, seed: int, device: str = "cpu") -> None:
+        check_kind(agent, QAgent, "DQN", adapters=False)
         super().__init__(agent, config.replay, seed, device)
         self.config = config
         self._optimizer = FlatAdam(agent.parameters(), config.learning_rate, config.max_grad_norm)

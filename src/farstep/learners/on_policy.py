@@ -20,6 +20,7 @@ from farstep.learners.loop.iteration import Iteration, Loop
 from farstep.learners.loop.statistics import Statistics, check_rewards
 from farstep.learners.loop.timing import Timer
 from farstep.learners.loop.worker_scaling import WorkerScaling, check_scaling
+from farstep.learners.networks.agent import check_kind
 from farstep.learners.networks.nets import ActorCritic, NetConfig
 from farstep.learners.optimizing import Loss, Optimizer, Schedule, onednn_for_images
 from farstep.learners.options.task_defaults import defaults_for, rollout_steps
@@ -74,6 +75,7 @@ class OnPolicy:
     def __init__(
         self, agent: ActorCritic, config: OptimizerOptions, seed: int, device: str, scaling: Rule | None = None
     ) -> None:
+        check_kind(agent, ActorCritic, type(self).__name__, adapters=True)
         self.device = torch.device(device)
         self.agent = agent.to(self.device)
         self.defaults = defaults_for(agent.sees_images)

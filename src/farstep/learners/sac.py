@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from farstep.buffer.samplers import NStep, Sampler
 from farstep.config.field_docs import show_fields
+from farstep.learners.networks.agent import check_kind
 from farstep.learners.networks.encoders import Space
 from farstep.learners.networks.soft_actor import SACNetConfig, SoftActor, TwinCritics
 from farstep.learners.options.checks import LARGE, check_above, check_counts, check_numbers
@@ -132,6 +133,9 @@ class SAC(ReplayLearner[SoftActor]):
         seed: Seed of the sampler; the critics' initial weights are drawn from torch's global generator.
         device: Device of the learner, as torch names it.
 
+    Raises:
+        AgentError: The learner cannot train this agent.
+
     Example:
         >>> config = SACConfig()
         >>> agent = make_soft_actor(*env.launch(), config)
@@ -141,6 +145,7 @@ class SAC(ReplayLearner[SoftActor]):
     names = ("obs", "action", "reward", "discount", "next_obs")
 
     def __init__(self, agent: SoftActor, config: SACConfig, seed: int, device: str = "cpu") -> None:
+        check_kind(agent, SoftActor, "SAC", adapters=False)
         super().__init__(agent, config.replay, seed, device)
         self.config = config
         self._critics = TwinCritics(agent, config.net).to(self.device)

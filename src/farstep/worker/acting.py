@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from farstep.agents.base_weights import unpickle_agent
+from farstep.agents.base_weights import BaseBytes, unpickle_agent
 from farstep.agents.parameters import ParameterLoader, as_array, leaves_of
 from farstep.agents.policy import Policy, same_randomness
 from farstep.batch import PRIORITY, RESERVED, is_final
@@ -45,7 +45,7 @@ class Actor:
         slots: Slots,
         weights: WeightsConfig = ALL_WEIGHTS,
         has_gpu: bool = False,
-        base: bytearray | None = None,
+        base: BaseBytes | None = None,
     ) -> None:
         self._slots, self._obs = slots, obs
         # `dry_run` calls a second copy, because an agent may count its calls. Unpickle this copy first: unpickling a
@@ -315,7 +315,7 @@ def prioritized_rows(rows: Rows, steps: int, structure: Mapping[str, Any], obs: 
     return {key: map_leaves(np.array, value) for key, value in given.items()}
 
 
-def _unpacked(payload: bytes, base: bytearray | None) -> Any:
+def _unpacked(payload: bytes, base: BaseBytes | None) -> Any:
     try:
         return unpickle_agent(payload, base or bytearray())
     except Exception as error:

@@ -62,7 +62,7 @@ class TwinLearner:
 
     def step(self, batch: ReplayBatch) -> tuple[Mapping[str, Tensor], Tensor | None]:
         assert torch.equal(batch.rows["left"], batch.rows["right"]), "a worker acted with half an update"
-        self.seen |= set(batch.rows["left"].tolist())
+        self.seen |= set(batch.rows["left"].flatten().tolist())
         self.updates += 1
         if self.updates == self.fail_at:
             raise ZeroDivisionError("of the test")

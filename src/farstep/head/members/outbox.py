@@ -26,7 +26,7 @@ class Outbox:
     def __init__(self, records: Sequence[WorkerRecord], supervisor: Supervisor, shares_memory: bool) -> None:
         self._records, self._supervisor, self._shares_memory = records, supervisor, shares_memory
         self.base_sent = 0
-        """Bytes of `SendBase` messages to all workers."""
+        """Bytes of bases that were sent: to every worker, or once if workers share memory with the head."""
         self._announcements: list[tuple[int, m.FromHead, Sequence[Any], Sequence[int]]] = []
         """What a worker gets before its first ticket (agent, parameters, layout): numbers in the order of announcement,
         messages, frames and descriptors."""

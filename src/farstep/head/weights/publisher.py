@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from farstep.agents.policy import Policy, ship
 from farstep.agents.update_gate import UpdateGate
 from farstep.config.env import EnvConfig
 from farstep.core import Agent, Array, BytesLike, SyncRule
-from farstep.errors import AgentError, HandshakeError, WireError, WorkerError, described
+from farstep.errors import AgentError, HandshakeError, WireError, WorkerError, described, typed_shortage
 from farstep.head.chunks.rollouts import Rollouts, agent_structures
 from farstep.head.members.worker_records import WorkerRecord
 from farstep.head.server import Server
@@ -24,6 +25,7 @@ from farstep.rollout.blocks import Layout
 from farstep.schema import Schema, differences
 from farstep.sync.rules import probes_of, rows_of
 from farstep.wire import messages as m
+from farstep.wire.channels.memory import write_immutable
 
 
 class Publisher:
@@ -72,6 +74,8 @@ class Publisher:
         self._store: ParameterStore | None = None
         self._base_hash = ""
         """Content hash of the base that workers have; empty if none."""
+        self._base_fd = -1
+        """Descriptor of the base in shared memory; -1 if there is none."""
         self._base_watch: BaseWatch | None = None
         self._handed: dict[int, tuple[int, int, int]] = {}
         """For each worker, its last request for weights: incarnation, agent and version."""
@@ -94,6 +98,7 @@ class Publisher:
         if self._store is not None:
             self._store.close()
             self._store = None
+        self._close_base()
         self._agent = self.prober = None
         self.version = 0
 
@@ -220,13 +225,27 @@ class Publisher:
         self._server.handshake.start_s["agent"] = time.monotonic() - began
 
     def _announce_base(self, base: BaseWeights | None) -> None:
-        """Send an agent's base to workers, unless they have it."""
+        """Send an agent's base to workers, unless they have it. Workers of this machine share one copy in memory."""
+        if base is not None and base.content_hash == self._base_hash:
+            return
+        self._server.outbox.retract(m.SendBase)
+        self._close_base()
         if base is None:
-            self._base_hash = ""
-            self._server.outbox.retract(m.SendBase)
-        elif base.content_hash != self._base_hash:
-            self._base_hash = base.content_hash
+            return
+        self._base_hash = base.content_hash
+        if self._server.shares_memory:
+            with typed_shortage(f"the base of {len(base.payload)} bytes could not be put into shared memory"):
+                self._base_fd = write_immutable([base.payload])
+            self._server.outbox.base_sent += len(base.payload)
+            self._server.outbox.announce(m.SendBase(base.content_hash, len(base.payload)), fds=[self._base_fd])
+        else:
             self._server.outbox.announce(m.SendBase(base.content_hash), [base.payload])
+
+    def _close_base(self) -> None:
+        self._base_hash = ""
+        if self._base_fd >= 0:
+            os.close(self._base_fd)
+            self._base_fd = -1
 
     def _forget_agent(self) -> None:
         with self._server.locked():

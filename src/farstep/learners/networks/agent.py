@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from farstep.core import Array
+from farstep.errors import AgentError
 
 
 class NetworkAgent(nn.Module):
@@ -57,3 +58,27 @@ class NetworkAgent(nn.Module):
         agent.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()})
         agent.greedy = greedy
         return agent
+
+
+def check_kind(agent: object, kind: type[NetworkAgent], learner: str, *, adapters: bool) -> None:
+    """Raise `AgentError` unless a learner can train an agent.
+
+    Args:
+        agent: The agent that was passed to the learner.
+        kind: Class of the agents that the learner trains.
+        learner: Name of the learner.
+        adapters: Whether the learner can train adapters (`farstep.agents.lora.LoraAgent`).
+    """
+    has_adapters = isinstance(agent, NetworkAgent) and bool(agent.base_parameters())
+    if isinstance(agent, kind) and (adapters or not has_adapters):
+        return
+    expected = kind.__name__ if adapters else f"{kind.__name__} without adapters"
+    advice = (
+        f"Derive the agent's class from it, e.g. class Policy(LoraAgent, {kind.__name__})."
+        if adapters
+        else "Train adapters with PPO, AsyncPPO, Impala or Aride, whose agents are of class ActorCritic (docs/lora.md)."
+    )
+    raise AgentError(
+        f"{learner} trains agents of class {expected}; got {type(agent).__name__}{' with adapters' * has_adapters}. "
+        f"{advice}"
+    )

@@ -125,7 +125,7 @@ class BufferCheckpoints:
         if self._folder is None:
             return
         disk = next(folder for folder in self._folder.parents if folder.is_dir())
-        needed, free = buffer.nbytes, shutil.disk_usage(disk).free
+        needed, free = buffer.checkpoint_bytes, shutil.disk_usage(disk).free
         text = (
             f"a checkpoint of the full replay buffer takes {needed / _MIB:,.1f} MiB in {self._folder}; one is written "
             f"every {self._config.buffer_checkpoint_s:g} s and at the end, next to the one before"

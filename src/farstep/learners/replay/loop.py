@@ -134,15 +134,7 @@ class ReplayLoop:
         with contextlib.closing(checkpoints), contextlib.ExitStack() as stack:
             session = self._resume(env, loop, checkpoints, stack) if self._resumed else None
             if session is None:
-                limiter = make_limiter(self._config, self._config.chunk_steps(env.num_envs) * env.num_envs)
-                buffer = Buffer(
-                    self._config.buffer_size,
-                    self._algorithm.sampler,
-                    limiter=limiter,
-                    pooled=is_concurrent(self._config, env),
-                    frame_stack=frame_stack_of(self._config, env),
-                    seed=self._seed,
-                )
+                buffer = make_buffer(self._config, self._algorithm.sampler, env, self._seed)
                 session = self._open(env, loop, stack.enter_context(buffer), checkpoints, stack)
                 if not self._resumed:
                     session.warm_up()
@@ -176,6 +168,25 @@ class ReplayLoop:
                 return None
             stack.push(opened.pop_all())
         return session
+
+
+def make_buffer(config: LoopConfig, sampler: Sampler, env: ClusterEnv, seed: int) -> Buffer:
+    """Make the buffer of a run, without its arrays.
+
+    Args:
+        config: Options of the loop.
+        sampler: How items are sampled.
+        env: The launched environments.
+        seed: Seed of the sampler.
+    """
+    return Buffer(
+        config.buffer_size,
+        sampler,
+        limiter=make_limiter(config, config.chunk_steps(env.num_envs) * env.num_envs),
+        pooled=is_concurrent(config, env),
+        frame_stack=frame_stack_of(config, env),
+        seed=seed,
+    )
 
 
 def make_limiter(config: LoopConfig, round_rows: int) -> RateLimiter:

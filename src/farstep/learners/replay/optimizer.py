@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable
 from typing import Generic, TypeVar
 
@@ -32,7 +33,7 @@ class FlatAdam:
     """Adam with gradient clipping; a step with a gradient that is not finite is skipped.
 
     Args:
-        parameters: The parameters to optimize; they become views of one vector.
+        parameters: The parameters to optimize, except frozen ones; they become views of one vector.
         learning_rate: Learning rate.
         max_grad_norm: Norm to which larger gradients are scaled down; None: no bound.
     """
@@ -40,7 +41,9 @@ class FlatAdam:
     def __init__(
         self, parameters: Iterable[nn.Parameter], learning_rate: float, max_grad_norm: float | None = None
     ) -> None:
-        self.values, self._gradient = flatten_parameters(list(parameters))
+        self.values, self._gradient = flatten_parameters(
+            [parameter for parameter in parameters if parameter.requires_grad]
+        )
         self._max_grad_norm = max_grad_norm
         self._moments = {name: torch.zeros_like(self.values) for name in ("exp_avg", "exp_avg_sq")}
         self._group = AdamGroup(learning_rate, [slice(0, self.values.numel())])
@@ -98,11 +101,12 @@ class TargetNetwork(Generic[M]):
 
     def __init__(self, network: M, optimizer: FlatAdam) -> None:
         device = next(network.parameters()).device
+        is_trained = [parameter.requires_grad for parameter in network.parameters()]
         self.network: M = copy.deepcopy(network).to(device).requires_grad_(False)
         self.saved = SavedNetwork(self.network)
         """Its parameters in checkpoints."""
         self._source = optimizer.values
-        self._values, _ = flatten_parameters(list(self.network.parameters()))
+        self._values, _ = flatten_parameters(list(itertools.compress(self.network.parameters(), is_trained)))
 
     @torch.no_grad()
     def follow(self, tau: float) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import copy
 
+import numpy as np
+
+from farstep.agents.parameters import as_array, leaves_of
+from farstep.agents.policy import Policy, same_randomness
+from farstep.batch import PRIORITY, is_final
 from farstep.cluster_env import ClusterEnv
 from farstep.errors import ConfigError
+from farstep.head.chunks.rollouts import base_rows
+from farstep.learners.networks.agent import NetworkAgent
 from farstep.learners.replay.config import EpisodeReplayConfig, LoopConfig
-from farstep.learners.replay.frame_stacks import frame_stack_of
-from farstep.learners.replay.loop import is_concurrent
+from farstep.learners.replay.loop import ReplayAlgorithm, is_concurrent, make_buffer
 from farstep.learners.replay.recorded_episodes import RecordedEpisodes
 from farstep.resources import available_memory
-from farstep.schema import space_schema
+from farstep.schema import ArraySpec, Schema, leaves, nest, space_schema
 
 
 def check_before_launch(config: LoopConfig, env: ClusterEnv, resumed: bool) -> RecordedEpisodes | None:
@@ -50,29 +56,49 @@ def check_before_launch(config: LoopConfig, env: ClusterEnv, resumed: bool) -> R
 
 
 def check_launched(
-    config: LoopConfig, env: ClusterEnv, names: Collection[str], recorded: RecordedEpisodes | None
+    config: LoopConfig, env: ClusterEnv, algorithm: ReplayAlgorithm, recorded: RecordedEpisodes | None
 ) -> None:
     """Check what depends on the environments' spaces: frame stacks, memory and recorded episodes.
 
     Args:
         config: Options of the buffer and the loop.
         env: The launched environments.
-        names: The arrays of a batch that the learner needs.
+        algorithm: The learner.
         recorded: What `check_before_launch` returned.
 
     Raises:
         ConfigError: An option does not fit the environments or this machine.
     """
-    spaces = env.launch()
-    schema = space_schema(spaces[0], "obs")[1]
-    stack = frame_stack_of(config, env)
-    stored = schema if stack is None else stack.stored(schema)
-    row_bytes = sum(spec.nbytes for spec in (*stored.values(), *space_schema(spaces[1], "action")[1].values()))
+    schema = row_schema(env, algorithm.agent)
+    with make_buffer(config, algorithm.sampler, env, seed=0) as buffer:
+        row_bytes = buffer.options.row_bytes(schema)
     needed, available = config.buffer_size * row_bytes, available_memory()
     if needed > available:
         raise ConfigError(
-            f"--buffer-size {config.buffer_size:,} needs at least {needed / 2**30:,.1f} GiB ({row_bytes:,} bytes per "
-            f"row), but this machine has {available / 2**30:,.1f} GiB available. Lower --buffer-size."
+            f"--buffer-size {config.buffer_size:,} needs {needed / 2**30:,.1f} GiB ({row_bytes:,} bytes per row), but "
+            f"this machine has {available / 2**30:,.1f} GiB available. Lower --buffer-size."
         )
     if recorded is not None and isinstance(config, EpisodeReplayConfig) and config.warmup is not None:
-        recorded.check(config.warmup, schema, names, spaces)
+        recorded.check(config.warmup, schema, algorithm.names, env.launch())
+
+
+def row_schema(env: ClusterEnv, agent: NetworkAgent) -> Schema:
+    """Return the arrays of a row as workers record them: those of the environments, and those that `act` returns.
+
+    Args:
+        env: The launched environments.
+        agent: The agent; a copy of it acts once, on the CPU.
+    """
+    space = copy.deepcopy(env.launch()[0])
+    space.seed(0)
+    structure, obs = space_schema(space, "obs")
+    example = {name: np.asarray(array)[None] for name, array in leaves(structure, space.sample())}
+    policy = Policy(copy.deepcopy(agent).to("cpu"))
+    with same_randomness():
+        out = policy(nest(structure, example), policy.initial_state(1), np.ones(1, bool), None)
+    out.pop("state", None)  # recorded once per chunk
+    outputs = {name: ArraySpec.of(as_array(leaf)) for key, part in out.items() for name, leaf in leaves_of(part, key)}
+    if callable(getattr(agent, "priorities", None)):
+        outputs[PRIORITY] = ArraySpec((), np.dtype(np.float32).str)
+    rows = {**base_rows(obs, info_keys=env.env_config.info_keys), **outputs}
+    return {name: spec for name, spec in rows.items() if not is_final(name)}

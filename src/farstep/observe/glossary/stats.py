@@ -177,7 +177,8 @@ STATS_GROUPS = (
             METRICS["bytes/weights_sent"],
             _head(
                 "bytes/base_sent",
-                "base weights that were sent, once to every worker process ([LoRA](lora.md))",
+                "base weights that were sent: once for all workers of this machine, and to every worker process of "
+                "other nodes ([LoRA](lora.md))",
                 kind="counter",
                 unit="bytes",
             ),

@@ -81,8 +81,13 @@ def write_immutable(frames: Sequence[BytesLike]) -> int:
     return fd
 
 
-def map_immutable(fd: int, nbytes: int) -> memoryview:
+def map_immutable(fd: int, nbytes: int, *, writable: bool = False) -> memoryview:
     """Map a peer's memfd without copying, so that unread bytes take no memory of this process.
+
+    Args:
+        fd: The descriptor.
+        nbytes: Size of the memory in bytes.
+        writable: Whether this process may write to its view. It then gets a copy of each page that it writes to.
 
     Raises:
         WireError: The descriptor is not a memfd, is not sealed, does not have the size `nbytes`, or has holes. Without
@@ -100,7 +105,8 @@ def map_immutable(fd: int, nbytes: int) -> memoryview:
         raise WireError(f"a large message of {about.st_size} bytes; its frame table says {nbytes}.")
     if about.st_blocks * _BLOCK_BYTES < nbytes:
         raise WireError(f"a large message of {nbytes} bytes, of which {about.st_blocks * _BLOCK_BYTES} were written.")
-    return mapped(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+    prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    return mapped(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=prot)
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

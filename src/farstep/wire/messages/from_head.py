@@ -34,12 +34,14 @@ class Refuse(msgspec.Struct, tag="refuse"):
 
 
 class SendBase(msgspec.Struct, tag="send-base"):
-    """Head to worker, before the first agent with this base: tensors that never change. The next frame has them.
+    """Head to worker, before the first agent with this base: tensors that never change.
 
+    The next frame has them; workers that share memory with the head get a descriptor instead, and map `nbytes` bytes.
     The worker keeps the base until it gets another base, or an agent without one.
     """
 
     content_hash: str
+    nbytes: int = 0
 
 
 class SendAgent(msgspec.Struct, tag="send-agent"):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 
+from farstep.agents.base_weights import BaseBytes, received_base
 from farstep.core import BytesLike, Link, Received
 from farstep.wire import messages as m
 from farstep.worker.inbox import Inbox
@@ -24,7 +25,7 @@ class WeightMessages:
 
     def __init__(self, link: Link, inbox: Inbox, sync: WeightSync) -> None:
         self._link, self._inbox, self._sync = link, inbox, sync
-        self.base: tuple[str, bytearray] = ("", bytearray())
+        self.base: tuple[str, BaseBytes] = ("", bytearray())
         """The base that the head sent last: content hash and bytes."""
         self.agent_id = -1
         """The agent whose weights are used; -1: none."""
@@ -35,7 +36,7 @@ class WeightMessages:
         """Handle one message from the head. `Parameters` of another agent are ignored."""
         match message:
             case m.SendBase():
-                self.base = (message.content_hash, bytearray(received.frames[1]))
+                self.base = (message.content_hash, received_base(message.nbytes, received.frames[1:], received.fds))
             case m.Parameters() if message.agent != self.agent_id:
                 for fd in received.fds:
                     os.close(fd)
