@@ -35,6 +35,7 @@ from farstep.sync import Always
 
 if TYPE_CHECKING:
     from farstep.observe.diagnosis import Diagnosis, RunMonitor
+    from farstep.observe.status import StatusPage
 
 Space = gymnasium.spaces.Space[Any]
 _MAX_STALENESS = 1000
@@ -96,14 +97,19 @@ class ClusterEnv:
         self._devices = DeviceLedger()
         self._monitor: RunMonitor | None = None
         """None before the first call of `diagnose`."""
+        self._status_page: StatusPage | None = None
+        """None before the first access to `status_url`."""
 
     def __repr__(self) -> str:
-        name = self.env_config.env_name
-        name = name if isinstance(name, str) else getattr(name, "__qualname__", getattr(name, "id", repr(name)))
         idle = "closed" if self._closed else "not launched"
         state = idle if self._collector is None else self._collector.server.state
         workers = f"{self.num_workers} worker{'s' * (self.num_workers > 1)}"
-        return f"<ClusterEnv {name}: num_envs={self.num_envs} on {workers}, {state}>"
+        return f"<ClusterEnv {self._name}: num_envs={self.num_envs} on {workers}, {state}>"
+
+    @property
+    def _name(self) -> str:
+        name = self.env_config.env_name
+        return name if isinstance(name, str) else getattr(name, "__qualname__", getattr(name, "id", repr(name)))
 
     # ---- start and end ----
 
@@ -204,6 +210,8 @@ class ClusterEnv:
         """End all workers and free their resources. Further calls do nothing; a concurrent call waits for the first."""
         self._closed = True
         with self._closing:
+            if self._status_page is not None:
+                self._status_page.close()
             if self._collector is not None:
                 self._finalizer()
 
@@ -556,6 +564,12 @@ class ClusterEnv:
         """
         return diagnoses_of(self, metrics)[0]
 
+    @property
+    def status_url(self) -> str:
+        """Address of a page that shows the run in a browser on this machine. The first access launches the workers if
+        necessary and starts the page's server, which `close` ends. Whoever has the address can see the run."""
+        return status_page_of(self).url
+
     def events(self, kinds: EventKind | Collection[EventKind] | None = None, since: float = 0.0) -> list[Event]:
         """Return the latest events of the run, at most 1,000. Also works before `launch` and after `close`.
 
@@ -617,6 +631,22 @@ def diagnoses_of(env: ClusterEnv, metrics: Sequence[Mapping[str, float]] = ()) -
         env._monitor = RunMonitor(env._events, *env._at_launch)
     use = machine_use(collector.server.local_pids())
     return env._monitor.diagnoses(collector.snapshot(), use, collector.kl_threshold, metrics)
+
+
+def status_page_of(env: ClusterEnv) -> StatusPage:
+    """Return the status page of a run. The first call starts its server."""
+    from farstep.observe.status import StatusPage  # not at launch: most programs show no page
+
+    threshold = env._launched().kl_threshold
+    with env._closing:
+        if env._status_page is None:
+            env._check_open()
+            run = weakref.proxy(env)  # the page's threads must not keep the run alive
+            events = env._events
+            page = StatusPage(lambda: run.stats(), events.events, lambda: diagnoses_of(run), threshold, env._name)
+            weakref.finalize(env, page.close)
+            env._status_page = page
+        return env._status_page
 
 
 def event_log_of(env: ClusterEnv) -> EventLog:
