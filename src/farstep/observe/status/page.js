@@ -6,8 +6,14 @@ const STATES = {
   alive: "rolling", starting: "starting", queued: "waits for a node", parked: "parked", released: "released until the next rollout",
   lost: "lost, being replaced",
 };
+const TIMES = {
+  env: "environments", inference: "policy", tickets: "waiting for the learner", send: "sending rows", weights: "loading weights",
+  wait: "waiting for rows", prepare: "assembling batches", update: "updates", publish: "publishing weights",
+};
+const FEW = 24;
 const BAD = new Set(["lost", "stuck", "failed"]);
 let chosen = null;
+let shown = null;
 let shownEvents = "";
 
 function element(name, attributes = {}, ...children) {
@@ -45,7 +51,7 @@ function show(data) {
   byId("state").textContent = data.live ? "running" : "ended";
   byId("options").textContent = data.run.options.map(([name, value]) => `${name} ${value}`).join(" · ");
   showProgress(data);
-  showDiagnosis(data.diagnoses, data.live);
+  showDiagnosis(data.diagnoses);
   showNumbers(data);
   showCluster(data);
   const curves = [["training (mean of the last 100 episodes)", data.series.return], ["evaluation", data.series.evaluation]];
@@ -69,7 +75,7 @@ function showProgress({ progress, live }) {
   byId("progress-text").textContent = `${number(progress.steps)} of ${number(progress.total_steps)} steps${left}`;
 }
 
-function showDiagnosis(diagnoses, live) {
+function showDiagnosis(diagnoses) {
   const box = byId("diagnosis");
   box.hidden = !diagnoses.length;
   box.classList.toggle("problem", diagnoses.some((each) => each.is_problem));
@@ -109,7 +115,7 @@ function showCluster({ workers, kl_threshold: threshold }) {
   byId("cluster-text").textContent =
     `The head gives tickets to ${count} worker${count > 1 ? "s" : ""} on ${nodes.size} host${nodes.size > 1 ? "s" : ""}: ${inWords}.`;
   const cluster = byId("cluster");
-  cluster.classList.toggle("many", count > 100);
+  cluster.className = count <= FEW ? "few" : count > 100 ? "many" : "";
   const layout = JSON.stringify([...nodes]);
   if (cluster.dataset.layout !== layout) {
     cluster.dataset.layout = layout;
@@ -121,13 +127,25 @@ function showCluster({ workers, kl_threshold: threshold }) {
     const text = describe(workers, worker, threshold);
     cell.title = text;
     cell.setAttribute("aria-label", text);
+    if (count <= FEW) showCard(cell, workers, worker, threshold);
   });
   byId("worker").textContent = chosen === null ? "Choose a worker with the mouse or the arrow keys." : describe(workers, chosen, threshold);
   byId("legend").replaceChildren(...Object.entries(STATES).map(([state, text]) => {
     const cell = element("span", { class: `cell ${state}` });
     return element("li", {}, cell, text);
   }));
-  show.workers = [workers, threshold];
+  shown = { workers, threshold };
+}
+
+function showCard(cell, workers, worker, threshold) {
+  const parts = [element("b", {}, `worker ${worker}`), element("span", {}, workers.rate[worker] ? `${number(workers.rate[worker])} steps/s` : workers.state[worker])];
+  const divergence = workers.divergence[worker];
+  if (divergence !== null && threshold) {
+    const fill = element("div", { class: "fill" });
+    fill.style.width = `${Math.min(100, 100 * divergence / threshold)}%`;
+    parts.push(element("span", { class: "key" }, `KL ${number(divergence)} of ${threshold}`), element("div", { class: "track" }, fill));
+  }
+  cell.replaceChildren(...parts);
 }
 
 function node(host, numbers) {
@@ -158,7 +176,7 @@ function choose(grid, worker) {
   cell.classList.add("chosen");
   cell.setAttribute("aria-selected", "true");
   grid.setAttribute("aria-activedescendant", cell.id);
-  byId("worker").textContent = describe(...show.workers.toSpliced(1, 0, worker));
+  byId("worker").textContent = describe(shown.workers, worker, shown.threshold);
 }
 
 function describe(workers, worker, threshold) {
@@ -222,10 +240,9 @@ function label(svg, x, y, text, anchor) {
 
 function bars(entries) {
   const list = element("ul", { class: "bars" });
-  const most = Math.max(...entries.map(([, share]) => share), 1e-9);
   for (const [name, share, text] of entries) {
     const fill = element("div", { class: "fill" });
-    fill.style.width = `${100 * share / most}%`;
+    fill.style.width = `${100 * share}%`;
     list.append(element("li", {}, element("span", {}, name), element("div", { class: "track" }, fill),
       element("span", { class: "value" }, text)));
   }
@@ -236,7 +253,7 @@ function showTimes(times) {
   const parts = Object.entries(times || {}).filter(([, shares]) => shares.length);
   byId("times-section").hidden = !parts.length;
   byId("times").replaceChildren(...parts.flatMap(([who, shares]) =>
-    [element("p", { class: "key" }, who), bars(shares.map(([name, share]) => [name, share, percent(share)]))]));
+    [element("p", { class: "key" }, who), bars(shares.map(([name, share]) => [TIMES[name] || name, share, percent(share)]))]));
 }
 
 function showLags(lags) {
@@ -264,7 +281,6 @@ function showBuffer(buffer) {
   const lines = [`${number(buffer.fill)} of ${number(buffer.capacity)} rows${buffer.bytes ? `, ${bytes(buffer.bytes)}` : ""}`];
   if (buffer.ratio !== null) lines.push(`${number(buffer.ratio)} rows sampled per row inserted`);
   byId("buffer").replaceChildren(bars([["filled", share, percent(share)]]), ...lines.map((text) => element("p", {}, text)));
-  byId("buffer").querySelector(".fill").style.width = percent(share);
 }
 
 function showEvents(events) {

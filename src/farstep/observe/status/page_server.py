@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import math
 import re
 import secrets
 import socket
@@ -34,7 +35,7 @@ _TIMEOUT_S = 10.0
 """Seconds after which a client that does not read or write is disconnected."""
 _FAREWELL_S = 0.5
 """Seconds that `close` gives clients to read the last data."""
-_MAX_CLIENTS = 32
+MAX_CLIENTS = 32
 _LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 _OTHER_SITES = ("cross-site", "same-site")
 
@@ -103,7 +104,8 @@ class _Feed:
         self._source = source
         self._lock = threading.Lock()
         self._json = b""
-        self._rendered_s = -_INTERVAL_S
+        self._rendered_s = -math.inf
+        self._showed_live = True
         self._closed = threading.Event()
 
     @property
@@ -113,7 +115,9 @@ class _Feed:
     def read(self) -> bytes:
         """Return the data as JSON, at most one interval old."""
         with self._lock:
-            if time.monotonic() - self._rendered_s >= _INTERVAL_S or not self._json:
+            is_old = time.monotonic() - self._rendered_s >= _INTERVAL_S
+            if is_old or self._showed_live != self._source.is_live:
+                self._showed_live = self._source.is_live
                 self._json = json.dumps(self._source.read(), separators=(",", ":"), allow_nan=False).encode()
                 self._rendered_s = time.monotonic()
             return self._json
@@ -138,7 +142,7 @@ class _Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            refused = len(self._clients) >= _MAX_CLIENTS
+            refused = len(self._clients) >= MAX_CLIENTS
             if not refused:
                 self._clients.add(request)
         if refused:
