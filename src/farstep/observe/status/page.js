@@ -25,9 +25,8 @@ function element(name, attributes = {}, ...children) {
 
 function number(value, digits = 3) {
   if (value === null || value === undefined) return "–";
-  const size = Math.abs(value);
-  if (size >= 10000 || Number.isInteger(value)) return Math.round(value).toLocaleString("en");
-  return size >= 1 || size === 0 ? String(Number(value.toPrecision(Math.max(digits, 3)))) : value.toPrecision(2);
+  if (Math.abs(value) >= 10000 || Number.isInteger(value)) return Math.round(value).toLocaleString("en");
+  return String(Number(value.toPrecision(Math.abs(value) < 1 ? 2 : digits)));
 }
 
 function bytes(value) {
