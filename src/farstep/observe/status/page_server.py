@@ -27,7 +27,7 @@ from importlib import resources
 from typing import Any, Protocol
 from urllib.parse import parse_qs, urlsplit
 
-from farstep.errors import RunError
+from farstep.errors import ConfigError, RunError
 
 _INTERVAL_S = 1.0
 """Seconds between two renderings of a live run."""
@@ -218,8 +218,12 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(HTTPStatus.OK, self.server.feed.read(), "application/json")
 
     def _metrics(self) -> None:
-        kind = "application/openmetrics-text; version=1.0.0"
-        self._answer(HTTPStatus.OK, self.server.metrics().encode(), kind)
+        try:
+            text = self.server.metrics()
+        except ConfigError as error:  # an optional package is missing
+            self._answer(HTTPStatus.NOT_IMPLEMENTED, f"{error}\n".encode(), "text/plain")
+            return
+        self._answer(HTTPStatus.OK, text.encode(), "application/openmetrics-text; version=1.0.0")
 
     def _events(self) -> None:
         """Send the data whenever they change; end after the last change."""
