@@ -28,6 +28,7 @@ from farstep.sync import Always
 
 if TYPE_CHECKING:
     from farstep.observe.diagnosis import Diagnosis
+    from farstep.observe.status import StatusPage
 
 
 class ClusterEnv:
@@ -435,6 +436,12 @@ class ClusterEnv:
         """
         return diagnoses_of(self, metrics)[0]
 
+    @property
+    def status_url(self) -> str:
+        """Address of a page that shows the run in a browser on this machine. The first access launches the workers if
+        necessary and starts the page's server, which `close` ends. Whoever has the address can see the run."""
+        return status_page_of(self).url
+
     def events(self, kinds: EventKind | Collection[EventKind] | None = None, since: float = 0.0) -> list[Event]:
         """Return the latest events of the run, at most 1,000. Also works before `launch` and after `close`.
 
@@ -480,6 +487,12 @@ def collector_for(env: ClusterEnv, agent: Agent) -> Collector:
 def diagnoses_of(env: ClusterEnv, metrics: Sequence[Mapping[str, float]] = ()) -> list[Diagnosis]:
     """Return what `ClusterEnv.diagnose` does, then further causes that are independent of it."""
     return env._launched().diagnoses(metrics)
+
+
+def status_page_of(env: ClusterEnv) -> StatusPage:
+    """Return the status page of a run. The first call starts its server."""
+    name = env.env_config.env_name
+    return env._launched().status_page(name if isinstance(name, str) else getattr(name, "__qualname__", repr(name)))
 
 
 def event_log_of(env: ClusterEnv) -> EventLog:

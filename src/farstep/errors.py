@@ -372,6 +372,7 @@ EXTRAS = {
     "imageio_ffmpeg": "video",
     "matplotlib": "plot",
     "peft": "lora",
+    "prometheus_client": "prometheus",
     "tensorboard": "tensorboard",
     "torch": "torch",
     "wandb": "wandb",

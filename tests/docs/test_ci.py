@@ -15,6 +15,8 @@ from tests.engines import podman_pods
 
 ROOT = Path(__file__).parents[2]
 PYTHON_AND_COMPILERS = {"make", "g++", "python3", "python3-venv", "python3-dev"}
+OBSERVERS = {"chromium", "chromium-driver", "fonts-dejavu-core", "prometheus"}
+"""What tests look at the status page with."""
 OTHERS = {"kubernetes_build.py", "kubernetes_cluster.py", "test_engines.py"}
 """Not engines of CI: `make test-kubernetes` runs the first two."""
 
@@ -25,7 +27,7 @@ def required_packages() -> set[str]:
     for path in (ROOT / "tests" / "engines").glob("*.py"):
         if path.name not in OTHERS:
             found.update(re.findall(r'\brequire\(\s*"([^"]+)"', path.read_text()))
-    return found
+    return found | OBSERVERS
 
 
 def run_ci(folder: Path, present: set[str], failing: str = "") -> subprocess.CompletedProcess[str]:

@@ -89,7 +89,7 @@ def test_the_readmes_commands_are_accepted():
     train_options = pytest.importorskip("farstep.cli.options.train_options")
     blocks = "".join(re.findall(r"^```bash\n(.*?)^```$", (ROOT / "README.md").read_text(), re.S | re.M))
     lines = re.findall(r"^farstep (\w+) (.*?)(?: +#.*)?$", blocks, re.M)
-    assert [command for command, _ in lines] == ["train", "train", "eval", "watch", "plot"]
+    assert [command for command, _ in lines] == ["train", "train", "eval", "watch", "status", "plot"]
     learner, *options = lines[0][1].split()
     assert train_options.parse_options(learner, options).run.env == "CartPole-v1"
 

@@ -12,8 +12,8 @@ from farstep.buffer.gate import Gate
 from farstep.buffer.options import BufferOptions
 from farstep.buffer.samplers import Sampler
 from farstep.buffer.sampling import Chooser
+from farstep.buffer.saving.contents_state import contents_state
 from farstep.buffer.storage.contents import Contents
-from farstep.buffer.storage.contents_state import contents_state
 from farstep.buffer.storage.store import Store
 from farstep.errors import ConfigError
 from farstep.schema import Schema, Structure

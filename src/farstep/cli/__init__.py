@@ -14,7 +14,7 @@ _HELP = """\
 farstep trains reinforcement-learning agents in Gymnasium environments that run
 in workers: on this machine, or on a SLURM, ssh, Ray or Kubernetes cluster.
 
-Train (learners: ppo, async-ppo, impala); the run is stored in runs/NAME:
+Train (learners: ppo, async-ppo, impala, dqn, apex, sac, aride); the run is stored in runs/NAME:
   farstep train ppo --env CartPole-v1
   farstep train async-ppo --env LunarLander-v3 --workers 2 --num-envs 64
   farstep train ppo --env CartPole-v1 --launcher slurm --nodes 4 --partition gpu
@@ -24,6 +24,7 @@ Train (learners: ppo, async-ppo, impala); the run is stored in runs/NAME:
 Inspect the result:
   farstep eval runs/NAME --episodes 100     mean and spread of the return
   farstep watch runs/NAME                   render episodes to a video
+  farstep status runs/NAME                  show a run in the browser, live or ended
   farstep plot runs/NAME runs/OTHER         plot return, throughput and staleness
   farstep metrics lag/                      explain metrics by a part of their name
 
@@ -39,7 +40,7 @@ Prepare a cluster:
 Options: 'farstep COMMAND --help', for example 'farstep train ppo --help' or
 'farstep train ppo --launcher slurm --help'. Version: 'farstep --version'.
 """
-_COMMANDS = ("train", "eval", "watch", "plot", "metrics", "doctor", "slurm", "kubernetes", "coordinator")
+_COMMANDS = ("train", "eval", "watch", "plot", "status", "metrics", "doctor", "slurm", "kubernetes", "coordinator")
 _LAUNCHING = ("train", "eval", "doctor")
 
 

@@ -19,7 +19,7 @@ from farstep.checkpoint import folder as checkpoint
 from farstep.cli.options.algorithms import ALGORITHMS, RELEASING, make_learner
 from farstep.cli.options.train_options import Options, learner_of_file, parse_options, stored_config, write_yaml
 from farstep.cli.recording import check_recording, record
-from farstep.cluster_env import ClusterEnv, event_log_of
+from farstep.cluster_env import ClusterEnv, event_log_of, status_page_of
 from farstep.config.launch import EngineConfig
 from farstep.errors import ConfigError, RunError, counted, unknown_name
 from farstep.event import Event
@@ -36,6 +36,7 @@ from farstep.learners.replay.learner import ReplayLearner
 from farstep.learners.replay.start_checks import check_before_launch, check_launched
 from farstep.observe.diagnosis import Diagnosis
 from farstep.observe.event_files import EventFile
+from farstep.observe.files import as_run_error, replace_file
 from farstep.observe.loggers import (
     JsonlLogger,
     Loggers,
@@ -45,6 +46,7 @@ from farstep.observe.loggers import (
     require_wandb,
 )
 from farstep.observe.run_folder import RunFolder, run_name
+from farstep.observe.status import LiveSource
 from farstep.observe.terminal.console import LiveDisplay, PlainLines, console_logger
 from farstep.observe.terminal.panel import SHOWN_EVENTS
 
@@ -176,25 +178,41 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
             folder.write_config(stored_config(name, options))
             write_yaml(name, options, folder)
         display = console_logger(run.total_steps, f"{name} on {run.env}")
-        sink = _loggers(name, options, folder, training.progress.steps if resume else None, env, display)
+        page = _status_page(name, run, env, folder, stack) if run.status_page else None
+        sink = _loggers(name, options, folder, training.progress.steps if resume else None, env, display, page)
         stack.callback(sink.close)
         training.sink = sink
-        remarks = _Remarks(display)
+        remarks = _Remarks(display, page)
         training.diagnosis.on_diagnosis = remarks.diagnosed
         stack.callback(event_log_of(env).subscribe(remarks.happened).close)
         return training.run()
 
 
-class _Remarks:
-    """Shows the latest diagnosis, the latest events and all announcements in the terminal."""
+def _status_page(name: str, run: RunConfig, env: ClusterEnv, folder: RunFolder, stack: ExitStack) -> LiveSource:
+    """Start the status page, print its address, and store the address in the run folder until the run ends."""
+    page = status_page_of(env)
+    page.source.describe(f"{name} on {run.env}", vars(run), run.total_steps)
+    with as_run_error(folder.status_file):
+        replace_file(folder.status_file, page.url.encode(), private=True)
+    stack.callback(folder.status_file.unlink, missing_ok=True)
+    sys.stdout.write(f"status: {page.url}\n")
+    sys.stdout.flush()
+    return page.source
 
-    def __init__(self, display: LiveDisplay | PlainLines) -> None:
-        self._display = display
+
+class _Remarks:
+    """Shows the latest diagnosis in the terminal and on the status page, and the latest events and all announcements in
+    the terminal."""
+
+    def __init__(self, display: LiveDisplay | PlainLines, page: LiveSource | None) -> None:
+        self._display, self._page = display, page
         self._diagnosis: Diagnosis | None = None
         self._events: deque[Event] = deque(maxlen=SHOWN_EVENTS)
 
     def diagnosed(self, diagnosis: Diagnosis) -> None:
         self._diagnosis = diagnosis
+        if self._page is not None:
+            self._page.diagnosed(diagnosis)
         self._display.show(self._diagnosis, tuple(self._events))
 
     def happened(self, event: Event) -> None:
@@ -242,6 +260,7 @@ def _loggers(
     resume_step: int | None,
     env: ClusterEnv,
     display: LiveDisplay | PlainLines,
+    page: LiveSource | None,
 ) -> Loggers:
     run = options.run
     loggers: list[Any] = [JsonlLogger(folder.metrics_file, resume_step)]
@@ -250,7 +269,7 @@ def _loggers(
     if run.wandb is not None:
         plain = msgspec.to_builtins(stored_config(name, options), enc_hook=str)
         loggers.append(WandbLogger(run.wandb, folder.path.name, folder.path, plain, folder.path.name))
-    loggers.append(display)
+    loggers += [display, *([page] if page is not None else [])]
     return Loggers(*loggers, emit=env.emit_event)
 
 

@@ -18,9 +18,19 @@ _SHOWN = 5
 _LARGEST = 1e300
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file atomically: after a crash, it has either its old or its new content."""
-    with replacing(path) as partial, partial.open("xb") as stream:
+def replace_file(path: Path, content: bytes, *, private: bool = False) -> None:
+    """Write a file atomically: after a crash, it has either its old or its new content.
+
+    Args:
+        path: The file.
+        content: Its new content.
+        private: Whether only this user may read it.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags, 0o600 if private else 0o666)
+
+    with replacing(path) as partial, open(partial, "xb", opener=opener) as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())

@@ -5,6 +5,7 @@ runs/CartPole-v1-ppo-seed1-20260131-120000/
 ├── config.yaml      the same options, for people and for `farstep train --config`
 ├── metrics.jsonl    one line per update
 ├── events.jsonl     one line per event
+├── status           address of the status page, while the run trains
 ├── checkpoints/     `--resume` continues from the newest; buffer/ has those of a replay buffer
 ├── videos/
 └── tensorboard/     with `--tensorboard`
@@ -131,6 +132,11 @@ class RunFolder:
     def events_file(self) -> Path:
         """One line of JSON per event; at most 5 MB."""
         return self.path / "events.jsonl"
+
+    @property
+    def status_file(self) -> Path:
+        """Address of the status page, which only this user may read; exists while the run trains."""
+        return self.path / "status"
 
     @property
     def checkpoints(self) -> Path:

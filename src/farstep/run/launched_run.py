@@ -19,6 +19,7 @@ from farstep.run.launch_monitor import LaunchMonitor
 
 if TYPE_CHECKING:
     from farstep.observe.diagnosis import Diagnosis
+    from farstep.observe.status import StatusPage
 
 Space = gymnasium.spaces.Space[Any]
 
@@ -48,6 +49,9 @@ class LaunchedRun:
         except BaseException:
             self.share.close()
             raise
+        self._page: StatusPage | None = None
+        """None before the first call of `status_page`."""
+        self._opening_page = threading.Lock()
 
     def start(self) -> None:
         """Start the workers."""
@@ -67,8 +71,21 @@ class LaunchedRun:
         """Return what `ClusterEnv.diagnose` does, then further causes that are independent of it."""
         return self._monitor.diagnoses(self.collector.snapshot(), self.collector.kl_threshold, metrics)
 
+    def status_page(self, title: str) -> StatusPage:
+        """Return the page that shows the run in a browser. The first call starts its server."""
+        from farstep.observe.status import StatusPage  # not at launch: most programs show no page
+
+        with self._opening_page:
+            if self._page is None:
+                collector = self.collector
+                events, threshold = collector.server.events.events, collector.kl_threshold
+                self._page = StatusPage(self.stats, events, lambda: self.diagnoses(()), threshold, title)
+            return self._page
+
     def close(self) -> None:
         """End the workers, and then give their slots back."""
+        if self._page is not None:
+            self._page.close()
         try:
             self.collector.close()
         finally:

@@ -13,7 +13,7 @@ import torch
 
 import farstep
 from farstep.buffer import Buffer
-from farstep.cli.train import agent_for
+from farstep.cli.options.algorithms import agent_for
 from farstep.learners.aride import ArideConfig
 from farstep.learners.dqn import ApexConfig, DQNConfig
 from farstep.learners.networks.nets import NetConfig

@@ -21,6 +21,12 @@ from farstep.head.tickets.records import AcceptedChunk
 from farstep.rollout.progress import SERVED_BATCHES, SERVED_ROWS, SERVED_WAIT_US
 from farstep.wire.messages import Chunk
 
+_STATE_NAMES = {state: state.value for state in State} | {
+    State.CONSTRUCTING: "starting",
+    State.WAITING: "starting",
+    State.DYING: "lost",
+}
+"""What users see of a worker's state; a worker that waits for a node is `queued`."""
 _WINDOW = 100
 """Number of latest episodes over which returns and lengths are averaged."""
 
@@ -107,6 +113,8 @@ class Counters:
                 "parked": members.count(State.PARKED),
                 "lost": members.count(State.DYING),
                 "restarts": members.restarts,
+                "states": self._states(server),
+                "hosts": [record.host for record in server.records],
                 "cores": [record.cores for record in server.records],
                 "steps_per_second": self.workers.rates(now),
             },
@@ -147,6 +155,12 @@ class Counters:
                 "length_mean": float(np.mean(self._lengths)) if self._lengths else None,
             },
         }
+
+    def _states(self, server: Server) -> list[str]:
+        """The state of each worker, in words of `stats`."""
+        members, absent = server.supervisor.membership.members, server.tickets.presence.absent
+        names = [_STATE_NAMES[members[record.worker].state] for record in server.records]
+        return ["queued" if k in absent and name == "starting" else name for k, name in enumerate(names)]
 
     def _total_pulls(self, server: Server) -> int:
         """Pulls of all workers or, if acting servers pull, of all servers. Workers of one server count the same."""

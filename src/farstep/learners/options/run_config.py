@@ -85,6 +85,9 @@ class RunConfig:
     """Also log to TensorBoard."""
     wandb: str | None = None
     """Also log to this project of Weights & Biases."""
+    status_page: bool = True
+    """Serve a page that shows the run in a browser on this machine; its address is printed at the start, and by
+    `farstep status`."""
 
     def __post_init__(self) -> None:
         for name in ("num_envs", "total_steps", "eval_episodes"):

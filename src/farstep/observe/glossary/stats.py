@@ -91,6 +91,13 @@ STATS_GROUPS = (
             ),
             _head("workers/lost", "workers that are being ended", unit="workers"),
             METRICS["workers/restarts"],
+            _head(
+                "workers/states/<worker>",
+                "state of one worker: `alive`, `starting`, `queued`, `parked`, `released` (suspended until the next "
+                "rollout), `lost` or `stopped`",
+                kind="info",
+            ),
+            _launcher("workers/hosts/<worker>", "name of the host of one worker", kind="info"),
             _launcher(
                 "workers/cores/<worker>",
                 "cores that one worker may use, such as `0-3,8`; its own if `cpu_affinity` is set",

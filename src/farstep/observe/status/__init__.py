@@ -1,0 +1,9 @@
+"""The status page: shows a run, live or finished, in a browser."""
+
+from __future__ import annotations
+
+from farstep.observe.status.page_server import PageServer, page
+from farstep.observe.status.sources import FolderSource, LiveSource
+from farstep.observe.status.status_page import StatusPage
+
+__all__ = ["FolderSource", "LiveSource", "PageServer", "StatusPage", "page"]

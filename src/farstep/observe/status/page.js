@@ -1,0 +1,314 @@
+"use strict";
+// Shows the data of a run: embedded in the page, or sent by its server.
+const byId = (id) => document.getElementById(id);
+const SVG = "http://www.w3.org/2000/svg";
+const STATES = {
+  alive: "rolling", starting: "starting", queued: "waits for a node", parked: "parked", released: "released until the next rollout",
+  lost: "lost, being replaced",
+};
+const TIMES = {
+  env: "environments", inference: "policy", tickets: "waiting for the learner", send: "sending rows", weights: "loading weights",
+  wait: "waiting for rows", prepare: "assembling batches", update: "updates", publish: "publishing weights",
+};
+const FEW = 24;
+const BAD = new Set(["lost", "stuck", "failed"]);
+let chosen = null;
+let shown = null;
+let shownEvents = "";
+
+function element(name, attributes = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.append(...children);
+  return made;
+}
+
+function number(value, digits = 3) {
+  if (value === null || value === undefined) return "–";
+  if (Math.abs(value) >= 10000 || Number.isInteger(value)) return Math.round(value).toLocaleString("en");
+  return String(Number(value.toPrecision(Math.abs(value) < 1 ? 2 : digits)));
+}
+
+function bytes(value) {
+  for (const unit of ["B", "kB", "MB", "GB"]) {
+    if (value < 1000) return `${value < 10 && unit !== "B" ? value.toFixed(1) : Math.round(value)} ${unit}`;
+    value /= 1000;
+  }
+  return `${value.toFixed(1)} TB`;
+}
+
+function duration(seconds) {
+  const whole = Math.round(seconds), hours = Math.floor(whole / 3600), minutes = Math.floor(whole / 60) % 60;
+  return hours ? `${hours} h ${minutes} min` : minutes ? `${minutes} min ${whole % 60} s` : `${whole} s`;
+}
+
+const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
+
+function show(data) {
+  document.title = `${data.run.title} – farstep`;
+  byId("title").textContent = data.run.title;
+  byId("state").textContent = data.live ? "running" : "ended";
+  byId("options").textContent = data.run.options.map(([name, value]) => `${name} ${value}`).join(" · ");
+  showProgress(data);
+  showDiagnosis(data.diagnoses);
+  showNumbers(data);
+  showCluster(data);
+  const curves = [["training (mean of the last 100 episodes)", data.series.return], ["evaluation", data.series.evaluation]];
+  chart(byId("returns"), curves, "steps");
+  chart(byId("rates"), [["steps per second", data.series.rate]], "seconds");
+  showTimes(data.times);
+  showLags(data.lags);
+  showWeights(data);
+  showBuffer(data.buffer);
+  showEvents(data.events);
+  const rows = Object.entries(data.metrics).map(([name, value]) =>
+    element("tr", {}, element("td", {}, name), element("td", {}, number(value, 5))));
+  byId("metrics").replaceChildren(element("tbody", {}, ...rows));
+}
+
+function showProgress({ progress, live }) {
+  byId("progress").hidden = !progress.total_steps;
+  if (!progress.total_steps) return;
+  byId("bar").value = Math.min(1, progress.steps / progress.total_steps);
+  const left = live && progress.seconds_left ? `, about ${duration(progress.seconds_left)} left` : "";
+  byId("progress-text").textContent = `${number(progress.steps)} of ${number(progress.total_steps)} steps${left}`;
+}
+
+function showDiagnosis(diagnoses) {
+  const box = byId("diagnosis");
+  box.hidden = !diagnoses.length;
+  box.classList.toggle("problem", diagnoses.some((each) => each.is_problem));
+  box.replaceChildren(...diagnoses.map((each) => {
+    const numbers = Object.entries(each.numbers).map(([name, value]) => `${name} ${number(value)}`).join(" · ");
+    return element("div", {}, element("p", { class: "cause" }, each.text), element("p", {}, each.remedy),
+      element("p", { class: "key" }, numbers));
+  }));
+}
+
+function showNumbers(data) {
+  const { metrics, progress, weights, workers } = data;
+  const alive = workers ? workers.state.filter((state) => state === "alive" || state === "released").length : metrics["workers/alive"];
+  const numbers = [
+    ["steps", number(progress.steps)],
+    ["steps per second", number(data.rate)],
+    ["return", number(metrics["env/return_mean"] ?? data.series.return.at(-1)?.[1])],
+    ["evaluation", number(metrics["eval/return_mean"])],
+    ["workers", workers ? `${alive} of ${workers.state.length}` : number(alive)],
+    ["restarts", number(workers ? workers.restarts : metrics["workers/restarts"])],
+    ["version", number(weights ? weights.version : metrics["train/actor/current_version"])],
+  ].filter(([, value]) => value !== "–");
+  byId("numbers").replaceChildren(...numbers.map(([name, value]) =>
+    element("div", {}, element("dt", {}, name), element("dd", {}, value))));
+}
+
+function showCluster({ workers, kl_threshold: threshold }) {
+  byId("cluster-section").hidden = !workers;
+  if (!workers) return;
+  const count = workers.state.length, nodes = new Map(), totals = {};
+  workers.state.forEach((state, worker) => {
+    totals[state] = (totals[state] || 0) + 1;
+    const host = workers.host[worker];
+    nodes.set(host, [...(nodes.get(host) || []), worker]);
+  });
+  const inWords = Object.entries(totals).map(([state, n]) => `${n} ${STATES[state] || state}`).join(", ");
+  byId("cluster-text").textContent =
+    `The head gives tickets to ${count} worker${count > 1 ? "s" : ""} on ${nodes.size} host${nodes.size > 1 ? "s" : ""}: ${inWords}.`;
+  const cluster = byId("cluster");
+  cluster.className = count <= FEW ? "few" : count > 100 ? "many" : "";
+  const layout = JSON.stringify([...nodes]);
+  if (cluster.dataset.layout !== layout) {
+    cluster.dataset.layout = layout;
+    cluster.replaceChildren(...[...nodes].map(([host, numbers]) => node(host, numbers)));
+  }
+  workers.state.forEach((state, worker) => {
+    const cell = byId(`worker-${worker}`);
+    cell.className = `cell ${state}${worker === chosen ? " chosen" : ""}`;
+    const text = describe(workers, worker, threshold);
+    cell.title = text;
+    cell.setAttribute("aria-label", text);
+    if (count <= FEW) showCard(cell, workers, worker, threshold);
+  });
+  byId("worker").textContent = chosen === null ? "Choose a worker with the mouse or the arrow keys." : describe(workers, chosen, threshold);
+  byId("legend").replaceChildren(...Object.entries(STATES).map(([state, text]) => {
+    const cell = element("span", { class: `cell ${state}` });
+    return element("li", {}, cell, text);
+  }));
+  shown = { workers, threshold };
+}
+
+function showCard(cell, workers, worker, threshold) {
+  const parts = [element("b", {}, `worker ${worker}`), element("span", {}, workers.rate[worker] ? `${number(workers.rate[worker])} steps/s` : workers.state[worker])];
+  const divergence = workers.divergence[worker];
+  if (divergence !== null && threshold) {
+    const fill = element("div", { class: "fill" });
+    fill.style.width = `${Math.min(100, 100 * divergence / threshold)}%`;
+    parts.push(element("span", { class: "key" }, `KL ${number(divergence)} of ${threshold}`), element("div", { class: "track" }, fill));
+  }
+  cell.replaceChildren(...parts);
+}
+
+function node(host, numbers) {
+  const grid = element("div", { class: "grid", role: "listbox", tabindex: "0", "aria-label": `workers on ${host}` });
+  for (const worker of numbers) {
+    const cell = element("div", { id: `worker-${worker}`, role: "option", "aria-selected": "false", class: "cell" });
+    cell.addEventListener("click", () => choose(grid, worker));
+    grid.append(cell);
+  }
+  grid.addEventListener("focus", () => numbers.includes(chosen) || choose(grid, numbers[0]));
+  grid.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Home: -Infinity, End: Infinity }[event.key];
+    if (step === undefined) return;
+    event.preventDefault();
+    const at = Math.min(numbers.length - 1, Math.max(0, numbers.indexOf(chosen) + step));
+    choose(grid, numbers[at]);
+  });
+  return element("div", { class: "node" }, element("div", { class: "name" }, host), grid);
+}
+
+function choose(grid, worker) {
+  for (const other of document.querySelectorAll(".cell.chosen")) {
+    other.classList.remove("chosen");
+    other.setAttribute("aria-selected", "false");
+  }
+  chosen = worker;
+  const cell = byId(`worker-${worker}`);
+  cell.classList.add("chosen");
+  cell.setAttribute("aria-selected", "true");
+  grid.setAttribute("aria-activedescendant", cell.id);
+  byId("worker").textContent = describe(shown.workers, worker, shown.threshold);
+}
+
+function describe(workers, worker, threshold) {
+  const parts = [`worker ${worker}: ${STATES[workers.state[worker]] || workers.state[worker]}`];
+  if (workers.rate[worker]) parts.push(`${number(workers.rate[worker])} steps/s`);
+  parts.push(`${number(workers.lag[worker])} versions behind on average`);
+  const divergence = workers.divergence[worker];
+  if (divergence !== null) parts.push(`KL ${number(divergence)}${threshold ? ` of ${threshold}` : ""}`);
+  return parts.join(", ");
+}
+
+function chart(box, curves, unit) {
+  const shown = curves.filter(([, points]) => points.length > 1);
+  if (!shown.length) {
+    box.replaceChildren(element("p", { class: "key" }, "no data yet"));
+    return;
+  }
+  const all = shown.flatMap(([, points]) => points);
+  const [left, right] = range(all.map(([x]) => x)), [low, high] = range(all.map(([, y]) => y));
+  const width = 460, height = 170, margin = { left: 52, right: 8, top: 8, bottom: 20 };
+  const x = (value) => margin.left + (value - left) / (right - left) * (width - margin.left - margin.right);
+  const y = (value) => height - margin.bottom - (value - low) / (high - low) * (height - margin.top - margin.bottom);
+  const texts = shown.map(([name, points]) => `${name}: now ${number(points.at(-1)[1])}`);
+  const svg = document.createElementNS(SVG, "svg");
+  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  svg.setAttribute("role", "img");
+  svg.setAttribute("aria-label", `${texts.join("; ")}; between ${number(low)} and ${number(high)}`);
+  for (const value of [low, (low + high) / 2, high]) {
+    line(svg, x(left), y(value), x(right), y(value));
+    label(svg, margin.left - 6, y(value) + 4, number(value), "end");
+  }
+  label(svg, margin.left, height - 4, number(left), "start");
+  label(svg, width - margin.right, height - 4, `${number(right)} ${unit}`, "end");
+  shown.forEach(([name, points]) => {
+    const curve = document.createElementNS(SVG, "polyline");
+    curve.setAttribute("class", name === "evaluation" ? "second" : "first");
+    curve.setAttribute("points", points.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" "));
+    svg.append(curve);
+  });
+  const keys = shown.map(([name, points]) => `${name === "evaluation" ? "- - " : "— "}${name} ${number(points.at(-1)[1])}`);
+  box.replaceChildren(svg, element("p", { class: "key" }, keys.join("   ")));
+}
+
+function range(values) {
+  const low = Math.min(...values), high = Math.max(...values);
+  return low === high ? [low - 1, high + 1] : [low, high];
+}
+
+function line(svg, x1, y1, x2, y2) {
+  const made = document.createElementNS(SVG, "line");
+  for (const [key, value] of Object.entries({ x1, y1, x2, y2, class: "axis" })) made.setAttribute(key, value);
+  svg.append(made);
+}
+
+function label(svg, x, y, text, anchor) {
+  const made = document.createElementNS(SVG, "text");
+  for (const [key, value] of Object.entries({ x, y, "text-anchor": anchor })) made.setAttribute(key, value);
+  made.textContent = text;
+  svg.append(made);
+}
+
+function bars(entries) {
+  const list = element("ul", { class: "bars" });
+  for (const [name, share, text] of entries) {
+    const fill = element("div", { class: "fill" });
+    fill.style.width = `${100 * share}%`;
+    list.append(element("li", {}, element("span", {}, name), element("div", { class: "track" }, fill),
+      element("span", { class: "value" }, text)));
+  }
+  return list;
+}
+
+function showTimes(times) {
+  const parts = Object.entries(times || {}).filter(([, shares]) => shares.length);
+  byId("times-section").hidden = !parts.length;
+  byId("times").replaceChildren(...parts.flatMap(([who, shares]) =>
+    [element("p", { class: "key" }, who), bars(shares.map(([name, share]) => [TIMES[name] || name, share, percent(share)]))]));
+}
+
+function showLags(lags) {
+  byId("lags-section").hidden = !lags?.length;
+  if (!lags?.length) return;
+  const rows = lags.reduce((sum, [, count]) => sum + count, 0);
+  byId("lags").replaceChildren(bars(lags.map(([lag, count]) =>
+    [lag === 0 ? "newest version" : `${lag} older`, count / rows, percent(count / rows)])));
+}
+
+function showWeights({ weights, kl_threshold: threshold }) {
+  byId("weights-section").hidden = !weights;
+  if (!weights) return;
+  const { pulls, possible, bytes_sent: sent, bytes_saved: saved } = weights;
+  const rule = threshold ? `Workers pull new weights when their KL divergence from the learner exceeds ${threshold}.` : "";
+  const lines = [rule, `${number(pulls)} pulls of ${number(possible)} possible ones; ${bytes(sent)} sent`];
+  if (saved > 0) lines.push(`${bytes(saved)} not sent, because workers skipped versions`);
+  byId("weights").replaceChildren(...lines.filter(Boolean).map((text) => element("p", {}, text)));
+}
+
+function showBuffer(buffer) {
+  byId("buffer-section").hidden = !buffer;
+  if (!buffer) return;
+  const share = buffer.fill / buffer.capacity;
+  const lines = [`${number(buffer.fill)} of ${number(buffer.capacity)} rows${buffer.bytes ? `, ${bytes(buffer.bytes)}` : ""}`];
+  if (buffer.ratio !== null) lines.push(`${number(buffer.ratio)} rows sampled per row inserted`);
+  byId("buffer").replaceChildren(bars([["filled", share, percent(share)]]), ...lines.map((text) => element("p", {}, text)));
+}
+
+function showEvents(events) {
+  const text = JSON.stringify(events);
+  if (text === shownEvents) return; // keep open tracebacks open
+  shownEvents = text;
+  const open = new Set([...document.querySelectorAll("#events details[open]")].map((each) => each.dataset.key));
+  byId("events").replaceChildren(...events.map((event) => {
+    const time = new Date(1000 * event.time);
+    const item = element("li", { class: BAD.has(event.kind) ? "bad" : "" },
+      element("time", { datetime: time.toISOString() }, time.toLocaleTimeString()),
+      element("span", { class: "kind" }, event.kind), event.text);
+    if (event.traceback) {
+      const details = element("details", { "data-key": `${event.time}` }, element("summary", {}, "traceback"), element("pre", {}, event.traceback));
+      details.open = open.has(details.dataset.key);
+      item.append(details);
+    }
+    return item;
+  }));
+  if (!events.length) byId("events").append(element("li", {}, "nothing has happened yet"));
+}
+
+function start() {
+  const embedded = JSON.parse(byId("data").textContent);
+  if (embedded) return show(embedded);
+  const source = new EventSource(`events${location.search}`);
+  source.onmessage = (message) => show(JSON.parse(message.data));
+  source.addEventListener("end", () => source.close());
+  source.onerror = () => { byId("state").textContent = "not connected: the run has ended, or its page is closed"; };
+}
+
+start();

@@ -1,0 +1,284 @@
+"""Serves the status page to browsers on this machine.
+
+The server is read-only: it answers GET with the page, with its data (once, or as server-sent events) and with metrics
+for Prometheus. It listens on the loopback interface only. Other users of the machine and other web sites in the
+user's browser can reach that interface, too; so each request needs the token of the URL, and a request that another
+site has caused is refused by its `Host`, `Origin` or `Sec-Fetch-Site` header.
+
+A slow or idle client costs one thread for at most `_TIMEOUT_S` and never delays the run: the data are rendered once per
+interval for all clients, and only while there is a client.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import math
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from typing import Any, Protocol
+from urllib.parse import parse_qs, urlsplit
+
+from farstep.errors import ConfigError, RunError
+
+_INTERVAL_S = 1.0
+"""Seconds between two renderings of a live run."""
+_TIMEOUT_S = 10.0
+"""Seconds after which a client that does not read or write is disconnected."""
+_FAREWELL_S = 0.5
+"""Seconds that `close` gives clients to read the last data."""
+MAX_CLIENTS = 32
+_LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
+_OTHER_SITES = ("cross-site", "same-site")
+
+
+class Source(Protocol):
+    """What the page shows."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the data still change."""
+        ...
+
+    def read(self) -> dict[str, Any]:
+        """Return the data as plain JSON values."""
+        ...
+
+    def metrics(self) -> str:
+        """Return the metrics in OpenMetrics' text form."""
+        ...
+
+
+class PageServer:
+    """Serves the page of one run until `close`.
+
+    Args:
+        source: What to show.
+        port: Port to listen on; 0: a free one.
+
+    Raises:
+        RunError: The port is taken.
+    """
+
+    def __init__(self, source: Source, port: int = 0) -> None:
+        self._token = secrets.token_urlsafe(18)
+        self._feed = _Feed(source)
+        try:
+            self._http = _Server(("127.0.0.1", port), self._token, self._feed, source.metrics)
+        except OSError as error:
+            raise RunError(
+                f"the status page cannot listen on port {port}: {error.strerror}. Choose another."
+            ) from error
+        self._thread = threading.Thread(target=self._http.serve_forever, name="farstep-status", daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """Address of the page, with the token."""
+        return f"http://127.0.0.1:{self._http.server_address[1]}/?token={self._token}"
+
+    @property
+    def metrics_url(self) -> str:
+        """Address that Prometheus scrapes, with the token."""
+        return self.url.replace("/?", "/metrics?")
+
+    def close(self) -> None:
+        """Disconnect all clients and stop listening. May be called twice."""
+        self._feed.close()
+        self._http.shutdown()
+        self._http.server_close()
+        self._http.disconnect_all(_FAREWELL_S)
+        self._thread.join(_TIMEOUT_S)
+
+
+class _Feed:
+    """Renders the data once per interval for all clients that wait for it."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._lock = threading.Lock()
+        self._json = b""
+        self._rendered_s = -math.inf
+        self._showed_live = True
+        self._closed = threading.Event()
+
+    @property
+    def is_live(self) -> bool:
+        return self._source.is_live and not self._closed.is_set()
+
+    def read(self) -> bytes:
+        """Return the data as JSON, at most one interval old."""
+        with self._lock:
+            is_old = time.monotonic() - self._rendered_s >= _INTERVAL_S
+            if is_old or self._showed_live != self._source.is_live:
+                self._showed_live = self._source.is_live
+                self._json = json.dumps(self._source.read(), separators=(",", ":"), allow_nan=False).encode()
+                self._rendered_s = time.monotonic()
+            return self._json
+
+    def wait(self) -> None:
+        """Wait for the next interval, or for `close`."""
+        self._closed.wait(_INTERVAL_S)
+
+    def close(self) -> None:
+        self._closed.set()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, address: tuple[str, int], token: str, feed: _Feed, metrics: Callable[[], str]) -> None:
+        self.token, self.feed, self.metrics = token, feed, metrics
+        self._clients: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            refused = len(self._clients) >= MAX_CLIENTS
+            if not refused:
+                self._clients.add(request)
+        if refused:
+            self.shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._clients.discard(request)
+        super().shutdown_request(request)
+
+    def disconnect_all(self, wait_s: float) -> None:
+        """Close all connections, at the latest after `wait_s` seconds."""
+        deadline = time.monotonic() + wait_s
+        while self._clients and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with self._lock:
+            clients = list(self._clients)
+        for client in clients:
+            with contextlib.suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore errors of a connection: they concern only this client."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = _TIMEOUT_S
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "farstep", ""
+
+    def do_GET(self) -> None:
+        self.close_connection = True
+        url = urlsplit(self.path)
+        answers = {
+            "/": self._page,
+            "/data": self._data,
+            "/events": self._events,
+            "/metrics": self._metrics,
+        }
+        if (status := self._refused(parse_qs(url.query).get("token", [""])[0])) is not None:
+            self._answer(status, b"", "text/plain")
+        elif (answer := answers.get(url.path)) is None:
+            self._answer(HTTPStatus.NOT_FOUND, b"", "text/plain")
+        else:
+            answer()
+
+    def _refused(self, token: str) -> HTTPStatus | None:
+        """Return the status of a refusal; None if the request comes from someone who has the URL."""
+        host = self.headers.get("Host", "")
+        if host.rpartition(":")[0] not in _LOCAL_NAMES and host not in _LOCAL_NAMES:
+            return HTTPStatus.MISDIRECTED_REQUEST  # a name of another site that resolves to this machine
+        origin = self.headers.get("Origin")
+        if (origin is not None and origin != f"http://{host}") or (
+            self.headers.get("Sec-Fetch-Site") in _OTHER_SITES and self.headers.get("Sec-Fetch-Mode") != "navigate"
+        ):
+            return HTTPStatus.FORBIDDEN
+        if not hmac.compare_digest(token.encode(), self.server.token.encode()):
+            return HTTPStatus.FORBIDDEN
+        return None
+
+    def _page(self) -> None:
+        nonce = secrets.token_urlsafe(12)
+        policy = (
+            f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'; connect-src 'self'; "
+            "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
+        self._answer(HTTPStatus.OK, page(nonce).encode(), "text/html", {"Content-Security-Policy": policy})
+
+    def _data(self) -> None:
+        self._answer(HTTPStatus.OK, self.server.feed.read(), "application/json")
+
+    def _metrics(self) -> None:
+        try:
+            text = self.server.metrics()
+        except ConfigError as error:  # an optional package is missing
+            self._answer(HTTPStatus.NOT_IMPLEMENTED, f"{error}\n".encode(), "text/plain")
+            return
+        self._answer(HTTPStatus.OK, text.encode(), "application/openmetrics-text; version=1.0.0")
+
+    def _events(self) -> None:
+        """Send the data whenever they change; end after the last change."""
+        feed = self.server.feed
+        self._head(HTTPStatus.OK, "text/event-stream", {})
+        while True:
+            was_live = feed.is_live
+            self.wfile.write(b"data: " + feed.read() + b"\n\n")
+            if not was_live:
+                self.wfile.write(b"event: end\ndata: {}\n\n")
+                return
+            feed.wait()
+
+    def _answer(self, status: HTTPStatus, body: bytes, kind: str, headers: dict[str, str] | None = None) -> None:
+        self._head(status, kind, {"Content-Length": str(len(body)), **(headers or {})})
+        self.wfile.write(body)
+
+    def _head(self, status: HTTPStatus, kind: str, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        charset = "" if "charset" in kind else "; charset=utf-8"
+        common = {
+            "Content-Type": kind + charset,
+            "Cache-Control": "no-store",
+            "Connection": "close",
+            "Referrer-Policy": "no-referrer",
+            "X-Content-Type-Options": "nosniff",
+            "Cross-Origin-Resource-Policy": "same-origin",
+        }
+        for name, value in (common | headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, *args: Any) -> None:
+        """Print nothing: the terminal belongs to the run."""
+
+
+def page(nonce: str = "", data: dict[str, Any] | None = None) -> str:
+    """Return the page with its style and script inside.
+
+    Args:
+        nonce: Value that the content security policy allows for style and script.
+        data: The data to show; None: the page asks its server.
+
+    Returns:
+        The HTML text.
+    """
+    files = resources.files("farstep.observe.status")
+    text = (files / "page.html").read_text(encoding="utf-8")
+    embedded = json.dumps(data, separators=(",", ":"), allow_nan=False) if data is not None else "null"
+    parts = {
+        "NONCE": nonce,
+        "/*STYLE*/": (files / "page.css").read_text(encoding="utf-8"),
+        "/*SCRIPT*/": (files / "page.js").read_text(encoding="utf-8"),
+        "/*DATA*/": embedded.replace("<", "\\u003c"),
+    }
+    return re.sub("|".join(map(re.escape, parts)), lambda mark: parts[mark.group()], text)

@@ -1,0 +1,239 @@
+"""Where the status page gets its data: from a running `ClusterEnv`, or from the folder of a run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from farstep.errors import FarstepError, RunError
+from farstep.event import Event
+from farstep.observe.diagnosis import Diagnosis
+from farstep.observe.event_files import read_events
+from farstep.observe.files import read_rows
+from farstep.observe.run_folder import RunFolder
+from farstep.observe.run_status import EVALUATION, RETURN, RunStatus, phase_label
+from farstep.observe.status import view
+from farstep.observe.status.openmetrics import exposition
+from farstep.observe.status.series import Series
+
+_SAMPLE_S = 5.0
+"""Seconds between two samples of speed and return, while nobody looks at the page."""
+_WINDOW_S = 30.0
+"""Seconds over which the page shows where the time goes."""
+_RUN_OPTIONS = ("env", "num_envs", "workers", "launcher", "seed", "kl_threshold", "inference", "device")
+
+
+class LiveSource:
+    """Shows a run of this process.
+
+    Args:
+        stats: Returns the counters of the run, as `ClusterEnv.stats`.
+        events: Returns its latest events, oldest first.
+        diagnose: Diagnoses the run.
+        kl_threshold: Threshold of AAPS; None: weights are pulled by another rule.
+        title: Name of the run.
+    """
+
+    def __init__(
+        self,
+        stats: Callable[[], dict[str, Any]],
+        events: Callable[[], list[Event]],
+        diagnose: Callable[[], Sequence[Diagnosis]],
+        kl_threshold: float | None = None,
+        title: str = "farstep",
+    ) -> None:
+        self._stats, self._events, self._diagnose, self._kl_threshold = stats, events, diagnose, kl_threshold
+        self._lock = threading.Lock()
+        self._title = title
+        self._options: list[list[str]] = []
+        self._status: RunStatus | None = None
+        self._diagnosis: Diagnosis | None = None
+        self._rates, self._returns, self._evaluations = Series(), Series(), Series()
+        self._began_s = time.monotonic()
+        self._stats_now: dict[str, Any] = {}
+        self._times: deque[tuple[float, Mapping[str, Any]]] = deque()
+        """Times of workers and learner at moments of the last half minute."""
+        self._closed = threading.Event()
+        self._sampler = threading.Thread(target=self._sample_regularly, name="farstep-status-samples", daemon=True)
+        self._sampler.start()
+
+    @property
+    def is_live(self) -> bool:
+        return not self._closed.is_set()
+
+    def describe(self, title: str, config: Mapping[str, Any], total_steps: int) -> None:
+        """Say what the run is, if a training loop knows it.
+
+        Args:
+            title: Name of the run.
+            config: Options of the run.
+            total_steps: Environment steps of the whole run.
+        """
+        with self._lock:
+            self._title, self._options = title, view.shown_options(config, _RUN_OPTIONS)
+            self._status = RunStatus(total_steps)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of an update, as a sink of a training loop."""
+        with self._lock:
+            if self._status is not None:
+                self._status.update(step, metrics, time.monotonic())
+            for name, series in ((RETURN, self._returns), (EVALUATION, self._evaluations)):
+                if name in metrics:
+                    series.add(step, metrics[name])
+
+    def diagnosed(self, diagnosis: Diagnosis) -> None:
+        """Show this diagnosis from now on, instead of asking for one."""
+        self._diagnosis = diagnosis
+
+    def close(self) -> None:
+        """Keep the last data; the page says that the run has ended."""
+        if not self._closed.is_set():
+            self._sample()
+            self._closed.set()
+            self._sampler.join(_SAMPLE_S)
+
+    def _sample_regularly(self) -> None:
+        while not self._closed.wait(_SAMPLE_S):
+            self._sample()
+
+    def _sample(self) -> None:
+        """Read the counters; keep the last ones if the run has ended."""
+        try:
+            stats = self._stats()
+        except (FarstepError, ReferenceError):  # the run has ended
+            return
+        now = time.monotonic()
+        with self._lock:
+            self._stats_now = stats
+            self._rates.add(now - self._began_s, stats["steps_per_second"])
+            if self._status is None and stats["episodes"]["return_mean"] is not None:
+                self._returns.add(stats["steps"], stats["episodes"]["return_mean"])
+            self._times.append((now, stats["time"]))
+            while len(self._times) > 2 and now - self._times[1][0] > _WINDOW_S:
+                self._times.popleft()
+
+    def read(self) -> dict[str, Any]:
+        if self.is_live:
+            self._sample()
+        with self._lock:
+            stats, status = self._stats_now, self._status
+            times = self._times[-1][1] if self._times else {}
+            before = self._times[0][1] if len(self._times) > 1 else {}
+            data = {
+                "live": self.is_live,
+                "time": time.time(),
+                "run": {"title": self._title, "options": self._options},
+                "progress": self._progress(status, stats),
+                "series": {
+                    "return": self._returns.rounded(),
+                    "evaluation": self._evaluations.rounded(),
+                    "rate": self._rates.rounded(),
+                },
+                "metrics": view.metrics_view(status.latest) if status is not None else {},
+            }
+        diagnoses = [self._diagnosis] if self._diagnosis is not None else self._diagnoses()
+        data |= {"diagnoses": [view.diagnosis_view(each) for each in diagnoses]}
+        data |= {"events": view.events_view(self._events())}
+        if stats:
+            data |= {
+                "rate": stats["steps_per_second"],
+                "kl_threshold": self._kl_threshold,
+                "workers": view.workers_view(stats),
+                "lags": view.lags_view(stats),
+                "weights": view.weights_view(stats),
+                "buffer": view.buffer_view(stats),
+                "times": {
+                    part: view.times_view(view.difference(times[part], before.get(part, {})))
+                    for part in ("workers", "learner")
+                },
+            }
+        return data
+
+    def _progress(self, status: RunStatus | None, stats: Mapping[str, Any]) -> dict[str, Any]:
+        if status is None:
+            return {"steps": stats.get("steps", 0)}
+        return {
+            "steps": status.step,
+            "total_steps": status.total_steps,
+            "seconds_left": status.seconds_left(time.monotonic()) if self.is_live else None,
+        }
+
+    def _diagnoses(self) -> Sequence[Diagnosis]:
+        try:
+            return self._diagnose() if self.is_live else ()
+        except (FarstepError, ReferenceError):
+            return ()
+
+    def metrics(self) -> str:
+        self._sample()
+        with self._lock:
+            latest = dict(self._status.latest) if self._status is not None else {}
+            return exposition(self._stats_now, latest)
+
+
+class FolderSource:
+    """Shows a run from the files of its folder, whether or not it has ended.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        RunError: The folder has no metrics and no events yet.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._config = folder.read_config()
+        if not folder.metrics_file.exists() and not folder.events_file.exists():
+            raise RunError(f"{folder.path} has no metrics and no events yet.")
+
+    @property
+    def is_live(self) -> bool:
+        return False
+
+    def read(self) -> dict[str, Any]:
+        folder, run = self._folder, self._config.get("run", {})
+        rows = read_rows(folder.metrics_file) if folder.metrics_file.exists() else []
+        events = read_events(folder.events_file) if folder.events_file.exists() else []
+        returns, evaluations, rates = Series(), Series(), Series()
+        latest: dict[str, Any] = {}
+        for row in rows:
+            latest |= row
+            for name, series in ((RETURN, returns), (EVALUATION, evaluations)):
+                if name in row:
+                    series.add(row["step"], row[name])
+            if "rate/steps_per_second" in row and "seconds" in row:
+                rates.add(row["seconds"], row["rate/steps_per_second"])
+        return {
+            "live": False,
+            "time": events[-1].time if events else None,
+            "run": {
+                "title": f"{self._config.get('algorithm', '')} on {run.get('env', '')}",
+                "options": view.shown_options(run, _RUN_OPTIONS),
+            },
+            "progress": {"steps": latest.get("step", 0), "total_steps": run.get("total_steps")},
+            "series": {"return": returns.rounded(), "evaluation": evaluations.rounded(), "rate": rates.rounded()},
+            "metrics": view.metrics_view(latest),
+            "rate": latest.get("rate/steps_per_second"),
+            "diagnoses": [],
+            "events": view.events_view(events),
+            "times": {"learner": view.times_view(_phases(rows))},
+        }
+
+    def metrics(self) -> str:
+        return exposition({}, self.read()["metrics"])
+
+
+def _phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the seconds of each phase of the updates, over the whole run."""
+    seconds: dict[str, float] = {}
+    for row in rows:
+        for name, value in row.items():
+            phase = name.removeprefix("time/")
+            if phase != name and "/" not in phase and phase != "step":
+                seconds[phase_label(phase)] = seconds.get(phase_label(phase), 0.0) + value
+    return seconds

@@ -1,0 +1,127 @@
+"""What the status page shows, computed from the counters, metrics and events of a run. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from farstep.event import Event
+from farstep.observe.diagnosis import Diagnosis
+
+SHOWN_EVENTS = 200
+_TRACEBACK_CHARACTERS = 20_000
+
+
+def workers_view(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of every worker, one list per column."""
+    workers, versions = stats["workers"], stats["versions"]
+    divergence = stats["divergence"]
+    return {
+        "state": workers["states"],
+        "host": workers["hosts"],
+        "rate": [_rounded(rate) for rate in workers["steps_per_second"]],
+        "lag": [_rounded(_mean_lag(lags)) for lags in versions["lag_histogram"]],
+        "divergence": [_rounded(divergence.get(worker)) for worker in range(len(workers["states"]))],
+        "restarts": workers["restarts"],
+    }
+
+
+def lags_view(stats: Mapping[str, Any]) -> list[list[int]]:
+    """Return how many delivered rows had which age, in versions, over all workers."""
+    total: Counter[int] = Counter()
+    for lags in stats["versions"]["lag_histogram"]:
+        total.update({int(lag): rows for lag, rows in lags.items()})
+    return [[lag, rows] for lag, rows in sorted(total.items())]
+
+
+def weights_view(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """Return pulls and bytes of weights, and the bytes that were saved because workers skipped versions.
+
+    A worker that pulled every version would have pulled as often as there are versions. What it saved is estimated by
+    the mean size of its pulls.
+    """
+    pulls, sent = stats["pulls"]["total"], stats["bytes"]["weights_sent"]
+    pullers = len(stats["acting"]) or len(stats["workers"]["states"])
+    possible = stats["versions"]["current"] * pullers
+    saved = sent / pulls * max(0, possible - pulls) if pulls else 0.0
+    return {
+        "version": stats["versions"]["current"],
+        "pulls": pulls,
+        "possible": possible,
+        "bytes_sent": sent,
+        "bytes_saved": round(saved),
+    }
+
+
+def buffer_view(stats: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return fill and ratio of the replay buffer; None if the run has none."""
+    buffer = stats.get("buffer")
+    if not buffer or not buffer.get("capacity"):
+        return None
+    return {
+        "fill": buffer["fill"],
+        "capacity": buffer["capacity"],
+        "bytes": buffer.get("bytes"),
+        "ratio": _rounded(stats.get("limiter", {}).get("ratio")),
+    }
+
+
+def times_view(seconds: Mapping[str, float]) -> list[list[Any]]:
+    """Return the share of each activity, the largest first."""
+    total = sum(seconds.values())
+    shares = [[name, _rounded(value / total)] for name, value in seconds.items() if value > 0] if total else []
+    return sorted(shares, key=lambda share: -share[1])
+
+
+def difference(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of each activity since an earlier moment."""
+    return {name: max(0.0, value - before.get(name, 0.0)) for name, value in now.items()}
+
+
+def diagnosis_view(diagnosis: Diagnosis) -> dict[str, Any]:
+    """Return a diagnosis as plain data."""
+    return {
+        "cause": diagnosis.cause,
+        "text": diagnosis.text,
+        "remedy": diagnosis.remedy,
+        "is_problem": diagnosis.is_problem,
+        "numbers": {name: _rounded(value) for name, value in diagnosis.numbers.items()},
+    }
+
+
+def events_view(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """Return the newest events, the newest first."""
+    return [
+        {
+            "time": event.time,
+            "kind": event.kind,
+            "text": event.text,
+            "worker": event.worker,
+            "node": event.node,
+            "traceback": event.traceback[-_TRACEBACK_CHARACTERS:],
+        }
+        for event in reversed(events[-SHOWN_EVENTS:])
+    ]
+
+
+def metrics_view(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers among the metrics of an update."""
+    found = {name: _rounded(value) for name, value in metrics.items() if isinstance(value, int | float)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _mean_lag(lags: Mapping[Any, int]) -> float:
+    rows = sum(lags.values())
+    return sum(int(lag) * count for lag, count in lags.items()) / rows if rows else 0.0
+
+
+def _rounded(value: float | None) -> float | None:
+    """Return a number with five significant digits; None if it is not finite."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+
+
+def shown_options(config: Mapping[str, Any], names: Iterable[str]) -> list[list[str]]:
+    """Return the chosen options of a run, as pairs of name and value."""
+    return [[name.replace("_", " "), str(config[name])] for name in names if config.get(name) not in (None, False, "")]

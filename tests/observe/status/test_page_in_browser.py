@@ -1,0 +1,238 @@
+"""The status page in a real browser: a running, a dying, a large and a finished run, and an attacker's page."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from selenium.webdriver.common.keys import Keys
+
+import farstep
+from farstep.event import Event
+from farstep.observe.event_files import EventFile
+from farstep.observe.loggers import JsonlLogger
+from farstep.observe.run_folder import RunFolder
+from farstep.observe.status import FolderSource, PageServer
+from farstep.testing import CountingEnv, TableAgent
+from tests.observe.status.browser import PHONE, WIDE, Browser, browser
+
+
+@pytest.fixture(autouse=True)
+def leak_check() -> None:
+    """No leak check: processes of the browser come and go. `test_page_server.py` has one."""
+
+
+@pytest.fixture(scope="module")
+def window() -> Iterator[Browser]:
+    with browser() as found:
+        yield found
+
+
+class SimulatedRun:
+    """Data of a run with many workers, some of which are in other states."""
+
+    is_live = True
+    reads = 0
+
+    def __init__(self, workers: int, nodes: int) -> None:
+        states = np.array(["alive"] * 7 + ["starting", "parked", "lost"])[np.arange(workers) % 10].tolist()
+        self._data = {
+            "live": True,
+            "time": 0.0,
+            "run": {"title": "ppo on Far-v0", "options": [["num envs", str(workers)]]},
+            "progress": {"steps": 5_000, "total_steps": 10_000, "seconds_left": 61.0},
+            "diagnoses": [
+                {
+                    "cause": "x",
+                    "text": "Worker 3 is slow.",
+                    "remedy": "Look.",
+                    "is_problem": True,
+                    "numbers": {"a": 0.5},
+                }
+            ],
+            "workers": {
+                "state": states,
+                "host": [f"node-{k * nodes // workers}" for k in range(workers)],
+                "rate": [100.0] * workers,
+                "lag": [0.5] * workers,
+                "divergence": [0.02] * workers,
+                "restarts": 3,
+            },
+            "rate": 100_000.0,
+            "kl_threshold": 0.05,
+            "lags": [[0, 50], [1, 50]],
+            "weights": {"version": 7, "pulls": 3, "possible": 7, "bytes_sent": 3_000, "bytes_saved": 4_000},
+            "buffer": {"fill": 10, "capacity": 100, "bytes": 4_000, "ratio": 2.0},
+            "times": {"workers": [["env", 0.9], ["tickets", 0.1]], "learner": [["update", 1.0]]},
+            "series": {
+                "return": [[0, 1.0], [1, 2.0]],
+                "evaluation": [[0, 2.0], [1, 3.0]],
+                "rate": [[0, 1.0], [1, 2.0]],
+            },
+            "events": [
+                {
+                    "time": 1.0,
+                    "kind": "lost",
+                    "text": "worker 3",
+                    "worker": 3,
+                    "node": "",
+                    "traceback": "Traceback: <b>",
+                }
+            ],
+            "metrics": {"env/return_mean": 2.0},
+        }
+
+    def read(self) -> dict[str, Any]:
+        self.reads += 1
+        return self._data
+
+    def metrics(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("workers", "size", "dark"), [(3, WIDE, False), (3, PHONE, True), (1_000, WIDE, True), (1_000, PHONE, False)]
+)
+def test_page_has_no_errors_and_is_accessible(window: Browser, workers: int, size: tuple[int, int], dark: bool) -> None:
+    server = PageServer(SimulatedRun(workers, nodes=min(workers, 20)))
+    try:
+        window.open(server.url, size, dark=dark)
+        assert window.script("return document.querySelectorAll('#cluster .cell').length") == workers
+        assert window.script("return document.documentElement.scrollWidth <= innerWidth")
+        assert window.violations() == []
+        assert window.errors() == []
+    finally:
+        server.close()
+
+
+def test_workers_are_reached_by_keyboard_and_tracebacks_by_one_click(window: Browser) -> None:
+    server = PageServer(SimulatedRun(200, nodes=2))
+    try:
+        window.open(server.url)
+        grid = window.driver.find_element("css selector", "#cluster .grid")
+        grid.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+        assert window.text("#worker").startswith("worker 2: rolling, 100 steps/s, 0.5 versions behind")
+        assert "KL 0.02 of 0.05" in window.text("#worker")
+        assert "Traceback" not in window.text("#events")
+        window.driver.find_element("css selector", "#events summary").click()
+        assert "Traceback: <b>" in window.text("#events")  # as text, not as an element
+    finally:
+        server.close()
+
+
+class DyingEnv(CountingEnv):
+    """Kills its process when a file appears, once."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self._file = Path(file)
+
+    def step(self, action: Any) -> Any:
+        if self._file.exists():
+            self._file.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+def test_page_follows_a_run_whose_worker_dies(window: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "die"
+    described = {"type": "factory", "env_name": DyingEnv, "env_kwargs": {"file": str(file)}, "envs_per_node": 2}
+    with farstep.ClusterEnv(described, {"workers_per_node": 2}) as env:
+        env.collect(TableAgent(), steps=8)
+        window.open(env.status_url)
+        assert window.text("#cluster-text").startswith("The head gives tickets to 2 workers on 1 host")
+        file.touch()
+        for _ in range(3):
+            env.collect(TableAgent(), steps=8)
+        window.wait(lambda: "lost" in window.text("#events .bad"))
+        window.wait(lambda: "restarted" in window.text("#events"))
+        assert window.errors() == []
+    window.wait(lambda: window.text("#state").startswith(("ended", "not connected")))
+
+
+def test_finished_run_is_shown_from_its_folder(window: Browser, tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "run", {"algorithm": "ppo", "run": {"env": "Far-v0", "total_steps": 30}})
+    logger = JsonlLogger(folder.metrics_file, None)
+    for step in (10, 20, 30):
+        logger.log(
+            step, {"env/return_mean": step / 10, "seconds": step, "rate/steps_per_second": 1.0, "time/collect": 2.0}
+        )
+    logger.close()
+    events = EventFile(folder.events_file)
+    events.write(Event(time=1.0, kind="lost", text="worker 0 was lost", worker=0))
+    events.close()
+    server = PageServer(FolderSource(folder))
+    try:
+        window.open(server.url)
+        assert window.text("#title") == "ppo on Far-v0" and window.text("#state") == "ended"
+        assert "worker 0 was lost" in window.text("#events")
+        assert "30 of 30 steps" in window.text("#progress-text")
+        assert window.script("return document.querySelectorAll('#returns polyline').length") == 1
+        assert window.violations() == [] and window.errors() == []
+    finally:
+        server.close()
+
+
+ATTACK = """
+<title>attack</title><body><script>
+const url = %s, results = [];
+const note = (name, promise) => promise.then((value) => results.push([name, value]), () => results.push([name, null]));
+const element = (tag, attribute) => new Promise((done, fail) => {
+  const made = document.createElement(tag);
+  made.onload = () => done("loaded"); made.onerror = fail;
+  made[attribute] = url.replace("/?", "/data?"); document.body.append(made);
+});
+const stream = new Promise((done, fail) => {
+  const source = new EventSource(url.replace("/?", "/events?"));
+  source.onmessage = (event) => done(event.data); source.onerror = () => { source.close(); fail(); };
+});
+const data = url.replace("/?", "/data?");
+Promise.all([
+  note("fetch", fetch(data).then((answer) => answer.text())),
+  note("no-cors", fetch(data, {mode: "no-cors"}).then((answer) => answer.text())
+    .then((text) => text || Promise.reject())),
+  note("post", fetch(data, {method: "POST", body: "x"}).then((answer) => answer.text())),
+  note("stream", stream), note("script", element("script", "src")), note("image", element("img", "src")),
+]).then(() => { window.results = results; });
+</script></body>
+"""
+
+
+def test_page_of_another_site_gets_nothing_even_with_the_address(window: Browser) -> None:
+    source = SimulatedRun(3, 1)
+    server = PageServer(source)
+
+    class Attacker(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = (ATTACK % json.dumps(server.url)).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Attacker) as attacker:
+        thread = threading.Thread(target=attacker.serve_forever)
+        thread.start()
+        try:
+            window.driver.get(f"http://localhost:{attacker.server_address[1]}/")
+            window.wait(lambda: window.script("return window.results"))
+            assert dict(window.script("return window.results")) == dict.fromkeys(
+                ("fetch", "no-cors", "post", "stream", "script", "image")
+            )
+            assert source.reads == 0
+        finally:
+            attacker.shutdown()
+            thread.join()
+            server.close()

@@ -1,0 +1,210 @@
+"""The status page's server: who gets what, and what clients cannot disturb."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from farstep.errors import RunError
+from farstep.observe.status.page_server import PageServer, page
+
+DEADLINE_S = 20.0
+
+
+class CountingSource:
+    """A run whose data count how often they were read."""
+
+    def __init__(self) -> None:
+        self.is_live = True
+        self.reads = 0
+
+    def read(self) -> dict[str, Any]:
+        self.reads += 1
+        return {"live": self.is_live, "reads": self.reads, "text": "</script><b>"}
+
+    def metrics(self) -> str:
+        return "farstep_steps_total 3\n# EOF\n"
+
+
+@pytest.fixture
+def source() -> CountingSource:
+    return CountingSource()
+
+
+@pytest.fixture
+def server(source: CountingSource) -> Iterator[PageServer]:
+    server = PageServer(source)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def get(
+    server: PageServer, path: str = "/", method: str = "GET", token: str | None = None, **headers: str
+) -> tuple[int, dict[str, str], bytes]:
+    """Send a request with the server's token, unless another one is given."""
+    url = urlsplit(server.url)
+    query = url.query if token is None else f"token={token}"
+    connection = http.client.HTTPConnection("127.0.0.1", url.port or 0, timeout=DEADLINE_S)
+    try:
+        connection.putrequest(method, f"{path}?{query}", skip_host=True)
+        for name, value in ({"Host": url.netloc} | {k.replace("_", "-"): v for k, v in headers.items()}).items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read()
+    finally:
+        connection.close()
+
+
+def test_page_is_self_contained_and_allows_nothing_else(server: PageServer) -> None:
+    status, headers, body = get(server)
+    assert status == 200 and b"<!doctype html>" in body
+    assert b"http://" not in body.replace(b"http://www.w3.org/2000/svg", b"") and b"https://" not in body
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert headers["Cache-Control"] == "no-store" and headers["Referrer-Policy"] == "no-referrer"
+
+
+def test_data_and_metrics_are_plain_answers(server: PageServer) -> None:
+    assert json.loads(get(server, "/data")[2])["live"] is True
+    assert get(server, "/metrics")[2].endswith(b"# EOF\n")
+
+
+@pytest.mark.parametrize("path", ["/", "/data", "/events", "/metrics"])
+def test_wrong_token_gets_nothing(server: PageServer, source: CountingSource, path: str) -> None:
+    for token in ("", "x", "%C3%A9", server.url.rpartition("=")[2][:-1]):
+        status, _, body = get(server, path, token=token)
+        assert (status, body) == (403, b"")
+    assert source.reads == 0
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[::2]:80"])
+def test_other_host_gets_nothing(server: PageServer, source: CountingSource, host: str) -> None:
+    """The name of an attacker's site may resolve to this machine (DNS rebinding)."""
+    assert get(server, "/data", Host=host)[::2] == (421, b"")
+    assert source.reads == 0
+
+
+@pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1:8000", "localhost"])
+def test_page_works_through_a_forwarded_port(server: PageServer, host: str) -> None:
+    assert get(server, "/data", Host=host, Origin=f"http://{host}")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://127.0.0.1:1"},
+        {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"},
+    ],
+)
+def test_other_origin_gets_nothing(server: PageServer, source: CountingSource, headers: dict[str, str]) -> None:
+    assert get(server, "/data", **headers)[::2] == (403, b"")
+    assert source.reads == 0
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE"])
+def test_server_is_read_only(server: PageServer, source: CountingSource, method: str) -> None:
+    assert get(server, "/data", method)[0] == 501
+    assert source.reads == 0
+
+
+def test_unknown_paths_are_not_found(server: PageServer) -> None:
+    for path in ("/favicon.ico", "/../page.py", "/data/", "//evil.example/data"):
+        assert get(server, path)[0] == 404
+
+
+def read_events(server: PageServer, count: int) -> list[dict[str, Any]]:
+    url = urlsplit(server.url)
+    with socket.create_connection(("127.0.0.1", url.port or 0), timeout=DEADLINE_S) as client:
+        client.sendall(f"GET /events?{url.query} HTTP/1.1\r\nHost: {url.netloc}\r\n\r\n".encode())
+        with client.makefile("rb") as stream:
+            found: list[dict[str, Any]] = []
+            for line in stream:
+                if line.startswith(b"data: "):
+                    found.append(json.loads(line[6:]))
+                if len(found) == count:
+                    break
+            return found
+
+
+def test_events_follow_the_run_and_end_with_it(server: PageServer, source: CountingSource) -> None:
+    first, second = read_events(server, 2)
+    assert second["reads"] > first["reads"]
+    source.is_live = False
+    *_, last, end = read_events(server, 100)  # the server ends the stream
+    assert not last["live"] and end == {}
+
+
+def test_many_clients_cost_one_reading_per_interval(server: PageServer, source: CountingSource) -> None:
+    began = time.monotonic()
+    threads = [threading.Thread(target=read_events, args=(server, 2)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert source.reads <= 2 + (time.monotonic() - began)
+
+
+def test_clients_that_never_read_or_write_disturb_nobody(server: PageServer) -> None:
+    url = urlsplit(server.url)
+    silent = [socket.create_connection(("127.0.0.1", url.port or 0), timeout=DEADLINE_S) for _ in range(10)]
+    slow = socket.create_connection(("127.0.0.1", url.port or 0), timeout=DEADLINE_S)
+    try:
+        slow.sendall(f"GET /events?{url.query} HTTP/1.1\r\nHost: {url.netloc}\r\n\r\n".encode())
+        assert get(server, "/data")[0] == 200
+    finally:
+        for client in (*silent, slow):
+            client.close()
+
+
+def test_connections_beyond_the_limit_are_closed(server: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farstep.observe.status.page_server.MAX_CLIENTS", 2)
+    url = urlsplit(server.url)
+    waiting = [socket.create_connection(("127.0.0.1", url.port or 0), timeout=DEADLINE_S) for _ in range(2)]
+    try:
+        with pytest.raises((http.client.RemoteDisconnected, ConnectionResetError)):
+            get(server, "/data")
+    finally:
+        for client in waiting:
+            client.close()
+    deadline = time.monotonic() + DEADLINE_S
+    while True:  # their places become free
+        try:
+            assert get(server, "/data")[0] == 200
+            return
+        except (http.client.RemoteDisconnected, ConnectionResetError):
+            assert time.monotonic() < deadline
+
+
+def test_port_that_is_taken_is_named(server: PageServer, source: CountingSource) -> None:
+    port = urlsplit(server.url).port or 0
+    with pytest.raises(RunError, match=f"port {port}"):
+        PageServer(source, port)
+
+
+def test_embedded_data_cannot_end_their_script() -> None:
+    text = page(data={"text": "</script><b>"})
+    assert "</script><b>" not in text and "\\u003c/script>\\u003cb>" in text
+
+
+def test_close_may_be_called_twice_and_disconnects(source: CountingSource) -> None:
+    server = PageServer(source)
+    reader = threading.Thread(target=read_events, args=(server, 100))
+    reader.start()
+    while not source.reads:
+        time.sleep(0.01)
+    server.close()
+    server.close()
+    reader.join(DEADLINE_S)
+    assert not reader.is_alive()

@@ -1,0 +1,115 @@
+"""What the status page computes from counters, metrics and events."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+
+import pytest
+
+from farstep.event import Event
+from farstep.observe.diagnosis import Diagnosis
+from farstep.observe.glossary import METRICS, STATS
+from farstep.observe.status import view
+from farstep.observe.status.openmetrics import exposition, openmetrics_name
+from farstep.observe.status.series import Series
+
+STATS_NOW = {
+    "steps": 10,
+    "steps_per_second": 5.0,
+    "workers": {
+        "states": ["alive", "lost"],
+        "hosts": ["a", "b"],
+        "steps_per_second": [5.0, 0.0],
+        "restarts": 1,
+        "alive": 1,
+        "cores": ["0", ""],
+    },
+    "versions": {"current": 10, "lag_histogram": [{0: 3, 2: 1}, {}]},
+    "divergence": {0: 0.01},
+    "pulls": {"total": 4, "per_worker": [4, 0]},
+    "bytes": {"weights_sent": 400},
+    "acting": [],
+    "time": {"per_worker": [{"env": 1.5}, {"env": 0.5}]},
+}
+
+
+def test_workers_have_one_entry_per_column() -> None:
+    workers = view.workers_view(STATS_NOW)
+    assert workers == {
+        "state": ["alive", "lost"],
+        "host": ["a", "b"],
+        "rate": [5.0, 0.0],
+        "lag": [0.5, 0.0],
+        "divergence": [0.01, None],
+        "restarts": 1,
+    }
+
+
+def test_lags_are_summed_over_workers() -> None:
+    assert view.lags_view(STATS_NOW) == [[0, 3], [2, 1]]
+
+
+def test_saved_bytes_are_those_of_the_pulls_that_workers_skipped() -> None:
+    found = view.weights_view(STATS_NOW)
+    assert (found["possible"], found["pulls"]) == (20, 4)
+    assert found["bytes_saved"] == 16 * 100
+
+
+def test_no_pull_has_saved_nothing() -> None:
+    stats = STATS_NOW | {"pulls": {"total": 0}, "bytes": {"weights_sent": 0}}
+    assert view.weights_view(stats)["bytes_saved"] == 0
+
+
+def test_acting_servers_pull_for_their_workers() -> None:
+    assert view.weights_view(STATS_NOW | {"acting": [{}]})["possible"] == 10
+
+
+def test_times_are_shares_of_what_passed_since() -> None:
+    seconds = view.difference({"env": 5.0, "send": 2.0, "tickets": 1.0}, {"env": 2.0, "tickets": 1.0})
+    assert view.times_view(seconds) == [["env", 0.6], ["send", 0.4]]
+    assert view.times_view({"env": 0.0}) == []
+
+
+def test_buffer_is_absent_without_a_workflow() -> None:
+    assert view.buffer_view(STATS_NOW) is None
+    stats = {"buffer": {"fill": 5, "capacity": 10, "bytes": 80}, "limiter": {"ratio": math.nan}}
+    assert view.buffer_view(stats) == {"fill": 5, "capacity": 10, "bytes": 80, "ratio": None}
+
+
+def test_events_are_the_newest_first_and_bounded() -> None:
+    events = [Event(time=i, kind="lost", text=str(i), worker=i, traceback="x" * 100_000) for i in range(500)]
+    shown = view.events_view(events)
+    assert [event["text"] for event in shown[:2]] == ["499", "498"]
+    assert len(shown) == view.SHOWN_EVENTS and len(shown[0]["traceback"]) == 20_000
+
+
+def test_data_are_strict_json_even_if_metrics_are_not_finite() -> None:
+    diagnosis = Diagnosis(cause="slow", text="slow", numbers={"a": math.inf})
+    data = [view.metrics_view({"a": math.nan, "b": 1.0, "c": "text"}), view.diagnosis_view(diagnosis)]
+    assert json.loads(json.dumps(data, allow_nan=False))[0] == {"b": 1.0}
+
+
+def test_series_stays_small_and_keeps_its_ends() -> None:
+    series = Series()
+    for i in range(100_000):
+        series.add(i, 2.0 * i)
+    series.add(math.nan, 1.0)
+    points = series.rounded()
+    assert len(points) <= 401 and points[0][0] < 1_000 and points[-1][0] > 99_000
+    assert all(left[0] < right[0] for left, right in pairwise(points))
+
+
+def test_metrics_have_labels_for_workers() -> None:
+    text = exposition(STATS_NOW, {"env/return_mean": 3.0, "rate/steps_per_second": math.nan})
+    lines = text.splitlines()
+    assert 'farstep_time_per_worker_env_seconds_total{worker="0"} 1.5' in lines
+    assert 'farstep_time_per_worker_env_seconds_total{worker="1"} 0.5' in lines
+    assert "farstep_steps_total 10.0" in lines and "farstep_env_return_mean 3.0" in lines
+    assert lines[-1] == "# EOF" and "nan" not in text.lower()
+
+
+@pytest.mark.parametrize("metric", [*STATS.values(), *METRICS.values()], ids=lambda metric: metric.name)
+def test_every_name_of_the_glossary_is_valid(metric: object) -> None:
+    assert openmetrics_name(metric).replace("_", "a").isalnum()  # type: ignore[arg-type]
