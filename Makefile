@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+# Modules are compiled when they are first imported: compiling all takes over a minute, and most are never imported.
+PIP    := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --constraint constraints.txt
 UV     := $(shell command -v uv 2>/dev/null)
 # Use uv if it is installed, except for torch: only pip reads the index that may be configured for the CPU build.
 ADD    := $(if $(UV),$(UV) pip install --python $(BIN)/python --constraint constraints.txt,$(PIP))
