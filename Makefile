@@ -2,13 +2,14 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+# Modules are compiled when they are first imported: compiling all takes over a minute, and most are never imported.
+PIP    := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --constraint constraints.txt
 UV     := $(shell command -v uv 2>/dev/null)
 # Use uv if it is installed, except for torch: only pip reads the index that may be configured for the CPU build.
 ADD    := $(if $(UV),$(UV) pip install --python $(BIN)/python --constraint constraints.txt,$(PIP))
 EXTRAS := torch,envs,envpool,lora,tensorboard,ray,kubernetes,dev
 
-.PHONY: help setup demo test test-quick test-kubernetes coverage lint format bench bench-buffer scaling aaps stagger defaults learning offpolicy aride async elastic scale bench-peers clean
+.PHONY: help setup demo test bytecode test-quick test-kubernetes coverage lint format bench bench-buffer scaling aaps stagger defaults learning offpolicy aride async elastic scale bench-peers clean
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
@@ -32,6 +33,9 @@ demo: $(VENV)/.demo-ready  ## train CartPole-v1 on two local workers until it is
 
 test: setup      ## all tests, in four processes, since many of them mostly wait
 	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
+
+bytecode: setup  ## compile what tests import once; otherwise each of their processes does on a fresh clone
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --collect-only --quiet --quiet
 
 test-quick: setup  ## units and in-process contracts, two processes, under two minutes: run it while you edit
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" \

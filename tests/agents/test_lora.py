@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import sys
@@ -45,7 +46,8 @@ from tests.agents.lora_agents import AdaptedQAgent, AdaptedSoftActor, Echo, OwnA
 from tests.cluster.checks import cluster, eventually, in_process, within, worker_pids
 from tests.cluster.nodes import shell_in
 
-pytest.importorskip("peft", reason="adapters need peft: pip install 'farstep[lora]'")
+if importlib.util.find_spec("peft") is None:  # importing it takes 6 s, in every process that collects tests
+    pytest.skip("adapters need peft: pip install 'farstep[lora]'", allow_module_level=True)
 
 TARGETS = ("q", "k", "v", "o")
 ENVS = 4

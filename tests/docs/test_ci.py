@@ -31,10 +31,10 @@ def required_packages() -> set[str]:
 
 
 def run_ci(folder: Path, present: set[str], failing: str = "") -> subprocess.CompletedProcess[str]:
-    """Run `.ci/run` where these packages are installed, and where `make` does nothing and fails for one target."""
+    """Run `.ci/run` where these packages are installed, and where `make` does nothing. Let apt or a target fail."""
     programs = {
         "dpkg-query": f'case " {" ".join(present)} " in *" $4 "*) printf installed;; *) exit 1; esac',
-        "apt-get": f'[ "$1" != install ] || echo "$@" > {folder}/asked',
+        "apt-get": f'[ "{failing}" != apt-get ] || exit 1; [ "$1" != install ] || echo "$@" > {folder}/asked',
         "make": f'echo "$1" >> {folder}/made; echo "output of $1"; [ "$1" != "{failing}" ]',
     }
     (folder / "bin").mkdir()
@@ -65,6 +65,10 @@ def test_ci_fails_if_a_target_fails(failing: str, tmp_path: Path) -> None:
     done = run_ci(tmp_path, required_packages() | PYTHON_AND_COMPILERS, failing)
     assert done.returncode != 0
     assert f"output of {failing}" in done.stdout
+
+
+def test_ci_fails_if_packages_cannot_be_installed(tmp_path: Path) -> None:
+    assert run_ci(tmp_path, PYTHON_AND_COMPILERS, "apt-get").returncode != 0
 
 
 def test_ci_prints_what_linting_prints_after_the_tests(tmp_path: Path) -> None:

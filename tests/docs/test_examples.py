@@ -1,11 +1,15 @@
 """Every example is run, briefly; one that nobody runs here is missed."""
 
 import ast
+import contextlib
 import difflib
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -22,6 +26,9 @@ BRIEFLY = {
     "lora_policy.py": [],  # see below
 }
 
+IN_PROCESSES_OF_THEIR_OWN = {"cartpole_ppo.py", "jax_agent.py"}
+"""The demo, as `make demo` runs it, and JAX, which must not be in a process that forks."""
+
 
 def run(name: str, options: str, folder: Path) -> str:
     """Its output; what it leaves behind, as Stable-Baselines3 does, goes to a folder of the test."""
@@ -30,6 +37,17 @@ def run(name: str, options: str, folder: Path) -> str:
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def run_here(name: str, options: str, folder: Path) -> str:
+    """The same in this process, which has imported torch: that takes most of the CPU time of an example."""
+    output = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
+        patch.chdir(folder)
+        patch.setattr(tempfile, "tempdir", str(folder))
+        patch.setattr(sys, "argv", [name, *options.split()])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return output.getvalue()
 
 
 def code(name: str) -> list[str]:
@@ -44,13 +62,17 @@ def test_every_example_is_run():
 
 
 @pytest.mark.parametrize(("name", "options"), [(name, options) for name, ways in BRIEFLY.items() for options in ways])
+@pytest.mark.usefixtures("torch_in_workers")
 def test_an_example_runs_and_says_how_it_goes(name, options, tmp_path):
-    assert "return" in run(name, options, tmp_path)
+    run_it = run if name in IN_PROCESSES_OF_THEIR_OWN else run_here
+    assert "return" in run_it(name, options, tmp_path)
 
 
+@pytest.mark.usefixtures("torch_in_workers")
 def test_clusterenv_example_prints_every_update(tmp_path):
+    """As a program of its own, tests/cluster/test_slurm.py runs it."""
     options = "--debug --nodes 2 --envs-per-node 4 --num-steps 128 --num-updates 3 --update-epochs 1"
-    output = run("clusterenv_ppo.py", options, tmp_path)
+    output = run_here("clusterenv_ppo.py", options, tmp_path)
     assert re.findall(r"^update ([0-9]+): .*return", output, re.M) == ["1", "2", "3"]
 
 

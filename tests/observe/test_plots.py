@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -16,7 +17,8 @@ from farstep.observe.loggers import JsonlLogger
 from farstep.observe.plots import _round_step, _thousands, plot
 from farstep.observe.run_folder import RunFolder
 
-figure = pytest.importorskip("matplotlib.figure")
+if importlib.util.find_spec("matplotlib") is None:  # imported when a test needs it, not by every process
+    pytest.skip("pip install 'farstep[plot]'", allow_module_level=True)
 
 
 def make_run(root: Path, name: str = "run", updates: int = 30, scale: float = 1.0, **config: object) -> Path:
@@ -37,14 +39,16 @@ def make_run(root: Path, name: str = "run", updates: int = 30, scale: float = 1.
 
 def as_drawn(monkeypatch) -> list:
     """The figures that are saved from now on."""
+    from matplotlib.figure import Figure
+
     figures = []
-    save = figure.Figure.savefig
+    save = Figure.savefig
 
     def keep(self, *args, **options):
         figures.append(self)
         save(self, *args, **options)
 
-    monkeypatch.setattr(figure.Figure, "savefig", keep)
+    monkeypatch.setattr(Figure, "savefig", keep)
     return figures
 
 
