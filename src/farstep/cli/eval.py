@@ -15,7 +15,7 @@ import tyro
 
 from farstep.cli.options.algorithms import agent_for
 from farstep.cli.options.parsing import parse
-from farstep.cli.saved_run import SavedPolicy, SavedRun
+from farstep.cli.saved.saved_run import SavedPolicy, SavedRun
 from farstep.cluster_env import ClusterEnv
 from farstep.config.env import check_count, check_seed
 from farstep.errors import ConfigError, RunError, counted

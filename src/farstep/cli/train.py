@@ -18,7 +18,7 @@ import torch
 from farstep.checkpoint import folder as checkpoint
 from farstep.cli.options.algorithms import ALGORITHMS, RELEASING, make_learner
 from farstep.cli.options.train_options import Options, learner_of_file, parse_options, stored_config, write_yaml
-from farstep.cli.recording import check_recording, record
+from farstep.cli.saved.recording import check_recording, record
 from farstep.cluster_env import ClusterEnv, event_log_of, status_page_of
 from farstep.config.launch import EngineConfig
 from farstep.errors import ConfigError, RunError, counted, unknown_name

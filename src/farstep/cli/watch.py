@@ -13,8 +13,8 @@ import tyro
 
 from farstep.cli.options.algorithms import agent_for
 from farstep.cli.options.parsing import parse
-from farstep.cli.recording import check_recording, record, spaces_of
-from farstep.cli.saved_run import SavedRun
+from farstep.cli.saved.recording import check_recording, record, spaces_of
+from farstep.cli.saved.saved_run import SavedRun
 from farstep.config.env import check_count, check_seed
 from farstep.config.field_docs import show_fields
 from farstep.errors import ConfigError

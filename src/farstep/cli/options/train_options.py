@@ -14,7 +14,7 @@ from farstep.cli.options.algorithms import ALGORITHMS
 from farstep.cli.options.config_file import as_yaml, learner_in, read_options
 from farstep.cli.options.launchers import ENGINES, SharingOptions, check_options, chosen_launcher
 from farstep.cli.options.parsing import check_belonging, parse, typed
-from farstep.cli.trust import check_trusted
+from farstep.cli.saved.trust import check_trusted
 from farstep.config.field_docs import show_fields
 from farstep.config.launch import EngineConfig
 from farstep.errors import ConfigError

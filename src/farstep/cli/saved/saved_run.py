@@ -12,7 +12,7 @@ import msgspec
 from farstep.checkpoint import folder as checkpoint
 from farstep.checkpoint.checks import Count, converted
 from farstep.cli.options.train_options import load_config
-from farstep.cli.trust import check_trusted
+from farstep.cli.saved.trust import check_trusted
 from farstep.errors import RunError
 from farstep.learners.loop.checkpoint_schedule import DEFAULT_EVERY
 from farstep.learners.loop.saving import check_agent, join_state
