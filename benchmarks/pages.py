@@ -150,7 +150,7 @@ def stagger_plots(document: dict[str, Any], _: Path) -> None:
 
 PLOTS = (
     Plots("throughput.json", speed_plot.draw, ("speed.png",)),
-    Plots("defaults.json", defaults.draw, tuple(f"defaults-{learner}.png" for learner in defaults.ON_POLICY)),
+    Plots("defaults.json", defaults.draw, tuple(f"defaults-{learner}.png" for learner in defaults.LEARNERS)),
     Plots("learning.json", learning_tables.draw, ("learning-cartpole-v1.png", "learning-lunarlander-v3.png")),
     Plots(
         "offpolicy.json",
