@@ -15,7 +15,8 @@ from torch import Tensor
 
 from farstep.agents.policy import Policy, ship
 from farstep.errors import AgentError
-from farstep.rollout.rows import Slots
+from farstep.rollout.blocks import Layout
+from farstep.rollout.rows import Rows, Slots
 from farstep.schema import ArraySpec
 from farstep.worker.acting import Actor
 
@@ -230,10 +231,16 @@ def test_a_load_of_weights_leaves_the_recurrent_state_alone() -> None:
     actor, probe = actor_of(Remembers())
     probe()
     assert actor.policy.note == "fast"
-    actor._state = actor.policy(OBS + 1, actor._state, STARTS, None)["state"]  # noqa: SLF001
-    before = actor._state.copy()  # noqa: SLF001
+    floats = {"obs": ArraySpec((4,), "<f4"), "action": ArraySpec((), "<f4")}
+    layout = Layout(1, 1, 3, {**floats, "episode_start": ArraySpec((), "|b1")}, {"state": floats["obs"]})
+    rows = Rows(layout, layout.views(bytearray(layout.nbytes)), 0, 0, 3)
+    rows.row["obs"][0] = OBS + 1
+    actor.begin(rows)
+    actor.act(0)
+    (before,) = (state.copy() for state in actor.save()["state"])
+    assert before.any()
     actor.loaded(1)
-    np.testing.assert_array_equal(actor._state, before)  # noqa: SLF001
+    np.testing.assert_array_equal(actor.save()["state"][0], before)
 
 
 WEIGHTS = np.zeros(1)

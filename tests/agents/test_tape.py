@@ -217,7 +217,7 @@ def test_constants_made_in_the_call() -> None:
 
 def test_operations_that_only_change_a_shape_or_only_check() -> None:
     def act(obs: Tensor) -> dict[str, Tensor]:
-        torch._assert_async((obs < 100).all())  # noqa: SLF001
+        torch._assert_async((obs < 100).all())  # noqa: SLF001 - has no public name in torch
         hidden = (obs.sum(-1, keepdim=True) + 1).unsqueeze_(0)
         return {"quantile": torch.quantile(obs, 0.5, dim=1), "hidden": hidden.squeeze_() * 2}
 

@@ -40,8 +40,10 @@ class Watched(threading.Condition):
 
 def test_threads_that_wait_do_not_keep_each_other_awake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_gate, "_POLL_S", 0.01)
-    gate, order = UpdateGate(), list[str]()
-    changed = gate._changed = Watched()  # noqa: SLF001
+    changed, order = Watched(), list[str]()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Condition", lambda: changed)
+        gate = UpdateGate()
     gate.begin("first", "a consumer", AGENT)
 
     def publish() -> None:

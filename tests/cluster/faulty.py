@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import inspect
 import os
 import signal
 import socket
@@ -341,7 +342,8 @@ class RogueEnv(CountingEnv):
         os.write(fd, header)
         os.ftruncate(fd, size)
         fcntl.fcntl(fd, 1033, 2 | 4 | 8)
-        socket.send_fds(self._socket(), [b"M" + frame_lengths([len(header), size - len(header)])], [fd])
+        with self._socket() as sock:
+            socket.send_fds(sock, [b"M" + frame_lengths([len(header), size - len(header)])], [fd])
 
     def _progress(self) -> None:
         words = [0] * (EPISODES + 1)
@@ -352,19 +354,19 @@ class RogueEnv(CountingEnv):
         self.link.send([messages.encode(messages.Hello(0, 0, "run", "host", 1, {}))])
 
     def _descriptor(self) -> None:
-        socket.send_fds(self._socket(), [b"I" + frame_lengths([1]) + b"x"], [0])
+        with self._socket() as sock:
+            socket.send_fds(sock, [b"I" + frame_lengths([1]) + b"x"], [0])
 
     def _endless_phase(self) -> None:
         """Words that say it is queued, which has no time limit, and no answer ever."""
-        frame: Any = sys._getframe()  # noqa: SLF001
+        frame: Any = inspect.currentframe()
         while "words" not in frame.f_locals:  # the frame of the worker's rollout loop
             frame = frame.f_back
         frame.f_locals["words"][PHASE] = Phase.QUEUED
         do_fault("hang")
 
     def _socket(self) -> socket.socket:
-        sock: socket.socket = self.link._socket  # noqa: SLF001
-        return sock
+        return socket.socket(fileno=os.dup(self.link.fileno()))
 
 
 class MuteError(Exception):

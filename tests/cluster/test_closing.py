@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import farstep
+from farstep.cluster_env import collector_for
 from farstep.errors import AgentError, RemoteEnvError
 from farstep.testing import CountingEnv, TableAgent
 from farstep.workflow.triggers import DataKeyTrigger
@@ -105,7 +106,7 @@ def test_close_waits_for_a_failed_call_that_is_closing_in_another_thread(tmp_pat
         found_running.append(Path(f"/proc/{worker}").exists())
 
     closing = threading.Thread(target=close_and_look)
-    env._launched().collector.server.fail(AgentError("deliberate"))  # noqa: SLF001
+    collector_for(env, TableAgent()).server.fail(AgentError("deliberate"))
     failing = threading.Thread(target=fail)
     failing.start()
     eventually((tmp_path / "closing").exists)

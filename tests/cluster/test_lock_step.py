@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -357,11 +358,12 @@ def test_messages_of_a_step_that_raised_do_not_reach_the_next_call(left_over: st
             ours.step(actions())  # worker 1 is still in this step
         assert cast(farstep.WorkerError, raised.value).where.worker == 0
         wait_for(tmp_path / "began")
-        lock_step = ours._stepper.lock_step  # noqa: SLF001
-        with ours._stepper.server.locked():  # so that nothing reads the messages of worker 1 before the next call does  # noqa: SLF001
+        stepper = ours._stepper  # noqa: SLF001 - only its lock keeps the head from reading the messages early
+        board = stepper.lock_step.board
+        with stepper.server.locked():  # so that nothing reads the messages of worker 1 before the next call does
             (tmp_path / "began.fifo").write_text("go on")
             deadline = time.monotonic() + 60
-            while not lock_step._all_done():  # noqa: SLF001
+            while board.done != board.requested_step:
                 assert time.monotonic() < deadline
             ours.reset(seed=1)
         for name, value in (("marker", ""), ("fault", ""), ("huge", [0, 0, 0, 400_000])):
@@ -371,13 +373,12 @@ def test_messages_of_a_step_that_raised_do_not_reach_the_next_call(left_over: st
             assert len(info["huge"][3]) == 400_000
 
 
-def interrupt_ring(ours: Any, worker: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C arrives instead of the head's next ring of this worker."""
-    bell = ours._stepper.lock_step._bells[worker]  # noqa: SLF001
-    write = os.eventfd_write
+def interrupt_ring(worker: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C arrives instead of the head's next ring of this worker; it rings them in their order."""
+    write, me, rings = os.eventfd_write, threading.get_ident(), itertools.count()
 
     def interrupted(fd: int, value: int) -> None:
-        if fd == bell:
+        if threading.get_ident() == me and next(rings) == worker:
             monkeypatch.setattr(os, "eventfd_write", write)
             raise KeyboardInterrupt
         write(fd, value)
@@ -391,14 +392,14 @@ def test_ctrl_c_before_a_worker_is_rung_leaves_a_vector_that_can_go_on(
 ) -> None:
     with vector(config=short(5.0), batch_size=4) as ours:
         ours.step(actions())
-        interrupt_ring(ours, worker, monkeypatch)
+        interrupt_ring(worker, monkeypatch)
         with pytest.raises(KeyboardInterrupt):
             ours.step(actions())
         ours.reset(seed=1)
         assert ours.step(actions())[1].tolist() == [1.0] * 4
         ours.async_reset(seed=1)
         ours.recv()
-        interrupt_ring(ours, worker, monkeypatch)
+        interrupt_ring(worker, monkeypatch)
         with pytest.raises(KeyboardInterrupt):
             ours.send(actions(), np.arange(4))
         ours.async_reset(seed=1)

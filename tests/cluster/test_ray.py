@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 import farstep
+from farstep.launch.engines.ray.engine import RayEngine
 from farstep.testing import TableAgent, check_launcher
 from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, within
 
@@ -159,7 +160,7 @@ def test_the_contract(ray_cluster: RayCluster) -> None:
 @pytest.mark.timeout(300)
 def test_a_lost_cluster_raises_and_does_not_kill_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with a large restart budget, whose growing pauses add up to minutes."""
-    monkeypatch.setattr("farstep.launch.engines.ray.engine._GONE_S", 5.0)
+    monkeypatch.setattr("farstep.launch.engines.ray.engine.GONE_S", 5.0)
     with RayCluster(nodes=0, head_cpus=2) as started:
         join(monkeypatch, started)
         with cluster(config=farstep.RayConfig(workers_per_node=1, restart_budget=100)) as env:
@@ -176,7 +177,7 @@ def test_batches_continue_without_rays_first_node_until_ray_ends_the_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "8")
-    monkeypatch.setattr("farstep.launch.engines.ray.engine._GONE_S", 10.0)
+    monkeypatch.setattr("farstep.launch.engines.ray.engine.GONE_S", 10.0)
     with RayCluster(nodes=1, cpus=2) as started:
         join(monkeypatch, started)
         with cluster(config=farstep.RayConfig(workers_per_node=1)) as env:
@@ -256,21 +257,21 @@ def test_without_an_address_the_cluster_that_runs_is_joined(
     ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS")
-    with cluster(config=farstep.RayConfig(workers_per_node=1)) as env:
-        env.launch()
-        driver = env._launched().collector.server.supervisor.launcher._engine._driver  # type: ignore[attr-defined]  # noqa: SLF001
-        assert not driver.local and driver.address == ray_cluster.address.rpartition(":")[0]
+    with contextlib.closing(RayEngine(farstep.RayConfig(workers_per_node=1), 1)) as engine:
+        assert engine.listen_on()[0] == ray_cluster.address.rpartition(":")[0]
 
 
 @pytest.mark.timeout(240)
 def test_without_a_cluster_a_private_one_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where Ray notes which cluster runs
+    monkeypatch.setenv(TAG, tag := uuid.uuid4().hex)
     with cluster(config=farstep.RayConfig(workers_per_node=1)) as env:
         env.launch()
-        driver = env._launched().collector.server.supervisor.launcher._engine._driver  # type: ignore[attr-defined]  # noqa: SLF001
-        assert driver.local and stat.S_IMODE(Path(driver._folder).stat().st_mode) == 0o700  # noqa: SLF001
-        found = re.search(rf"{driver._folder}/.*gcs-address=([\d.:]+)", "\n".join(commands().values()))  # noqa: SLF001
+        processes = "\n".join(tagged(tag))
+        (folder,) = set(re.findall(r"/tmp/farstep-ray-\w+", processes))
+        assert stat.S_IMODE(Path(folder).stat().st_mode) == 0o700
+        found = re.search(rf"{folder}/.*gcs-address=([\d.:]+)", processes)
         assert found
         address = found[1]
         stranger = cluster(config=farstep.RayConfig(address=address, workers_per_node=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -13,7 +14,6 @@ from typing import Any, cast
 import pytest
 
 import farstep
-from farstep.cluster_env import collector_for
 from farstep.config.launch import SSHConfig
 from farstep.errors import ConfigError, LaunchError, WorkerDied, WorkerStuck
 from farstep.rollout.seeds import episode_seed
@@ -113,15 +113,24 @@ def test_a_daemon_whose_session_ended_is_not_waited_for(server: SshServer) -> No
         assert batch["obs"].shape[1] >= 3
 
 
+def children() -> list[int]:
+    """The processes that this process started and has not waited for."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if entry.name.isdigit() and int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(entry.name))
+    return found
+
+
 def test_a_daemon_whose_session_is_cut_goes_on(server: SshServer) -> None:
     """Sessions are for starting it; as long as it is heard of, it is there."""
     with start(config(server.options, nodes=1, workers_per_node=1)) as env:
         within(lambda: env.collect(TableAgent(), steps=2))
         (node,) = env.stats()["nodes"]
-        launcher: Any = collector_for(env, TableAgent()).server.supervisor.launcher
-        (session,) = launcher._engine._sessions.values()  # noqa: SLF001
-        session.kill(signal.SIGKILL)
-        eventually(lambda: not launcher.groups[0].status.nodes)
+        (session,) = (pid for pid in children() if Path(f"/proc/{pid}/comm").read_text() == "ssh\n")
+        os.killpg(session, signal.SIGKILL)
+        eventually(lambda: session not in children())  # waited for by the thread that asks how the session is
         within(lambda: env.collect(TableAgent(), steps=2))
         time.sleep(4)
         within(lambda: env.collect(TableAgent(), steps=2))

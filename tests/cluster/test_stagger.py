@@ -13,7 +13,7 @@ import pytest
 
 import farstep
 from farstep.cluster_env import collector_for
-from farstep.head.request import Request
+from farstep.head.tickets.records import FeedPlan
 from farstep.rollout.seeds import episode_seed
 from farstep.testing import CountingEnv, TableAgent
 from tests.cluster.checks import arrays_of, assert_balanced, assert_same, assert_sound, cluster, eventually, in_process
@@ -429,11 +429,11 @@ def test_a_ticket_may_be_reclaimed_on_the_way_and_the_next_continues_there(trans
         agent = TableAgent()
         env.publish(agent)
         collector = collector_for(env, agent)
-        request = collector.open(Request(4), None, 1)
+        request = collector.open_feed(4, FeedPlan(), None)
         with collector.server.locked():
             collector.server.grant()
         eventually((tmp_path / "there").exists)
-        collector.end(request)
+        collector.end_feed(request)
         (tmp_path / "go").touch()
         batch = env.collect(agent, steps=4)
         assert batch["obs"][0, :, 1].tolist() == [0, 100]  # no row was rolled for the other ticket

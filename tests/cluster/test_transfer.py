@@ -16,8 +16,9 @@ from farstep.batch import Part
 from farstep.cluster_env import collector_for
 from farstep.core import Received
 from farstep.errors import ClosedError, ConfigError
+from farstep.head.chunks.incoming_chunks import EarlyPart
 from farstep.head.chunks.rollouts import Rollouts
-from farstep.head.request import Request
+from farstep.head.tickets.records import FeedPlan
 from farstep.schema import flat
 from farstep.testing import FaultyEnv, TableAgent
 from farstep.wire import messages as m
@@ -239,26 +240,24 @@ def test_a_stage_with_an_unknown_name_is_refused_and_the_cluster_stays() -> None
 
 
 def test_parts_count_for_an_open_ticket_of_their_worker_only() -> None:
-    with cluster(envs=4, workers=2, transport="tcp", transfer=TransferTrigger(size=2)) as env:
-        env.collect(agent := TableAgent(), steps=4)
+    agent, parts = TableAgent(), list[EarlyPart]()
+    with cluster(envs=4, workers=2, transport="tcp", transfer={"keys": [["reward"], ["obs"]]}) as env:
         collector = collector_for(env, agent)
-        assert collector._rollouts is not None  # noqa: SLF001
-        server, rollouts = collector.server, collector._rollouts  # noqa: SLF001
-        rewards = rollouts.blocks["reward"]
-        frames = [b"header", b"", np.full((2, 2), 77, np.float32).tobytes()]
+        server = collector.server
+        frames = [b"header", b"", np.full((4, 2), 77, np.float32).tobytes()]
         with server.locked():
-            request = collector.open(Request(4), None, 1)
-            order, _ = server.tickets.grant([0, 1], 0)  # given to nobody: whatever comes now is forged
-            part = m.Part(order.seq, 9, -1, 0, ["reward"])
-            collector.on_message(server.records[1], part, Received(frames))
-            assert not (rewards == 77).any(), "of another worker's ticket"
-            collector.on_message(server.records[0], part, Received(frames))
-            assert (rewards[0, :2, :2] == 77).all() and (rewards == 77).sum() == 4
-            rewards[:] = 0
-            collector.end(request)
-            collector.on_message(server.records[0], part, Received(frames))
-            assert not (rewards == 77).any(), "of a ticket that was cancelled"
-        assert_sound(env.collect(TableAgent(), steps=4))
+            request = collector.open_feed(4, FeedPlan(windows=None), parts.append)
+            ticket = server.tickets.grant([0, 1], 0)[0]  # sent to no worker: whatever arrives now is forged
+            message = m.Part(ticket.seq, 9, 0, 0, ["reward"])
+            collector.on_message(server.records[1 - ticket.worker], message, Received(frames))
+            assert not parts, "of another worker's ticket"
+            collector.on_message(server.records[ticket.worker], message, Received(frames))
+            assert [early.ticket for early in parts] == [ticket]
+            assert (parts[0].part.batch["reward"] == 77).all()
+            collector.end_feed(request)
+            collector.on_message(server.records[ticket.worker], message, Received(frames))
+            assert len(parts) == 1, "of a ticket that was cancelled"
+        assert_sound(env.collect(agent, steps=4))
         assert env.stats()["workers"]["restarts"] == 0
 
 

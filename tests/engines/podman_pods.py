@@ -159,8 +159,8 @@ class Played(Group):
         self._guardian.unregister(self._name)
 
 
-def _engine_for(config: Any, workers_per_node: int, emit: Any, known: Any = farstep.launch._engine_for) -> Any:  # noqa: SLF001
+def _engine_for(config: Any, workers_per_node: int, emit: Any, known: Any = farstep.launch.engine_for) -> Any:
     return PodmanEngine(config) if isinstance(config, PodmanConfig) else known(config, workers_per_node, emit)
 
 
-farstep.launch._engine_for = _engine_for  # noqa: SLF001
+farstep.launch.engine_for = _engine_for

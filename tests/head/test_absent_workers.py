@@ -182,13 +182,14 @@ def test_batches_have_their_own_rounds_while_workers_leave_rejoin_or_become_stal
     tickets.open(rng.choice([None, 0, 1, 2]), rollouts=rollouts)
     up, version, taken, batches = set(range(workers)), 0, 0, 0
     waiting: dict[int, deque[IssuedTicket]] = {worker: deque() for worker in range(workers)}
+    issued: list[IssuedTicket] = []
 
     def grant() -> None:
         for order in tickets.grant(up, version):
-            used = [o.lane for o in waiting[order.worker]]
-            used += [a.ticket.lane for a in tickets.unread if a.ticket.worker == order.worker]
+            used = [other.lane for other in issued if other.worker == order.worker and tickets.is_live(other.seq)]
             assert order.lane not in used
             waiting[order.worker].append(order)
+            issued.append(order)
 
     def deliver(worker: int) -> None:
         order = waiting[worker].popleft()

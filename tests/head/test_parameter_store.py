@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from farstep.errors import AgentError
-from farstep.head.weights import parameters
 from farstep.head.weights.parameters import ParameterStore
 from tests.agents.parameter_agents import (
     IteratorModule,
@@ -258,21 +257,25 @@ def test_jax_is_noticed_by_a_new_array(size: int) -> None:
         assert published_if_changed(store, agent)
 
 
+class TensorWithCallback(torch.Tensor):
+    """Calls a function whenever its values are read."""
+
+    on_read: Callable[[], object]
+
+    def numpy(self, *, force: bool = False) -> Any:
+        self.on_read()
+        return super().numpy(force=force)
+
+
 @pytest.mark.parametrize("read", ["publish", "changed"])
-def test_a_change_while_parameters_are_read_is_noticed_later(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_while_parameters_are_read_is_noticed_later(read: str) -> None:
     """Another thread trains on: what it changes after its values were read is a change still."""
     agent: Any = SetterAgent()
-    agent.parameters = {"first": torch.zeros(LARGE).add_(1), "last": torch.zeros(1).add_(1)}
+    first, last = torch.zeros(LARGE).add_(1), torch.zeros(1).add_(1).as_subclass(TensorWithCallback)
+    agent.parameters, last.on_read = {"first": first, "last": last}, lambda: None
     with store_of(agent) as store:
-        cast = parameters._cast  # noqa: SLF001
-
-        def train_meanwhile(array: Any, dtype: Any) -> Any:
-            if array.size == 1:
-                agent.parameters["first"].add_(1)
-            return cast(array, dtype)
-
-        agent.parameters["first"].add_(0)  # its counter moves, so that contents are compared
-        monkeypatch.setattr(parameters, "_cast", train_meanwhile)
+        first.add_(0)  # its counter moves, so that contents are compared
+        last.on_read = lambda: first.add_(1)
         getattr(store, read)(agent)
-        monkeypatch.setattr(parameters, "_cast", cast)
+        last.on_read = lambda: None
         assert store.changed(agent)

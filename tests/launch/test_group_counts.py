@@ -95,7 +95,7 @@ class Jobs(RuleBasedStateMachine):
         nodes = sum(job.size for job in self.jobs if job.state != "ENDED")
         over = [f"SLURM job {job.number}" for job in self.jobs if job.state == "ENDED"]
         anew = [f"SLURM job {job.number}" for job in self.jobs if job.state == "PENDING"]
-        self.watched._checked = (time.monotonic(), RequestStatus("", nodes, ended=over, restarting=anew))  # noqa: SLF001
+        self.watched.note_status(RequestStatus("", nodes, ended=over, restarting=anew), time.monotonic())
         self.watched.expected()  # as the head asks all the time
         self.seen = True
 

@@ -245,7 +245,7 @@ def test_a_group_that_is_over_is_cleared_away_and_its_last_words_are_kept(
     groups = make(2, here=2)
     stands(engine, 0, 0)
     eventually(lambda: engine.jobs[0].cancelled)
-    eventually(lambda: not groups[0]._thread.is_alive())  # noqa: SLF001
+    groups[0].join(time.monotonic() + 60)
     engine.jobs[0].words = "nothing is known of it any more"
     assert groups.logs() == "its last words"
 

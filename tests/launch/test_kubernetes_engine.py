@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import pytest
 from farstep.config.kubernetes import KubernetesConfig
 from farstep.errors import LaunchError
 from farstep.head.events import EventLog
+from farstep.launch.daemon.guardian import Guardian
 from farstep.launch.engines.kubernetes import api as kubernetes_api
 from farstep.launch.engines.kubernetes.engine import KubernetesEngine, Pods
 from tests.launch.fake_kubernetes import FakeKubernetes, kubeconfig, serving
@@ -201,10 +203,10 @@ def test_no_configuration_is_one_sentence(engine: Any, tmp_path: Path, monkeypat
 def test_no_server_is_one_sentence(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "kubeconfig").write_text(kubeconfig("http://127.0.0.1:9"))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
-    one = engine()
-    one._guardian._deadline_s = 0.1  # what it cannot delete is deleted by nobody: there is no server  # noqa: SLF001
+    # The guardian cannot delete anything: there is no server.
+    monkeypatch.setattr("farstep.launch.engines.kubernetes.engine.Guardian", functools.partial(Guardian, 0.1))
     with pytest.raises(LaunchError, match=r"http://127.0.0.1:9 does not answer"):
-        request(one)
+        request(engine())
 
 
 def test_a_missing_package_is_one_sentence(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import zmq
 
 from farstep.errors import WireError
-from farstep.launch.daemon.node_daemon import NodeDaemon, _Child
+from farstep.launch.daemon.node_daemon import NodeDaemon
+from farstep.launch.daemon.node_worker import NodeWorker
 from farstep.launch.daemon.process import ProcessStarter
 from farstep.launch.engines.engine import RECLAIMED
+from farstep.launch.hub import admit
+from farstep.launch.nodes import send_to_node
 from farstep.rollout.progress import ProgressBoard
 from farstep.wire import node_messages as n
 from farstep.wire.channels import local
 from farstep.wire.channels.local import LocalLink, local_pair
 from farstep.wire.channels.memory import write_immutable
+from farstep.wire.channels.zmq import Hub
 from farstep.wire.keys import KeyPair
 
 HEAD = KeyPair.fresh()
@@ -44,39 +50,38 @@ BOOTSTRAP = {
     "cpus_per_worker": 1,
     "workers": 1,
 }
-ORDER = n.StartWorker(0, 3, json.dumps({"envs": 1, "rank": 0}).encode())
+START = n.StartWorker(0, 3, json.dumps({"envs": 1, "rank": 0}).encode())
 
 
-class Link:
-    """Takes down what is said; `full` is one whose other side has gone."""
-
-    def __init__(self, full: bool = False) -> None:
-        self.said: list[Any] = []
-        self._full = full
-
-    def send(self, frames: list[bytes]) -> None:
-        if self._full:
-            raise zmq.Again
-        self.said.append(n.decode_from_node(frames))
-
-
-def failing_daemon(monkeypatch: pytest.MonkeyPatch) -> NodeDaemon:
-    """One that cannot start processes."""
-    daemon = NodeDaemon(BOOTSTRAP, "")
-    daemon._address = "tcp://127.0.0.1:9"  # noqa: SLF001
-    monkeypatch.setattr(daemon._starter, "start", lambda *_: (_ for _ in ()).throw(OSError("no memory")))  # noqa: SLF001
-    return daemon
+def messages(hub: Hub) -> Iterator[Any]:
+    """The messages of node daemons that arrive within 60 seconds."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for _, received in hub.drain():
+            yield n.decode_from_node(received.frames)
+        time.sleep(0.01)
 
 
 def test_an_end_that_the_head_did_not_hear_of_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    daemon, deaf, link = failing_daemon(monkeypatch), Link(full=True), Link()
-    daemon._handle(deaf, ORDER)  # type: ignore[arg-type]  # noqa: SLF001
-    daemon._handle(link, ORDER)  # type: ignore[arg-type]  # noqa: SLF001
-    daemon._starter.close()  # noqa: SLF001
-    assert [(type(said), said.worker, said.incarnation, said.status) for said in link.said] == [
-        (n.WorkerEnded, 0, 3, 127)
-    ]
-    assert "no memory" in link.said[0].note
+    """The head repeats a request if it has heard nothing of the worker."""
+    starts = mock.Mock(side_effect=OSError("no memory"))
+    monkeypatch.setattr(ProcessStarter, "start", starts)
+    with contextlib.closing(Hub("tcp://127.0.0.1:*", reliable=True)) as hub:
+        daemon = NodeDaemon({**BOOTSTRAP, "addresses": [hub.address], **admit(hub, -1, 0)}, "")
+        serving = threading.Thread(target=daemon.run)
+        serving.start()
+        said = messages(hub)
+        node = next(message.node for message in said if isinstance(message, n.NodeHello))
+        try:
+            for _ in range(2):
+                send_to_node(hub, node, START)
+                ended = next(message for message in said if isinstance(message, n.WorkerEnded))
+                assert (ended.worker, ended.incarnation, ended.status) == (0, 3, 127)
+                assert "no memory" in ended.note
+        finally:
+            send_to_node(hub, node, n.Leave("the end"))
+            serving.join(60)
+    assert starts.call_count == 1
 
 
 def test_a_daemon_that_is_reclaimed_while_it_looks_for_its_head_says_so_by_its_status() -> None:
@@ -108,24 +113,10 @@ def handles(pid: int, number: signal.Signals) -> bool:
     return found is not None and bool(int(found[1], 16) >> number - 1 & 1)
 
 
-class MessagesOfTheHead:
-    """A relay to which the head has sent one large message for each worker."""
-
-    def __init__(self, workers: int) -> None:
-        self._messages = [((worker, 0), [bytes(100_000)]) for worker in range(workers)]
-
-    def service(self) -> None: ...
-
-    def messages(self) -> Any:
-        while self._messages:
-            yield self._messages.pop(0)
-
-
 def test_a_message_that_cannot_be_sent_ends_only_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """For example, because the daemon has too many open files for a moment."""
-    daemon, links = NodeDaemon(BOOTSTRAP, ""), [local_pair() for _ in range(3)]
-    children = [_Child(mock.Mock(), mock.Mock(), link=ours) for ours, _ in links]
-    daemon._children = {(worker, 0): child for worker, child in enumerate(children)}  # noqa: SLF001
+    links = [local_pair() for _ in range(3)]
+    workers = [NodeWorker(number, mock.Mock(), mock.Mock(), link=ours) for number, (ours, _) in enumerate(links)]
     write, errors = write_immutable, [None, OSError(errno.EMFILE, "Too many open files"), None]
 
     def scarce(frames: Any) -> int:
@@ -134,20 +125,20 @@ def test_a_message_that_cannot_be_sent_ends_only_its_worker(monkeypatch: pytest.
         return write(frames)
 
     monkeypatch.setattr(local, "write_immutable", scarce)
-    daemon._relay_messages(MessagesOfTheHead(3), set())  # type: ignore[arg-type]  # noqa: SLF001
+    for worker in workers:
+        worker.pass_on([bytes(100_000)])
+        worker.pass_on()
     received = [LocalLink(theirs) for _, theirs in links]
-    for worker, link in enumerate(received):
-        if worker == 1:
+    for number, link in enumerate(received):
+        if number == 1:
             with pytest.raises(EOFError):
                 link.receive(60)
         else:
             assert (message := link.receive(60)) is not None and len(message.frames[0]) == 100_000
-    assert [child.process.kill.called for child in children] == [False, True, False]  # type: ignore[attr-defined]
-    for child, link in zip(children, received, strict=True):
-        if child.link is not None:
-            child.link.close()
+    assert [worker.process.kill.called for worker in workers] == [False, True, False]  # type: ignore[attr-defined]
+    for worker, link in zip(workers, received, strict=True):
+        worker.close_link()
         link.close()
-    daemon._starter.close()  # noqa: SLF001
 
 
 def test_more_workers_than_a_node_can_have_are_not_listened_to() -> None:
@@ -163,7 +154,7 @@ def test_a_worker_that_closes_its_output_is_not_asked_for_it_again() -> None:
     board = ProgressBoard(1, 1)
     try:
         process = starter.start({"transport": "none", **board.bootstrap(0)}, [board.memory.fd])
-        child = _Child(process, board)
+        child = NodeWorker(0, process, board)
         assert child.fds() == [process.exit_fd, process.output_fd]
         process.kill()
         deadline = time.monotonic() + 60

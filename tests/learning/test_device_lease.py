@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gymnasium.spaces import Box, Discrete
 
 import farstep
 from farstep.cli import main
@@ -16,7 +17,8 @@ from farstep.elastic.coordinator_server import read_status
 from farstep.learners.device_lease import DeviceLease
 from farstep.learners.loop.timing import Timer
 from farstep.learners.loop.training import Limits, Training
-from farstep.learners.networks.nets import make_agent
+from farstep.learners.networks.nets import ActorCritic, make_agent
+from farstep.learners.optimizing import Optimizer
 from farstep.learners.ppo import PPO, PPOConfig
 from tests.cluster.test_sharing import PATIENCE_S, serving
 
@@ -43,6 +45,13 @@ def parameters(learner: PPO) -> list[torch.Tensor]:
     return [*(tensor.cpu() for tensor in learner.agent.state_dict().values())]
 
 
+def optimized() -> tuple[ActorCritic, Optimizer]:
+    """A small agent, always the same, and its optimizer."""
+    torch.manual_seed(1)
+    agent = make_agent(Box(-1, 1, (4,)), Discrete(2), PPOConfig().net, 0.99)
+    return agent, Optimizer(agent, 1e-3, 0.5, seed=1)
+
+
 def test_release_changes_nothing_but_the_time_held() -> None:
     released, devices, _ = trained("cpu", releases=True)
     held, none, _ = trained("cpu", releases=False)
@@ -53,17 +62,18 @@ def test_release_changes_nothing_but_the_time_held() -> None:
 
 def test_moving_keeps_parameters_moments_and_gradients_in_place() -> None:
     """On the CPU a move copies nothing, but rebuilds every view; the next update must still reach the agent."""
-    learner, _, _ = trained("cpu", releases=False)
-    other, _, _ = trained("cpu", releases=False)
-    for moved in (learner, other):
-        moved.agent.zero_grad(set_to_none=False)
-    learner._optimizer.move(torch.device("cpu"))  # noqa: SLF001
-    for each in (learner, other):
-        for parameter in each.agent.parameters():
-            assert parameter.grad is not None
-            parameter.grad.fill_(0.5)
-        each._optimizer._step(critic_only=False)  # noqa: SLF001
-    assert all(map(torch.equal, parameters(learner), parameters(other)))
+    moved, other = optimized(), optimized()
+    initial = [tensor.clone() for tensor in moved[0].parameters()]
+    for number in range(2):
+        for agent, optimizer in (moved, other):
+            for parameter in agent.parameters():
+                assert parameter.grad is not None
+                parameter.grad.fill_(0.5)
+            optimizer.step()
+        if number == 0:
+            moved[1].move(torch.device("cpu"))
+    assert all(map(torch.equal, moved[0].parameters(), other[0].parameters()))
+    assert not any(map(torch.equal, moved[0].parameters(), initial))
 
 
 def test_learners_take_turns_on_the_device_of_their_coordinator(tmp_path: Path) -> None:
@@ -135,9 +145,8 @@ def test_a_move_that_runs_out_of_memory_is_undone_before_the_device_is_returned(
 
 
 def test_a_move_of_the_optimizer_that_runs_out_of_memory_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    learner, _, _ = trained("cpu", releases=False)
-    other, _, _ = trained("cpu", releases=False)
-    optimizer = learner._optimizer  # noqa: SLF001
+    agent, optimizer = optimized()
+    initial = [tensor.clone() for tensor in agent.parameters()]
 
     def scarce(tensor: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError
@@ -146,7 +155,7 @@ def test_a_move_of_the_optimizer_that_runs_out_of_memory_can_be_undone(monkeypat
     with pytest.raises(torch.OutOfMemoryError):
         optimizer.move(torch.device("cuda"))
     optimizer.move(torch.device("cpu"))
-    assert all(map(torch.equal, parameters(learner), parameters(other)))
+    assert all(map(torch.equal, agent.parameters(), initial))
 
 
 def test_replay_learners_refuse_to_release(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -75,12 +75,13 @@ def launcher_for(config: LaunchConfig, plan: ActingPlan, envs: int, modules: Seq
             failed.pop_all()  # the launcher owns it now
         return launcher
     if isinstance(config, EngineConfig):
-        engine = _engine_for(config, workers // config.most_nodes, emit)
+        engine = engine_for(config, workers // config.most_nodes, emit)
         return ClusterLauncher(config, plan, envs, modules, engine, emit)
     raise ConfigError(f"{type(config).__name__} is not a launch configuration that this version can start.")
 
 
-def _engine_for(config: EngineConfig, workers_per_node: int, emit: Emit) -> Engine:
+def engine_for(config: EngineConfig, workers_per_node: int, emit: Emit) -> Engine:
+    """Create the engine that provides the nodes of a configuration. This requests nothing yet."""
     match config:
         case SSHConfig():
             return SSHEngine(config)

@@ -52,6 +52,10 @@ class WatchedGroup:
     def watch(self) -> None:
         self._thread.start()
 
+    def note_status(self, status: RequestStatus, asked_at: float) -> None:
+        """Record the engine's answer to a status request of the time `asked_at` (`time.monotonic`)."""
+        self._checked = (asked_at, status)
+
     @property
     def status(self) -> RequestStatus:
         return self._checked[1]
@@ -120,7 +124,7 @@ class WatchedGroup:
         except Exception as error:  # the engine has worked before, so the failure may be temporary
             text = f"{type(error).__name__}: {error} Continuing without these nodes for now."
             self._emit("warned", text, traceback=traceback_of(error))
-            self._checked = (time.monotonic(), RequestStatus(str(error), 0, engine_lost=isinstance(error, EngineLost)))
+            self.note_status(RequestStatus(str(error), 0, engine_lost=isinstance(error, EngineLost)), time.monotonic())
         if self._group is None:
             return
         while self.status.nodes and not self._cancelled.wait(_CHECK_S):
@@ -131,7 +135,7 @@ class WatchedGroup:
                 self._logs = (
                     None if now.nodes else logs
                 )  # set before the status, because other threads read it after they see the status
-            self._checked = (began, now)
+            self.note_status(now, began)
         self._group.cancel()
 
     def _check(self, group: Group) -> RequestStatus:

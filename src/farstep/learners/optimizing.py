@@ -192,7 +192,7 @@ class Optimizer:
                 metrics = self._accumulate(minibatch, loss, schedule.micro_batch_size)
                 if noise is not None and epochs == 0:
                     noise.add(self._gradient, int(minibatch.num_valid))
-                means.add({**metrics, **self._step(critic_only)}, len(minibatch))
+                means.add({**metrics, **self.step(critic_only)}, len(minibatch))
                 epoch_kl.add({_KL: metrics.get(_KL, 0.0)}, len(minibatch))
             epochs += 1
             if schedule.target_kl is not None and epoch_kl.result()[_KL] > schedule.target_kl:
@@ -213,7 +213,8 @@ class Optimizer:
             means.add(metrics, len(micro_batch))
         return means.result()
 
-    def _step(self, critic_only: bool) -> dict[str, Tensor]:
+    def step(self, critic_only: bool = False) -> dict[str, Tensor]:
+        """Take one step with the accumulated gradient, and set the gradient to 0. Return metrics."""
         gradient = self._critic_gradient if critic_only else self._gradient
         norm = gradient.norm()
         finite = torch.isfinite(norm)

@@ -19,25 +19,24 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import zmq
 
-from farstep.core import BytesLike, Ended
 from farstep.errors import FarstepError, LaunchError, WireError
 from farstep.launch.daemon.affinity import CoreAssignment, assign_cores
-from farstep.launch.daemon.process import ProcessStarter, WorkerProcess
+from farstep.launch.daemon.node_worker import NodeWorker
+from farstep.launch.daemon.process import ProcessStarter
 from farstep.launch.daemon.supervisor import keep_alive
 from farstep.launch.engines.engine import RECLAIMED, RESTARTS, SETUP_FAILED
 from farstep.resources import usable_cpus
 from farstep.rollout.progress import PHASE, RATE, Phase, ProgressBoard
 from farstep.wire import node_messages as n
 from farstep.wire.channels.dealer import DealerLink
-from farstep.wire.channels.local import LocalLink, local_pair
+from farstep.wire.channels.local import local_pair
 from farstep.wire.channels.relay import Relay
 from farstep.wire.channels.zmq import NODE
 from farstep.wire.keys import KeyPair
@@ -56,44 +55,6 @@ _LINGER_S = 2.0
 
 class Unreachable(FarstepError):
     """The head does not answer, or no longer answers."""
-
-
-@dataclass
-class _Child:
-    """A worker process on this node."""
-
-    process: WorkerProcess
-    board: ProgressBoard
-    """The worker's progress; sent to the head when the worker ends."""
-    printed: bytearray = field(default_factory=bytearray)
-    closed_output: bool = False
-    suspended: bool = False
-    killed: bool = False
-    """Whether the head has killed the worker; it then ignores messages of this worker."""
-    link: LocalLink | None = None
-    """The daemon's end of its link, if the daemon relays for it; None after its end."""
-    ended: Ended | None = None
-    """How the process ended, if this was not reported yet."""
-    report_at: float = 0.0
-    """When to report the end at the latest."""
-
-    def set_suspended(self, suspended: bool) -> None:
-        """Suspend the process, or let it continue."""
-        self.suspended = suspended
-        (self.process.suspend if suspended else self.process.resume)()
-
-    def read(self) -> None:
-        new = self.process.read_output()
-        self.closed_output = new is None
-        self.printed += new or b""
-        del self.printed[: -n.OUTPUT_BYTES]  # if a worker prints too much at a time, send only the end
-
-    def fds(self) -> list[int]:
-        """Descriptors to wait for, except the link. A closed output would always be readable, and an end is known."""
-        return [
-            *([] if self.ended else [self.process.exit_fd]),
-            *([] if self.closed_output else [self.process.output_fd]),
-        ]
 
 
 class NodeDaemon:
@@ -123,7 +84,7 @@ class NodeDaemon:
         if self._shared_name is not None:
             self._replaces = self._shared_name[:].decode().strip("\0")
             self._shared_name[:] = self._node.encode()
-        self._children: dict[tuple[int, int], _Child] = {}
+        self._children: dict[tuple[int, int], NodeWorker] = {}
         self._started: dict[tuple[int, int], n.WorkerEnded | None] = {}
         """All workers ever started, and how they ended. Needed because start messages may repeat and replies may be
         lost."""
@@ -308,9 +269,9 @@ class NodeDaemon:
             contents = {**bootstrap, **board.bootstrap(0), "address": self._address, "has_daemon": True}
             rank = int(bootstrap["rank"])
             if message.relay is None:
-                child = _Child(self._starter.start(contents, [board.memory.fd], rank), board)
+                child = NodeWorker(key[0], self._starter.start(contents, [board.memory.fd], rank), board)
             else:
-                child = self._start_relayed(contents, board, rank)
+                child = self._start_relayed(key[0], contents, board, rank)
         except OSError as error:
             self._report_end(link, n.WorkerEnded(self._node, *key, 127, repr(error)[:1000]))
             return
@@ -318,7 +279,7 @@ class NodeDaemon:
         if message.relay is not None:
             self._open_relay(link, message.relay, bootstrap).add(key, _pair(bootstrap))
 
-    def _start_relayed(self, bootstrap: dict[str, Any], board: ProgressBoard, rank: int) -> _Child:
+    def _start_relayed(self, worker: int, bootstrap: dict[str, Any], board: ProgressBoard, rank: int) -> NodeWorker:
         """Start a worker whose messages this daemon relays. The worker gets no keys."""
         link, theirs = local_pair()
         contents = {name: value for name, value in bootstrap.items() if name not in _KEYS}
@@ -329,7 +290,7 @@ class NodeDaemon:
         except BaseException:
             link.close()
             raise
-        return _Child(process, board, link=link)
+        return NodeWorker(worker, process, board, link=link)
 
     # ---- the relay ----
 
@@ -348,26 +309,11 @@ class NodeDaemon:
         relay.service()
         for key, frames in relay.messages():
             if key in self._children:
-                self._pass_on(key, self._children[key], frames)
-        for key, child in self._children.items():
-            self._pass_on(key, child)
+                self._children[key].pass_on(frames)
+        for child in self._children.values():
+            child.pass_on()
 
-    def _pass_on(self, key: tuple[int, int], child: _Child, frames: Sequence[BytesLike] | None = None) -> None:
-        """Send a worker a message of the head, or those that are queued. If this is impossible, kill the worker, which
-        would miss a message."""
-        if child.link is None:
-            return
-        try:
-            if frames is None:
-                child.link.flush()
-            else:
-                child.link.send(frames)
-        except OSError as error:
-            log.warning("killed worker %d, because a message of the head could not be sent to it: %s", key[0], error)
-            child.process.kill()
-            self._close_link(child)
-
-    def _read_link(self, relay: Relay, key: tuple[int, int], child: _Child, limit: int) -> None:
+    def _read_link(self, relay: Relay, key: tuple[int, int], child: NodeWorker, limit: int) -> None:
         """Pass on up to `limit` messages of a worker, and close its link at the end."""
         for _ in range(limit):
             try:
@@ -376,18 +322,13 @@ class NodeDaemon:
                 if not isinstance(error, EOFError):
                     log.warning("worker %d sent a message that cannot be relayed: %s", key[0], error)
                     child.process.kill()
-                self._close_link(child)
+                child.close_link()
                 return
             if received is None:
                 return
             for fd in received.fds:
                 os.close(fd)  # workers send none to the head
             relay.send(key, received.frames)
-
-    def _close_link(self, child: _Child) -> None:
-        if child.link is not None:
-            child.link.close()
-            child.link = None
 
     # ---- reports ----
 
@@ -413,12 +354,12 @@ class NodeDaemon:
             self._report_end(link, n.WorkerEnded(self._node, *key, ended.status, ended.note, words))
             child.process.close()
             child.board.close()
-            self._close_link(child)
+            child.close_link()
             if self._relay is not None:
                 self._relay.remove(key)
             del self._children[key]
 
-    def _check_end(self, key: tuple[int, int], child: _Child) -> None:
+    def _check_end(self, key: tuple[int, int], child: NodeWorker) -> None:
         """Notice the end of a process, and read what it sent and printed before."""
         if child.ended is None and (ended := child.process.poll()) is not None:
             child.ended, child.report_at = ended, time.monotonic() + _LINGER_S
@@ -428,7 +369,7 @@ class NodeDaemon:
                 self._relay.request_ack(key)
                 self._relay.service()
 
-    def _must_wait(self, key: tuple[int, int], child: _Child) -> bool:
+    def _must_wait(self, key: tuple[int, int], child: NodeWorker) -> bool:
         """Whether the head may not have received the last messages of an ended worker. It would ignore them after the
         report of the end."""
         if self._relay is None or child.killed:

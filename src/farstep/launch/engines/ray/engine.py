@@ -30,7 +30,7 @@ from farstep.launch.engines.engine import EngineLost, Group, RequestStatus
 from farstep.launch.engines.engine_processes import file_tail
 
 _DIAL_S, _CONNECT_S, _ANSWER_S, _ENDING_S, _CLOSE_S = 5.0, 120.0, 10.0, 5.0, 10.0
-_GONE_S = 30.0
+GONE_S = 30.0
 """Seconds of silence after which Ray's head node, and so the whole cluster, is declared lost."""
 
 
@@ -72,15 +72,15 @@ class RayEngine:
         return self._driver
 
     def check(self, driver: Driver) -> None:
-        """Raise `LaunchError` if Ray's head node does not answer, and `EngineLost` after `_GONE_S` seconds of
+        """Raise `LaunchError` if Ray's head node does not answer, and `EngineLost` after `GONE_S` seconds of
         silence."""
         if driver.local or _answers(driver.gcs):  # a new driver restarts a cluster that farstep started
             self._silent_since = None
             return
         now = time.monotonic()
         self._silent_since = self._silent_since or now
-        if now - self._silent_since > _GONE_S:
-            raise EngineLost(f"Ray's head node, {driver.gcs}, has not answered for {_GONE_S:g} s: its cluster is lost")
+        if now - self._silent_since > GONE_S:
+            raise EngineLost(f"Ray's head node, {driver.gcs}, has not answered for {GONE_S:g} s: its cluster is lost")
         raise LaunchError(
             f"Ray's head node, {driver.gcs}, does not answer. The other nodes keep working until Ray ends them, by "
             "default after a minute."
