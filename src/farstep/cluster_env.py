@@ -78,10 +78,8 @@ class ClusterEnv:
         self._launch = Launch(self.env_config, self.config, self.seed, self._events)
 
     def __repr__(self) -> str:
-        name = self.env_config.env_name
-        name = name if isinstance(name, str) else getattr(name, "__qualname__", getattr(name, "id", repr(name)))
         workers = f"{self.num_workers} worker{'s' * (self.num_workers > 1)}"
-        return f"<ClusterEnv {name}: num_envs={self.num_envs} on {workers}, {self._launch.state}>"
+        return f"<ClusterEnv {self.env_config.label}: num_envs={self.num_envs} on {workers}, {self._launch.state}>"
 
     # ---- start and end ----
 
@@ -439,7 +437,8 @@ class ClusterEnv:
     @property
     def status_url(self) -> str:
         """Address of a page that shows the run in a browser on this machine. The first access launches the workers if
-        necessary and starts the page's server, which `close` ends. Whoever has the address can see the run."""
+        necessary and starts the page's server, which `close` ends. The address has a token: give it only to people who
+        may see the run."""
         return status_page_of(self).url
 
     def events(self, kinds: EventKind | Collection[EventKind] | None = None, since: float = 0.0) -> list[Event]:
@@ -491,8 +490,7 @@ def diagnoses_of(env: ClusterEnv, metrics: Sequence[Mapping[str, float]] = ()) -
 
 def status_page_of(env: ClusterEnv) -> StatusPage:
     """Return the status page of a run. The first call starts its server."""
-    name = env.env_config.env_name
-    return env._launched().status_page(name if isinstance(name, str) else getattr(name, "__qualname__", repr(name)))
+    return env._launched().status_page(env.env_config.label)
 
 
 def event_log_of(env: ClusterEnv) -> EventLog:

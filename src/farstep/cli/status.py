@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import signal
 import sys
 import threading
-import urllib.error
 import urllib.request
-import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from farstep.errors import ConfigError
 from farstep.observe.files import as_run_error, replace_file
 from farstep.observe.run_folder import RunFolder
 from farstep.observe.status import FolderSource, PageServer, page
+from farstep.observe.status.page_server import SERVER_NAME
 
 _ANSWER_S = 3.0
 """Seconds in which the page of a running run must answer."""
@@ -29,16 +29,15 @@ _ANSWER_S = 3.0
 @show_fields
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Print the address of a page that shows a run. For a run that has ended, serve the page until Ctrl-C."""
+    """Print the address of a page that shows a run. If the run does not serve one, serve it from the run folder until
+    Ctrl-C."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """Folder of the run."""
-    open: bool = False
-    """Open the page in the default browser."""
     html: Path | None = None
-    """Write the page with the run's data to this file instead of serving it, for example to send it to someone."""
+    """Write the page with the run's data to this file instead of serving it, for example to send it by mail."""
     port: int = 0
-    """Port for a run that has ended; 0: a free one."""
+    """Port of a page that is served from the run folder; 0: a free one."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -53,11 +52,15 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.write(f"written: {options.html}\n")
         return 0
     if url := _live_page(folder):
-        _announce(url, options.open, "the run is training")
+        _announce(url, "the run serves this page while it trains")
         return 0
     server = PageServer(FolderSource(folder), options.port)
     try:
-        _announce(server.url, options.open, "the run is not training; Ctrl-C ends this page")
+        _announce(
+            server.url,
+            "No page of a running run answers on this machine, so this page shows the files of the folder. "
+            "Ctrl-C ends it.",
+        )
         ended = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: ended.set())
         try:
@@ -70,19 +73,18 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _live_page(folder: RunFolder) -> str:
-    """Return the address of the page that the run itself serves; empty if there is none."""
+    """Return the address of the page that the run itself serves; empty if none answers on this machine."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy must not see the token
     try:
         url = folder.status_file.read_text()
         if not url.startswith("http://127.0.0.1:"):
             return ""
-        with urllib.request.urlopen(url, timeout=_ANSWER_S):
-            return url
-    except (OSError, ValueError, urllib.error.URLError):
+        with direct.open(url, timeout=_ANSWER_S) as answer:
+            return url if answer.headers["Server"].split() == [SERVER_NAME] else ""
+    except (OSError, ValueError, AttributeError, http.client.HTTPException):
         return ""
 
 
-def _announce(url: str, opens: bool, text: str) -> None:
+def _announce(url: str, text: str) -> None:
     sys.stdout.write(f"{url}\n{text}\n")
     sys.stdout.flush()
-    if opens and not webbrowser.open(url):
-        sys.stdout.write("no browser was found; open the address yourself\n")

@@ -188,14 +188,19 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
         return training.run()
 
 
-def _status_page(name: str, run: RunConfig, env: ClusterEnv, folder: RunFolder, stack: ExitStack) -> LiveSource:
-    """Start the status page, print its address, and store the address in the run folder until the run ends."""
-    page = status_page_of(env)
+def _status_page(name: str, run: RunConfig, env: ClusterEnv, folder: RunFolder, stack: ExitStack) -> LiveSource | None:
+    """Start the status page, and store its address in the run folder until the run ends. Print the address on a
+    terminal; a log file may have other readers."""
+    try:
+        page = status_page_of(env)
+    except RunError as error:
+        env.emit_event("warned", f"training without a status page: {error}")
+        return None
     page.source.describe(f"{name} on {run.env}", vars(run), run.total_steps)
     with as_run_error(folder.status_file):
         replace_file(folder.status_file, page.url.encode(), private=True)
     stack.callback(folder.status_file.unlink, missing_ok=True)
-    sys.stdout.write(f"status: {page.url}\n")
+    sys.stdout.write(f"status: {page.url if sys.stdout.isatty() else f'farstep status {folder.path}'}\n")
     sys.stdout.flush()
     return page.source
 

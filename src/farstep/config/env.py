@@ -201,6 +201,12 @@ class EnvConfig(_Config):
     """Suspend all workers while no rollout is in progress, so that the learner and other programs get their cores. They
     keep their memory and continue with the next call that needs them. Batches are the same."""
 
+    @property
+    def label(self) -> str:
+        """Name of the environment for people."""
+        name = self.env_name
+        return name if isinstance(name, str) else str(getattr(name, "__qualname__", getattr(name, "id", repr(name))))
+
     def __post_init__(self) -> None:
         self._one_of("type", EnvType)
         self._check_info_keys()

@@ -51,7 +51,8 @@ class LaunchedRun:
             raise
         self._page: StatusPage | None = None
         """None before the first call of `status_page`."""
-        self._opening_page = threading.Lock()
+        self._page_lock = threading.RLock()  # `close` may run in any thread during a garbage collection
+        self._closed = False
 
     def start(self) -> None:
         """Start the workers."""
@@ -72,24 +73,40 @@ class LaunchedRun:
         return self._monitor.diagnoses(self.collector.snapshot(), self.collector.kl_threshold, metrics)
 
     def status_page(self, title: str) -> StatusPage:
-        """Return the page that shows the run in a browser. The first call starts its server."""
+        """Return the page that shows the run in a browser. The first call starts its server.
+
+        Raises:
+            ClosedError: The run is closed.
+            RunError: The server could not be started.
+        """
         from farstep.observe.status import StatusPage  # not at launch: most programs show no page
 
-        with self._opening_page:
+        with self._page_lock:
+            if self._closed:
+                raise ClosedError("this ClusterEnv is closed; make a new one.")
             if self._page is None:
                 collector = self.collector
-                events, threshold = collector.server.events.events, collector.kl_threshold
-                self._page = StatusPage(self.stats, events, lambda: self.diagnoses(()), threshold, title)
+                monitor = LaunchMonitor(collector.server)  # its own: a diagnosis covers the time since the last one
+
+                def diagnoses() -> list[Diagnosis]:
+                    return monitor.diagnoses(collector.snapshot(), collector.kl_threshold)
+
+                events = collector.server.events.events
+                self._page = StatusPage(self.stats, events, diagnoses, collector.kl_threshold, title)
             return self._page
 
     def close(self) -> None:
         """End the workers, and then give their slots back."""
-        if self._page is not None:
-            self._page.close()
         try:
-            self.collector.close()
+            with self._page_lock:
+                self._closed = True
+                if self._page is not None:
+                    self._page.close()
         finally:
-            self.share.close()
+            try:
+                self.collector.close()
+            finally:
+                self.share.close()
 
 
 class Launch:

@@ -45,7 +45,7 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         self.driver.get_log("browser")
         self.driver.get(url)
-        self.wait(lambda: self.text("#state") in ("running", "ended"))
+        self.wait(lambda: self.text("#state") not in ("", "connecting …"))
 
     def text(self, selector: str) -> str:
         """The visible text of an element."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import signal
 import socket
 import threading
 import time
@@ -28,7 +30,7 @@ class CountingSource:
 
     def read(self) -> dict[str, Any]:
         self.reads += 1
-        return {"live": self.is_live, "reads": self.reads, "text": "</script><b>"}
+        return {"live": self.is_live, "reads": self.reads, "events": [{"text": "</script>"}]}
 
     def metrics(self) -> str:
         return "farstep_steps_total 3\n# EOF\n"
@@ -75,7 +77,8 @@ def test_page_is_self_contained_and_allows_nothing_else(server: PageServer) -> N
 
 
 def test_data_and_metrics_are_plain_answers(server: PageServer) -> None:
-    assert json.loads(get(server, "/data")[2])["live"] is True
+    data = json.loads(get(server, "/data")[2])
+    assert data == {"live": True, "reads": 1, "events": [{"text": "</script>"}]}
     assert get(server, "/metrics")[2].endswith(b"# EOF\n")
 
 
@@ -131,7 +134,7 @@ def read_events(server: PageServer, count: int) -> list[dict[str, Any]]:
         with client.makefile("rb") as stream:
             found: list[dict[str, Any]] = []
             for line in stream:
-                if line.startswith(b"data: "):
+                if line.startswith(b"data: {"):
                     found.append(json.loads(line[6:]))
                 if len(found) == count:
                     break
@@ -144,6 +147,42 @@ def test_events_follow_the_run_and_end_with_it(server: PageServer, source: Count
     source.is_live = False
     *_, last, end = read_events(server, 100)  # the server ends the stream
     assert not last["live"] and end == {}
+
+
+def test_events_of_the_run_are_sent_only_when_they_change(server: PageServer) -> None:
+    url = urlsplit(server.url)
+    with socket.create_connection(("127.0.0.1", url.port or 0), timeout=DEADLINE_S) as client:
+        client.sendall(f"GET /events?{url.query} HTTP/1.1\r\nHost: {url.netloc}\r\n\r\n".encode())
+        received = b""
+        while received.count(b"data: {") < 3:
+            received += client.recv(65536)
+    assert received.count(b"event: happened") == 1
+
+
+def test_failed_reading_is_logged_and_harms_no_other_request(
+    server: PageServer, source: CountingSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(source, "read", lambda: 1 / 0)
+        with pytest.raises((http.client.RemoteDisconnected, ConnectionResetError)):
+            get(server, "/data")
+    assert "could not answer a request" in caplog.text
+    assert get(server, "/data")[0] == 200
+
+
+def test_fork_closes_its_copy_without_waiting(server: PageServer) -> None:
+    child = os.fork()
+    if not child:
+        server.close()
+        os._exit(0)
+    deadline = time.monotonic() + DEADLINE_S
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            pytest.fail("the child waits")
+        time.sleep(0.01)
+    assert get(server, "/data")[0] == 200
 
 
 def test_many_clients_cost_one_reading_per_interval(server: PageServer, source: CountingSource) -> None:

@@ -14,6 +14,7 @@ from farstep.observe.glossary import METRICS, STATS
 from farstep.observe.status import view
 from farstep.observe.status.openmetrics import exposition, openmetrics_name
 from farstep.observe.status.series import Series
+from farstep.observe.status.view import WeightCounts
 
 STATS_NOW = {
     "steps": 10,
@@ -52,18 +53,31 @@ def test_lags_are_summed_over_workers() -> None:
 
 
 def test_saved_bytes_are_those_of_the_pulls_that_workers_skipped() -> None:
-    found = view.weights_view(STATS_NOW)
-    assert (found["possible"], found["pulls"]) == (20, 4)
-    assert found["bytes_saved"] == 16 * 100
+    found = view.weights_view(STATS_NOW, WeightCounts())  # versions 0 to 10; the second worker has never pulled
+    assert (found["possible"], found["pulls"]) == (11, 4)
+    assert found["bytes_saved"] == 7 * 100
+
+
+def test_pulls_of_every_version_have_saved_nothing() -> None:
+    stats = STATS_NOW | {"pulls": {"total": 11, "per_worker": [11, 0]}}
+    assert view.weights_view(stats, WeightCounts())["bytes_saved"] == 0
+
+
+def test_versions_before_the_page_do_not_count() -> None:
+    """A resumed run continues with its version, but its counters begin at 0."""
+    found = view.weights_view(STATS_NOW, WeightCounts(version=7))
+    assert (found["possible"], found["bytes_saved"]) == (4, 0)
+    found = view.weights_view(STATS_NOW, WeightCounts(version=5, pulls=2, bytes_sent=200))
+    assert (found["possible"], found["pulls"], found["bytes_saved"]) == (5, 2, 300)
 
 
 def test_no_pull_has_saved_nothing() -> None:
-    stats = STATS_NOW | {"pulls": {"total": 0}, "bytes": {"weights_sent": 0}}
-    assert view.weights_view(stats)["bytes_saved"] == 0
+    stats = STATS_NOW | {"pulls": {"total": 0, "per_worker": [0, 0]}, "bytes": {"weights_sent": 0}}
+    assert view.weights_view(stats, WeightCounts())["bytes_saved"] == 0
 
 
 def test_acting_servers_pull_for_their_workers() -> None:
-    assert view.weights_view(STATS_NOW | {"acting": [{}]})["possible"] == 10
+    assert view.weights_view(STATS_NOW | {"acting": [{}]}, WeightCounts())["possible"] == 11
 
 
 def test_times_are_shares_of_what_passed_since() -> None:

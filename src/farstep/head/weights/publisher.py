@@ -232,7 +232,6 @@ class Publisher:
         self._close_base()
         if base is None:
             return
-        self._base_hash = base.content_hash
         if self._server.shares_memory:
             with typed_shortage(f"the base of {len(base.payload)} bytes could not be put into shared memory"):
                 self._base_fd = write_immutable([base.payload])
@@ -240,6 +239,7 @@ class Publisher:
             self._server.outbox.announce(m.SendBase(base.content_hash, len(base.payload)), fds=[self._base_fd])
         else:
             self._server.outbox.announce(m.SendBase(base.content_hash), [base.payload])
+        self._base_hash = base.content_hash  # last: if one of these raises, the next attempt sends the base
 
     def _close_base(self) -> None:
         self._base_hash = ""

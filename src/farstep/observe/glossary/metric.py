@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -47,9 +48,15 @@ class Metric:
 
     def labels(self, name: str) -> dict[str, str] | None:
         """Return what the parts in angle brackets stand for in a name, such as `{"worker": "3"}`; None: no match."""
-        parts = (f"(?P<{part[1:-1]}>[^/]+)" if part[:1] == "<" else re.escape(part) for part in self.name.split("/"))
-        found = re.fullmatch("/".join(parts), name)
+        found = _pattern(self.name).fullmatch(name)
         return found.groupdict() if found else None
+
+
+@functools.cache
+def _pattern(name: str) -> re.Pattern[str]:
+    """The pattern of the names that a name with parts in angle brackets stands for."""
+    parts = (f"(?P<{part[1:-1]}>[^/]+)" if part[:1] == "<" else re.escape(part) for part in name.split("/"))
+    return re.compile("/".join(parts))
 
 
 @dataclass(frozen=True)

@@ -74,16 +74,19 @@ class _Families:
 
 
 def _matched(glossary: Mapping[str, Metric], values: Any) -> Iterator[tuple[Metric, dict[str, str], float]]:
-    patterns = [metric for name, metric in glossary.items() if "<" in name]
+    patterns: defaultdict[str, list[Metric]] = defaultdict(list)  # by the part before the first slash
+    for name, pattern in glossary.items():
+        if "<" in name:
+            patterns[name.partition("/")[0]].append(pattern)
     for name, value in values:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             continue
         if (metric := glossary.get(name)) is not None:
             yield metric, {}, float(value)
             continue
-        for metric in patterns:
-            if (labels := metric.labels(name)) is not None:
-                yield metric, labels, float(value)
+        for pattern in patterns[name.partition("/")[0]]:
+            if (labels := pattern.labels(name)) is not None:
+                yield pattern, labels, float(value)
                 break
 
 

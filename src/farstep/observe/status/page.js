@@ -4,14 +4,14 @@ const byId = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 const STATES = {
   alive: "rolling", starting: "starting", queued: "waits for a node", parked: "parked", released: "released until the next rollout",
-  lost: "lost, being replaced",
+  lost: "lost, being replaced", stopped: "stopped",
 };
 const TIMES = {
   env: "environments", inference: "policy", tickets: "waiting for the learner", send: "sending rows", weights: "loading weights",
   wait: "waiting for rows", prepare: "assembling batches", update: "updates", publish: "publishing weights",
 };
 const FEW = 24;
-const BAD = new Set(["lost", "stuck", "failed"]);
+const isBad = (event) => event.kind === "lost" || event.kind === "stuck" || event.text.startsWith("the run failed");
 let chosen = null;
 let shown = null;
 let shownEvents = "";
@@ -47,7 +47,7 @@ const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
 function show(data) {
   document.title = `${data.run.title} – farstep`;
   byId("title").textContent = data.run.title;
-  byId("state").textContent = data.live ? "running" : "ended";
+  byId("state").textContent = data.state;
   byId("options").textContent = data.run.options.map(([name, value]) => `${name} ${value}`).join(" · ");
   showProgress(data);
   showDiagnosis(data.diagnoses);
@@ -60,7 +60,7 @@ function show(data) {
   showLags(data.lags);
   showWeights(data);
   showBuffer(data.buffer);
-  showEvents(data.events);
+  if (data.events) showEvents(data.events);
   const rows = Object.entries(data.metrics).map(([name, value]) =>
     element("tr", {}, element("td", {}, name), element("td", {}, number(value, 5))));
   byId("metrics").replaceChildren(element("tbody", {}, ...rows));
@@ -188,17 +188,17 @@ function describe(workers, worker, threshold) {
 }
 
 function chart(box, curves, unit) {
-  const shown = curves.filter(([, points]) => points.length > 1);
-  if (!shown.length) {
+  const drawn = curves.filter(([, points]) => points.length > 1);
+  if (!drawn.length) {
     box.replaceChildren(element("p", { class: "key" }, "no data yet"));
     return;
   }
-  const all = shown.flatMap(([, points]) => points);
+  const all = drawn.flatMap(([, points]) => points);
   const [left, right] = range(all.map(([x]) => x)), [low, high] = range(all.map(([, y]) => y));
   const width = 460, height = 170, margin = { left: 52, right: 8, top: 8, bottom: 20 };
   const x = (value) => margin.left + (value - left) / (right - left) * (width - margin.left - margin.right);
   const y = (value) => height - margin.bottom - (value - low) / (high - low) * (height - margin.top - margin.bottom);
-  const texts = shown.map(([name, points]) => `${name}: now ${number(points.at(-1)[1])}`);
+  const texts = drawn.map(([name, points]) => `${name}: now ${number(points.at(-1)[1])}`);
   const svg = document.createElementNS(SVG, "svg");
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
   svg.setAttribute("role", "img");
@@ -209,13 +209,13 @@ function chart(box, curves, unit) {
   }
   label(svg, margin.left, height - 4, number(left), "start");
   label(svg, width - margin.right, height - 4, `${number(right)} ${unit}`, "end");
-  shown.forEach(([name, points]) => {
+  drawn.forEach(([name, points]) => {
     const curve = document.createElementNS(SVG, "polyline");
     curve.setAttribute("class", name === "evaluation" ? "second" : "first");
     curve.setAttribute("points", points.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" "));
     svg.append(curve);
   });
-  const keys = shown.map(([name, points]) => `${name === "evaluation" ? "- - " : "— "}${name} ${number(points.at(-1)[1])}`);
+  const keys = drawn.map(([name, points]) => `${name === "evaluation" ? "- - " : "— "}${name} ${number(points.at(-1)[1])}`);
   box.replaceChildren(svg, element("p", { class: "key" }, keys.join("   ")));
 }
 
@@ -289,7 +289,7 @@ function showEvents(events) {
   const open = new Set([...document.querySelectorAll("#events details[open]")].map((each) => each.dataset.key));
   byId("events").replaceChildren(...events.map((event) => {
     const time = new Date(1000 * event.time);
-    const item = element("li", { class: BAD.has(event.kind) ? "bad" : "" },
+    const item = element("li", { class: isBad(event) ? "bad" : "" },
       element("time", { datetime: time.toISOString() }, time.toLocaleTimeString()),
       element("span", { class: "kind" }, event.kind), event.text);
     if (event.traceback) {
@@ -307,6 +307,7 @@ function start() {
   if (embedded) return show(embedded);
   const source = new EventSource(`events${location.search}`);
   source.onmessage = (message) => show(JSON.parse(message.data));
+  source.addEventListener("happened", (message) => showEvents(JSON.parse(message.data)));
   source.addEventListener("end", () => source.close());
   source.onerror = () => { byId("state").textContent = "not connected: the run has ended, or its page is closed"; };
 }

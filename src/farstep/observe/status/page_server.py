@@ -14,13 +14,17 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import logging
 import math
+import os
 import re
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -29,13 +33,18 @@ from urllib.parse import parse_qs, urlsplit
 
 from farstep.errors import ConfigError, RunError
 
+log = logging.getLogger("farstep")
+
 _INTERVAL_S = 1.0
 """Seconds between two renderings of a live run."""
 _TIMEOUT_S = 10.0
 """Seconds after which a client that does not read or write is disconnected."""
-_FAREWELL_S = 0.5
+_POLL_S = 0.05
+"""Seconds after which the server notices that it was closed."""
+_DISCONNECT_S = 0.5
 """Seconds that `close` gives clients to read the last data."""
 MAX_CLIENTS = 32
+SERVER_NAME = "farstep"
 _LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 _OTHER_SITES = ("cross-site", "same-site")
 
@@ -74,10 +83,11 @@ class PageServer:
         try:
             self._http = _Server(("127.0.0.1", port), self._token, self._feed, source.metrics)
         except OSError as error:
-            raise RunError(
-                f"the status page cannot listen on port {port}: {error.strerror}. Choose another."
-            ) from error
-        self._thread = threading.Thread(target=self._http.serve_forever, name="farstep-status", daemon=True)
+            where = f"port {port}" if port else "a free port"
+            raise RunError(f"the status page cannot listen on {where}: {error.strerror}. Choose another.") from error
+        self._pid = os.getpid()
+        serve = partial(self._http.serve_forever, poll_interval=_POLL_S)
+        self._thread = threading.Thread(target=serve, name="farstep-status", daemon=True)
         self._thread.start()
 
     @property
@@ -85,18 +95,19 @@ class PageServer:
         """Address of the page, with the token."""
         return f"http://127.0.0.1:{self._http.server_address[1]}/?token={self._token}"
 
-    @property
-    def metrics_url(self) -> str:
-        """Address that Prometheus scrapes, with the token."""
-        return self.url.replace("/?", "/metrics?")
-
     def close(self) -> None:
-        """Disconnect all clients and stop listening. May be called twice."""
+        """Disconnect all clients and stop listening. May be called twice, and in any thread."""
+        if os.getpid() != self._pid:  # a fork: the threads are in the other process
+            self._http.server_close()
+            return
         self._feed.close()
-        self._http.shutdown()
+        if threading.current_thread() is self._thread:  # a garbage collection there: it would wait for itself
+            threading.Thread(target=self._http.shutdown, daemon=True).start()
+        else:
+            self._http.shutdown()
+            self._thread.join(_TIMEOUT_S)
         self._http.server_close()
-        self._http.disconnect_all(_FAREWELL_S)
-        self._thread.join(_TIMEOUT_S)
+        self._http.disconnect_all(_DISCONNECT_S)
 
 
 class _Feed:
@@ -105,7 +116,7 @@ class _Feed:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._lock = threading.Lock()
-        self._json = b""
+        self._json = (b"", b"")
         self._rendered_s = -math.inf
         self._showed_live = True
         self._closed = threading.Event()
@@ -114,13 +125,15 @@ class _Feed:
     def is_live(self) -> bool:
         return self._source.is_live and not self._closed.is_set()
 
-    def read(self) -> bytes:
-        """Return the data as JSON, at most one interval old."""
+    def read(self) -> tuple[bytes, bytes]:
+        """Return the data without events, and the events, as JSON; at most one interval old."""
         with self._lock:
             is_old = time.monotonic() - self._rendered_s >= _INTERVAL_S
             if is_old or self._showed_live != self._source.is_live:
                 self._showed_live = self._source.is_live
-                self._json = json.dumps(self._source.read(), separators=(",", ":"), allow_nan=False).encode()
+                data = self._source.read()
+                events = data.pop("events", [])
+                self._json = _as_json(data), _as_json(events)
                 self._rendered_s = time.monotonic()
             return self._json
 
@@ -130,6 +143,10 @@ class _Feed:
 
     def close(self) -> None:
         self._closed.set()
+
+
+def _as_json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 class _Server(ThreadingHTTPServer):
@@ -169,14 +186,16 @@ class _Server(ThreadingHTTPServer):
                 client.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors of a connection: they concern only this client."""
+        """Log an error of a request; a connection that broke concerns only its client."""
+        if not isinstance(sys.exception(), OSError):
+            log.exception("the status page could not answer a request")
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     timeout = _TIMEOUT_S
     protocol_version = "HTTP/1.1"
-    server_version, sys_version = "farstep", ""
+    server_version, sys_version = SERVER_NAME, ""
 
     def do_GET(self) -> None:
         self.close_connection = True
@@ -195,7 +214,7 @@ class _Handler(BaseHTTPRequestHandler):
             answer()
 
     def _refused(self, token: str) -> HTTPStatus | None:
-        """Return the status of a refusal; None if the request comes from someone who has the URL."""
+        """Return the status of a refusal; None if the request has the token and no other site has caused it."""
         host = self.headers.get("Host", "")
         if host.rpartition(":")[0] not in _LOCAL_NAMES and host not in _LOCAL_NAMES:
             return HTTPStatus.MISDIRECTED_REQUEST  # a name of another site that resolves to this machine
@@ -217,7 +236,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(HTTPStatus.OK, page(nonce).encode(), "text/html", {"Content-Security-Policy": policy})
 
     def _data(self) -> None:
-        self._answer(HTTPStatus.OK, self.server.feed.read(), "application/json")
+        data, events = self.server.feed.read()
+        self._answer(HTTPStatus.OK, b'{"events":' + events + b"," + data[1:], "application/json")
 
     def _metrics(self) -> None:
         try:
@@ -228,12 +248,16 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(HTTPStatus.OK, text.encode(), "application/openmetrics-text; version=1.0.0")
 
     def _events(self) -> None:
-        """Send the data whenever they change; end after the last change."""
-        feed = self.server.feed
+        """Send the data once per interval, and the run's events when they have changed; end after the last change."""
+        feed, sent = self.server.feed, b""
         self._head(HTTPStatus.OK, "text/event-stream", {})
         while True:
             was_live = feed.is_live
-            self.wfile.write(b"data: " + feed.read() + b"\n\n")
+            data, events = feed.read()
+            if events != sent:
+                self.wfile.write(b"event: happened\ndata: " + events + b"\n\n")
+                sent = events
+            self.wfile.write(b"data: " + data + b"\n\n")
             if not was_live:
                 self.wfile.write(b"event: end\ndata: {}\n\n")
                 return

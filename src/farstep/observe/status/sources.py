@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from farstep.errors import FarstepError, RunError
@@ -18,9 +20,10 @@ from farstep.observe.run_status import EVALUATION, RETURN, RunStatus, phase_labe
 from farstep.observe.status import view
 from farstep.observe.status.openmetrics import exposition
 from farstep.observe.status.series import Series
+from farstep.observe.status.view import WeightCounts
 
 _SAMPLE_S = 5.0
-"""Seconds between two samples of speed and return, while nobody looks at the page."""
+"""Seconds between two samples of speed and return while the page is not open."""
 _WINDOW_S = 30.0
 """Seconds over which the page shows where the time goes."""
 _RUN_OPTIONS = ("env", "num_envs", "workers", "launcher", "seed", "kl_threshold", "inference", "device")
@@ -46,7 +49,8 @@ class LiveSource:
         title: str = "farstep",
     ) -> None:
         self._stats, self._events, self._diagnose, self._kl_threshold = stats, events, diagnose, kl_threshold
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # `close` may run in any thread during a garbage collection
+        self._pid = os.getpid()
         self._title = title
         self._options: list[list[str]] = []
         self._status: RunStatus | None = None
@@ -54,6 +58,7 @@ class LiveSource:
         self._rates, self._returns, self._evaluations = Series(), Series(), Series()
         self._began_s = time.monotonic()
         self._stats_now: dict[str, Any] = {}
+        self._weights_before = WeightCounts()
         self._times: deque[tuple[float, Mapping[str, Any]]] = deque()
         """Times of workers and learner at moments of the last half minute."""
         self._closed = threading.Event()
@@ -91,10 +96,11 @@ class LiveSource:
 
     def close(self) -> None:
         """Keep the last data; the page says that the run has ended."""
-        if not self._closed.is_set():
+        if os.getpid() == self._pid and not self._closed.is_set():  # a fork has no sampler
             self._sample()
             self._closed.set()
-            self._sampler.join(_SAMPLE_S)
+            if threading.current_thread() is not self._sampler:
+                self._sampler.join(_SAMPLE_S)
 
     def _sample_regularly(self) -> None:
         while not self._closed.wait(_SAMPLE_S):
@@ -104,10 +110,12 @@ class LiveSource:
         """Read the counters; keep the last ones if the run has ended."""
         try:
             stats = self._stats()
-        except (FarstepError, ReferenceError):  # the run has ended
+        except FarstepError:  # the run is failing
             return
         now = time.monotonic()
         with self._lock:
+            if not self._stats_now:
+                self._weights_before = WeightCounts.of(stats)
             self._stats_now = stats
             self._rates.add(now - self._began_s, stats["steps_per_second"])
             if self._status is None and stats["episodes"]["return_mean"] is not None:
@@ -123,8 +131,9 @@ class LiveSource:
             stats, status = self._stats_now, self._status
             times = self._times[-1][1] if self._times else {}
             before = self._times[0][1] if len(self._times) > 1 else {}
-            data = {
+            data: dict[str, Any] = {
                 "live": self.is_live,
+                "state": "running" if self.is_live else "ended",
                 "time": time.time(),
                 "run": {"title": self._title, "options": self._options},
                 "progress": self._progress(status, stats),
@@ -144,7 +153,7 @@ class LiveSource:
                 "kl_threshold": self._kl_threshold,
                 "workers": view.workers_view(stats),
                 "lags": view.lags_view(stats),
-                "weights": view.weights_view(stats),
+                "weights": view.weights_view(stats, self._weights_before),
                 "buffer": view.buffer_view(stats),
                 "times": {
                     part: view.times_view(view.difference(times[part], before.get(part, {})))
@@ -165,14 +174,15 @@ class LiveSource:
     def _diagnoses(self) -> Sequence[Diagnosis]:
         try:
             return self._diagnose() if self.is_live else ()
-        except (FarstepError, ReferenceError):
+        except FarstepError:
             return ()
 
     def metrics(self) -> str:
         self._sample()
         with self._lock:
             latest = dict(self._status.latest) if self._status is not None else {}
-            return exposition(self._stats_now, latest)
+            stats = self._stats_now
+        return exposition(stats, latest)  # outside the lock, for which the training loop may wait
 
 
 class FolderSource:
@@ -189,7 +199,7 @@ class FolderSource:
         self._folder = folder
         self._config = folder.read_config()
         if not folder.metrics_file.exists() and not folder.events_file.exists():
-            raise RunError(f"{folder.path} has no metrics and no events yet.")
+            raise RunError(f"{folder.path} has no metrics and no events yet; wait for the first update of the run.")
 
     @property
     def is_live(self) -> bool:
@@ -204,12 +214,15 @@ class FolderSource:
         for row in rows:
             latest |= row
             for name, series in ((RETURN, returns), (EVALUATION, evaluations)):
-                if name in row:
+                if row.get(name) is not None:
                     series.add(row["step"], row[name])
-            if "rate/steps_per_second" in row and "seconds" in row:
-                rates.add(row["seconds"], row["rate/steps_per_second"])
+        for before, row in pairwise(row for row in rows if row.get("seconds") is not None):
+            if row["seconds"] > before["seconds"]:
+                speed = (row["step"] - before["step"]) / (row["seconds"] - before["seconds"])
+                rates.add(row["seconds"], speed)
         return {
             "live": False,
+            "state": "from the files of the run folder",
             "time": events[-1].time if events else None,
             "run": {
                 "title": f"{self._config.get('algorithm', '')} on {run.get('env', '')}",
@@ -234,6 +247,6 @@ def _phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     for row in rows:
         for name, value in row.items():
             phase = name.removeprefix("time/")
-            if phase != name and "/" not in phase and phase != "step":
+            if phase != name and "/" not in phase and phase != "step" and value is not None:
                 seconds[phase_label(phase)] = seconds.get(phase_label(phase), 0.0) + value
     return seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from farstep.event import Event
@@ -15,7 +16,7 @@ _TRACEBACK_CHARACTERS = 20_000
 
 
 def workers_view(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of every worker, one list per column."""
+    """Return the state of every worker, one list per quantity, and the number of restarts."""
     workers, versions = stats["workers"], stats["versions"]
     divergence = stats["divergence"]
     return {
@@ -36,15 +37,29 @@ def lags_view(stats: Mapping[str, Any]) -> list[list[int]]:
     return [[lag, rows] for lag, rows in sorted(total.items())]
 
 
-def weights_view(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Return pulls and bytes of weights, and the bytes that were saved because workers skipped versions.
+@dataclass(frozen=True)
+class WeightCounts:
+    """Counters of weights when the page was started: the run may have been resumed, or have run before."""
 
-    A worker that pulled every version would have pulled as often as there are versions. What it saved is estimated by
-    the mean size of its pulls.
+    version: int = 0
+    pulls: int = 0
+    bytes_sent: int = 0
+
+    @classmethod
+    def of(cls, stats: Mapping[str, Any]) -> WeightCounts:
+        return cls(stats["versions"]["current"], stats["pulls"]["total"], stats["bytes"]["weights_sent"])
+
+
+def weights_view(stats: Mapping[str, Any], before: WeightCounts) -> dict[str, Any]:
+    """Return pulls and bytes of weights since the page was started, and bytes saved because workers skipped versions.
+
+    A worker that pulled every version would have pulled as often as there were versions. What it saved is estimated by
+    the mean size of the pulls. Workers that have never pulled, such as parked ones, do not count.
     """
-    pulls, sent = stats["pulls"]["total"], stats["bytes"]["weights_sent"]
-    pullers = len(stats["acting"]) or len(stats["workers"]["states"])
-    possible = stats["versions"]["current"] * pullers
+    now = WeightCounts.of(stats)
+    pulls, sent = now.pulls - before.pulls, now.bytes_sent - before.bytes_sent
+    pullers = len(stats["acting"]) or sum(count > 0 for count in stats["pulls"]["per_worker"])
+    possible = (now.version - before.version + (before.pulls == 0)) * pullers
     saved = sent / pulls * max(0, possible - pulls) if pulls else 0.0
     return {
         "version": stats["versions"]["current"],

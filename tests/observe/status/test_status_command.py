@@ -1,0 +1,115 @@
+"""`farstep status`, and the page of a run that is opened and closed by several threads."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import farstep
+from farstep.cli import main
+from farstep.errors import ClosedError
+from farstep.observe.loggers import JsonlLogger
+from farstep.observe.run_folder import RunFolder
+from farstep.observe.status import PageServer
+from farstep.testing import CountingEnv
+from tests.observe.status.test_page_server import DEADLINE_S, CountingSource
+
+DESCRIBED = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 2}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """A run with one update, one of whose metrics was not finite."""
+    found = RunFolder.create(tmp_path, "run", {"algorithm": "ppo", "run": {"env": "Far-v0", "total_steps": 30}})
+    logger = JsonlLogger(found.metrics_file, None)
+    logger.log(10, {"env/return_mean": float("nan"), "seconds": 1.0, "time/collect": float("inf")})
+    logger.close()
+    return found
+
+
+def test_page_of_a_running_run_is_found_without_a_proxy(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    server = PageServer(CountingSource())
+    try:
+        folder.status_file.write_text(server.url)
+        assert main(["status", str(folder.path)]) == 0
+        assert server.url in capsys.readouterr().out
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("stale", ["http://127.0.0.1:9/?token=x", "http://evil.example/", "x"])
+def test_folder_is_served_until_a_signal(folder: RunFolder, stale: str) -> None:
+    folder.status_file.write_text(stale)
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from farstep.cli import main; sys.exit(main())",
+        "status",
+        str(folder.path),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert re.match(r"http://127.0.0.1:\d+/\?token=", process.stdout.readline())
+            assert "files of the folder" in process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(DEADLINE_S) == 0
+        finally:
+            process.kill()
+
+
+def test_page_is_written_to_a_file(folder: RunFolder, tmp_path: Path) -> None:
+    assert main(["status", str(folder.path), "--html", str(tmp_path / "page.html")]) == 0
+    text = (tmp_path / "page.html").read_text()
+    assert '"title":"ppo on Far-v0"' in text and "NaN" not in text
+
+
+def test_closed_run_starts_no_page() -> None:
+    env = farstep.ClusterEnv(DESCRIBED, farstep.InProcessConfig())
+    env.launch()
+    env.close()
+    with pytest.raises(ClosedError):
+        _ = env.status_url
+
+
+def test_page_that_is_opened_while_the_run_closes_does_not_stay() -> None:
+    """The leak check fails if its threads or its socket stay."""
+    for _ in range(5):
+        env = farstep.ClusterEnv(DESCRIBED, farstep.InProcessConfig())
+        env.launch()
+
+        def open_page(env: farstep.ClusterEnv = env) -> None:
+            try:
+                _ = env.status_url
+            except ClosedError:
+                pass
+
+        opening = threading.Thread(target=open_page)
+        opening.start()
+        env.close()
+        opening.join(DEADLINE_S)
+
+
+def test_interrupt_while_the_page_closes_still_ends_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = farstep.ClusterEnv(DESCRIBED, farstep.LocalConfig(workers_per_node=1))
+    env.launch()
+    _ = env.status_url
+    close = PageServer.close
+
+    def interrupted(self: PageServer) -> None:
+        close(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PageServer, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        env.close()
+    assert repr(env).endswith("closed>")
