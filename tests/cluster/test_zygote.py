@@ -135,10 +135,8 @@ def test_workers_continue_without_their_zygote(recwarn) -> None:
         os.kill(workers[0], signal.SIGKILL)
         for _ in range(2):
             assert_sound(env.collect(agent, steps=8))
-        assert env.stats()["workers"] | {"steps_per_second": 0, "cores": []} == {
-            "alive": 2, "starting": 0, "queued": 0, "parked": 0, "lost": 0, "restarts": 1, "steps_per_second": 0,
-            "cores": [],
-        }  # fmt: skip
+        counts = {key: value for key, value in env.stats()["workers"].items() if not isinstance(value, list)}
+        assert counts == {"alive": 2, "starting": 0, "queued": 0, "parked": 0, "lost": 0, "restarts": 1}
 
 
 def test_a_stopped_zygote_is_replaced() -> None:

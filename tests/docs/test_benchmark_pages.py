@@ -35,6 +35,8 @@ def has_option(script: Path, option: str) -> bool:
         text += (BENCHMARKS / "trainings.py").read_text()
     if "learning.main(" in text:  # benchmarks that learning.py runs
         text += (BENCHMARKS / "learning.py").read_text()
+    if "add_contender_options(" in text:  # scripts whose contenders can be chosen
+        text += (BENCHMARKS / "roster.py").read_text()
     field = option.removeprefix("--").replace("-", "_")
     return f'"{option}"' in text or re.search(rf"^    {field}: ", text, re.MULTILINE) is not None
 
@@ -59,7 +61,7 @@ def test_every_plot_is_drawn_from_results_that_are_committed() -> None:
     (pages,) = benchmark_modules("pages")
     drawn = {image: plots.results for plots in pages.PLOTS for image in plots.images}
     shown = {Path(name).name for _, name in named(r"!\[[^\]]*\]\(([^)]+\.png)\)")}
-    assert shown - drawn.keys() == {"impala-cartpole.png"}  # what `farstep plot` draws
+    assert shown - drawn.keys() == {"impala-cartpole.png", "status.png"}  # what `farstep` shows
     assert {"learning-cartpole-v1.png", "async-returns.png"} <= shown
     for image in shown:
         assert (ROOT / "docs" / "images" / image).exists(), image
