@@ -219,9 +219,10 @@ class ClusterEnv:
     def parts(self, agent: Agent, steps: int = 128) -> Parts:
         """Collect a rollout synchronously, and yield its parts as they arrive.
 
-        A part is one stage (`EnvConfig.transfer`) of one worker's chunk. If a worker is lost after some stages of its
-        chunk were yielded, its replacement rolls another chunk, and the same stages are yielded again for that chunk. A
-        part with `complete=True` (the last stage) is yielded only once. The rollout does not wait for absent workers.
+        A part has the stages (`EnvConfig.transfer`) of one worker's chunk that arrived together. If a worker is lost
+        after some stages of its chunk were yielded, its replacement rolls another chunk, and the same stages are
+        yielded again for that chunk. A part with `complete=True` (the last part of a chunk) is yielded only once. The
+        rollout does not wait for absent workers.
 
         Args:
             agent: The policy; if its parameters have changed, they are published first.

@@ -1,4 +1,4 @@
-"""Tracks which workers take part in batches: those that have a node and are neither draining nor parked."""
+"""Tracks which workers are present: those that have a node and are neither draining, retiring nor parked."""
 
 from __future__ import annotations
 

@@ -258,9 +258,9 @@ function showTimes(times) {
 function showLags(lags) {
   byId("lags-section").hidden = !lags?.length;
   if (!lags?.length) return;
-  const rows = lags.reduce((sum, [, count]) => sum + count, 0);
+  const chunks = lags.reduce((sum, [, count]) => sum + count, 0);
   byId("lags").replaceChildren(bars(lags.map(([lag, count]) =>
-    [lag === 0 ? "newest version" : `${lag} older`, count / rows, percent(count / rows)])));
+    [lag === 0 ? "newest version" : `${lag} older`, count / chunks, percent(count / chunks)])));
 }
 
 function showWeights({ weights, kl_threshold: threshold }) {

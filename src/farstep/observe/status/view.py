@@ -30,11 +30,11 @@ def workers_view(stats: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lags_view(stats: Mapping[str, Any]) -> list[list[int]]:
-    """Return how many delivered rows had which age, in versions, over all workers."""
+    """Return how many delivered chunks had which age, in versions, over all workers."""
     total: Counter[int] = Counter()
     for lags in stats["versions"]["lag_histogram"]:
-        total.update({int(lag): rows for lag, rows in lags.items()})
-    return [[lag, rows] for lag, rows in sorted(total.items())]
+        total.update({int(lag): chunks for lag, chunks in lags.items()})
+    return [[lag, chunks] for lag, chunks in sorted(total.items())]
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def metrics_view(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _mean_lag(lags: Mapping[Any, int]) -> float:
-    rows = sum(lags.values())
-    return sum(int(lag) * count for lag, count in lags.items()) / rows if rows else 0.0
+    chunks = sum(lags.values())
+    return sum(int(lag) * count for lag, count in lags.items()) / chunks if chunks else 0.0
 
 
 def _rounded(value: float | None) -> float | None:
