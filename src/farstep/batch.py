@@ -72,7 +72,8 @@ class Batch(Mapping[str, Array]):
         structures: How arrays are nested, for each key that the agent or the environment returns.
         last_obs: The observations after the last row, `[N, ...]`, from which the next actions are chosen.
         final_obs: The final observations of the episodes that ended.
-        episodes: `return`, `length` (steps), `time` (seconds) and `slot` of each episode that ended, ordered by slot.
+        episodes: `return`, `length` (steps), `time` (duration in seconds) and `slot` of each episode that ended, in the
+            order of chunks.
         slots: The environment slot of each column, `[N]`.
         continues: For each column, whether its first row directly follows the last row that was yielded for this slot.
             False at the start, and after rows were dropped, cancelled, lost with a worker or cut off by `reset`.

@@ -50,8 +50,8 @@ class DQNConfig:
     gamma: float = 0.99
     """Discount factor."""
     n_step: int = 3
-    """Steps of rewards before the target bootstraps from the network's own values. More steps propagate rewards faster
-    and are less accurate for actions that the current policy would not take."""
+    """Number of rewards in a target, before it bootstraps from the network's own values. With more, rewards propagate
+    faster, but targets depend on more actions that the current policy might not take."""
     double: bool = True
     """Double DQN: the network chooses the action that the target network evaluates, which reduces overestimation."""
     tau: float = 0.01

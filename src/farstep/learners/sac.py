@@ -52,7 +52,7 @@ class SACConfig:
     gamma: float = 0.99
     """Discount factor."""
     n_step: int = 1
-    """Steps of rewards before the target bootstraps from the critics."""
+    """Number of rewards in a target, before it bootstraps from the critics."""
     tau: float = 0.005
     """Fraction by which the target critics move towards the critics in each update."""
     alpha: float | None = None

@@ -106,7 +106,7 @@ RULES: tuple[Rule, ...] = (
         "In a run of dqn, apex, sac or aride, workers or learner wait for at least 80 % of the time, to keep the ratio "
         "of updates to steps (limiter/blocked). farstep train does not warn",
         "If workers wait, the learner is too slow for the ratio: lower --updates-per-step (aride: --samples-per-step), "
-        "or train on a GPU (--device cuda). If the learner waits, add workers, or raise this option to learn more from "
+        "or train on a GPU (--device cuda). If the learner waits, add workers, or raise the ratio to learn more from "
         "each row.",
         find.replay_ratio,
     ),

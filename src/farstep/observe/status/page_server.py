@@ -5,8 +5,8 @@ for Prometheus. It listens on the loopback interface only. Other users of the ma
 user's browser can reach that interface, too; so each request needs the token of the URL, and a request that another
 site has caused is refused by its `Host`, `Origin` or `Sec-Fetch-Site` header.
 
-A slow or idle client costs one thread for at most `_TIMEOUT_S` and never delays the run: the data are rendered once per
-interval for all clients, and only while there is a client.
+A slow or idle client costs one thread for at most `_TIMEOUT_S` and never delays the run: the page's data are rendered
+once per interval for all clients, and only while there is a client. Each request of `/metrics` reads the counters once.
 """
 
 from __future__ import annotations
