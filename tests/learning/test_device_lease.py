@@ -22,6 +22,9 @@ from farstep.learners.optimizing import Optimizer
 from farstep.learners.ppo import PPO, PPOConfig
 from tests.cluster.test_sharing import PATIENCE_S, serving
 
+if torch.cuda.is_available():
+    torch.zeros(1, device="cuda")  # CUDA keeps descriptors open, which no test has to close
+
 STEPS = 16
 SOURCE = {"type": "gymnasium", "env_name": "CartPole-v1", "envs_per_node": 4, "seed": 3}
 

@@ -18,6 +18,8 @@ from farstep.learners.replay.batches import Copies, CudaCopies, DeviceBatches, R
 
 NAMES = ("obs", "reward")
 ROWS, BATCH = 64, 4
+if torch.cuda.is_available():
+    torch.zeros(1, device="cuda")  # CUDA keeps descriptors open, which no test has to close
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
