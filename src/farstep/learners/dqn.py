@@ -2,10 +2,13 @@
 
 The loss of a batch is the mean over rows of
 
-    weight * huber(Q(s, a) - target)        target = reward + discount * Q_target(s', argmax_a Q(s', a))
+    weight * (Q(s, a) - target) ** 2 / 2        target = reward + discount * Q_target(s', argmax_a Q(s', a))
 
-where reward and discount span `n_step` steps, and weights correct for sampling by priority. Ape-X is the same learner
-with other defaults: a fixed epsilon for each environment slot, and initial priorities that workers compute.
+where reward and discount span `n_step` steps, and weights correct for sampling by priority. The DQN paper clips errors
+to 1, for rewards within 1; with larger returns that would almost ignore rare failures, and values would be too high.
+
+Ape-X is the same learner with other defaults: a fixed epsilon for each environment slot, and initial priorities that
+workers compute.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from farstep.buffer.samplers import NStep, Prioritized, Sampler, Uniform
 from farstep.config.field_docs import show_fields
@@ -200,7 +202,7 @@ class DQN(ReplayLearner[QAgent]):
             online = self.agent(rows["next_obs"]) if config.double else None
             target = q_targets(rows["reward"], rows["discount"].float(), self._target.network(rows["next_obs"]), online)
         q = self.agent(rows["obs"]).gather(-1, self.agent.actions_of(rows["action"])[:, None])[:, 0]
-        loss = (batch.weights * functional.smooth_l1_loss(q, target, reduction="none")).mean()
+        loss = (0.5 * batch.weights * (q - target).square()).mean()
         step = self._optimizer.minimize(loss)
         self._updates.count += 1
         if self._updates.count % config.target_update_every == 0:
