@@ -81,7 +81,7 @@ class DQNConfig:
     """Environment steps, over all environments, during which epsilon decreases (annealed)."""
     epsilon_alpha: float = 7.0
     """Exponent of the ladder."""
-    huber_delta: float | None = None
+    huber_delta: float | None = 10.0
     """Huber loss: TD errors above this enter the loss linearly. If it is far below the returns, rare failures are
     hardly learned. None: squared error."""
     max_grad_norm: float = 10.0
