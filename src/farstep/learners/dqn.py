@@ -2,10 +2,13 @@
 
 The loss of a batch is the mean over rows of
 
-    weight * huber(Q(s, a) - target)        target = reward + discount * Q_target(s', argmax_a Q(s', a))
+    weight * h(Q(s, a) - target)        target = reward + discount * Q_target(s', argmax_a Q(s', a))
 
-where reward and discount span `n_step` steps, and weights correct for sampling by priority. Ape-X is the same learner
-with other defaults: a fixed epsilon for each environment slot, and initial priorities that workers compute.
+where reward and discount span `n_step` steps, weights correct for sampling by priority, and h(x) = x ** 2 / 2, linear
+beyond `huber_delta`.
+
+Ape-X is the same learner with other defaults: a fixed epsilon for each environment slot, and initial priorities that
+workers compute.
 """
 
 from __future__ import annotations
@@ -16,10 +19,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from farstep.buffer.samplers import NStep, Prioritized, Sampler, Uniform
 from farstep.config.field_docs import show_fields
+from farstep.learners.losses import half_square
 from farstep.learners.networks.agent import check_kind
 from farstep.learners.networks.encoders import Space
 from farstep.learners.networks.q_network import PrioritizingQAgent, QAgent, QNetConfig
@@ -78,6 +81,9 @@ class DQNConfig:
     """Environment steps, over all environments, during which epsilon decreases (annealed)."""
     epsilon_alpha: float = 7.0
     """Exponent of the ladder."""
+    huber_delta: float | None = 1.0
+    """Huber loss: TD errors above this enter the loss linearly. If it is far below the returns, rare failures count
+    little. None: squared error."""
     max_grad_norm: float = 10.0
     """Largest norm of the gradient; larger gradients are scaled down to it."""
     net: QNetConfig = DEFAULT_NET
@@ -91,7 +97,7 @@ class DQNConfig:
         check_numbers(self, gamma=(0, 1), epsilon=(0, 1), epsilon_end=(0, 1))
         check_numbers(self, learning_rate=(0, LARGE), priority_alpha=(0, LARGE), priority_beta=(0, LARGE))
         check_numbers(self, epsilon_alpha=(0, LARGE), tau=(0, 1))
-        check_above(self, max_grad_norm=0, tau=0)
+        check_above(self, max_grad_norm=0, tau=0, huber_delta=0)
 
 
 @show_fields
@@ -205,7 +211,7 @@ class DQN(ReplayLearner[QAgent]):
             online = self.agent(rows["next_obs"]) if config.double else None
             target = q_targets(rows["reward"], rows["discount"].float(), self._target.network(rows["next_obs"]), online)
         q = self.agent(rows["obs"]).gather(-1, self.agent.actions_of(rows["action"])[:, None])[:, 0]
-        loss = (batch.weights * functional.smooth_l1_loss(q, target, reduction="none")).mean()
+        loss = (batch.weights * half_square(q - target, config.huber_delta)).mean()
         step = self._optimizer.minimize(loss)
         self._updates.count += 1
         if self._updates.count % config.target_update_every == 0:

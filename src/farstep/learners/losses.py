@@ -221,10 +221,10 @@ def value_loss(
         old_values = values.detach()
     (values, old_values, returns), counted = _rows(valid, values=values, old_values=old_values, returns=returns)
     errors = returns - values
-    plain = losses = _half_square(errors, huber_delta)
+    plain = losses = half_square(errors, huber_delta)
     if value_clip is not None:
         clipped = values.clamp(old_values - value_clip, old_values + value_clip)
-        losses = torch.max(plain, _half_square(returns - clipped, huber_delta))
+        losses = torch.max(plain, half_square(returns - clipped, huber_delta))
     loss = losses.sum() / counted.number
     with torch.no_grad():
         # In float64, E[x^2] - E[x]^2 is accurate enough as a variance.
@@ -355,7 +355,8 @@ def _rows(valid: Tensor | None, **rows: Tensor) -> tuple[list[Tensor], _Counted]
     return [torch.where(valid, array, 0.0) for array in arrays], _Counted(valid, valid.sum().clamp(min=1))
 
 
-def _half_square(errors: Tensor, huber_delta: float | None) -> Tensor:
+def half_square(errors: Tensor, huber_delta: float | None) -> Tensor:
+    """Return half the squared errors; with `huber_delta`, linear beyond it (Huber loss)."""
     squares = 0.5 * errors.square()
     if huber_delta is None:
         return squares

@@ -38,9 +38,10 @@ def test_double_q_learning_evaluates_the_action_that_the_network_chooses() -> No
     assert q_targets(reward, discount, target_q, online_q).tolist() == pytest.approx([1 + 0.9 * 1, 2 + 0.5 * 2, 3])
 
 
-def test_loss_is_a_weighted_huber_loss_and_priorities_are_absolute_errors() -> None:
+@pytest.mark.parametrize(("huber_delta", "first_loss"), [(None, 1.04**2 / 2), (1.0, 1.04 - 0.5)])
+def test_loss_is_weighted_and_priorities_are_absolute_errors(huber_delta: float | None, first_loss: float) -> None:
     agent = agent_of([[1.0, 0.0], [0.0, 1.0]], start=5)
-    config = DQNConfig(prioritized=True, net=NET)
+    config = DQNConfig(prioritized=True, net=NET, huber_delta=huber_delta)
     learner = DQN(agent, config, seed=1)
     batch = batch_of(
         [1.0, 0.5],
@@ -54,7 +55,7 @@ def test_loss_is_a_weighted_huber_loss_and_priorities_are_absolute_errors() -> N
     # Q = 0.5 and 0.5; targets 1 + 0.9 * 0.6 = 1.54 and 0; errors 1.04 and -0.5.
     assert priorities is not None
     assert priorities.tolist() == pytest.approx([1.04, 0.5], abs=1e-4)
-    assert float(metrics["critic/value_loss"]) == pytest.approx((1.0 * (1.04 - 0.5) + 0.5 * 0.125) / 2)
+    assert float(metrics["critic/value_loss"]) == pytest.approx((1.0 * first_loss + 0.5 * 0.125) / 2)
     moved = agent.state_dict()["advantage.weight"] - torch.eye(2)
     assert moved[0, 0] > 0, "the value of the first action was too low, and its observation is positive there"
     assert moved[1, 1] < 0, "the value of the second action was too high"

@@ -278,7 +278,7 @@ NAMESPACES = (
             _learner(
                 "train/critic/value_loss",
                 "half the squared difference between values and targets (linear beyond `--huber-delta`). It grows with "
-                "the scale of (normalized) returns. dqn, apex: weighted Huber loss; sac: sum over both critics; aride "
+                "the scale of (normalized) returns. apex: with importance weights; sac: sum over both critics; aride "
                 "with `--mode bce`: cross-entropy",
                 healthy="no upward trend over the whole run",
             ),
