@@ -54,19 +54,18 @@ def main(arguments: Sequence[str]) -> int:
     if url := _live_page(folder):
         _announce(url, "the run serves this page while it trains")
         return 0
+    ended = threading.Event()
     server = PageServer(FolderSource(folder), options.port)
     try:
+        signal.signal(signal.SIGTERM, lambda *_: ended.set())
         _announce(
             server.url,
             "No page of a running run answers on this machine, so this page shows the files of the folder. "
             "Ctrl-C ends it.",
         )
-        ended = threading.Event()
-        signal.signal(signal.SIGTERM, lambda *_: ended.set())
-        try:
-            ended.wait()
-        except KeyboardInterrupt:
-            pass
+        ended.wait()
+    except KeyboardInterrupt:
+        pass
     finally:
         server.close()
     return 0

@@ -25,7 +25,7 @@ function element(name, attributes = {}, ...children) {
 
 function number(value, digits = 3) {
   if (value === null || value === undefined) return "–";
-  if (Math.abs(value) >= 10000 || Number.isInteger(value)) return Math.round(value).toLocaleString("en");
+  if (Math.abs(value) >= 1000 || Number.isInteger(value)) return Math.round(value).toLocaleString("en");
   return String(Number(value.toPrecision(Math.abs(value) < 1 ? 2 : digits)));
 }
 
@@ -55,7 +55,7 @@ function show(data) {
   showCluster(data);
   const curves = [["training (mean of the last 100 episodes)", data.series.return], ["evaluation", data.series.evaluation]];
   chart(byId("returns"), curves, "steps");
-  chart(byId("rates"), [["steps per second", data.series.rate]], "seconds");
+  chart(byId("rates"), [["steps per second", data.series.rate]], "seconds", [0]);
   showTimes(data.times);
   showLags(data.lags);
   showWeights(data);
@@ -187,14 +187,14 @@ function describe(workers, worker, threshold) {
   return parts.join(", ");
 }
 
-function chart(box, curves, unit) {
+function chart(box, curves, unit, include = []) {
   const drawn = curves.filter(([, points]) => points.length > 1);
   if (!drawn.length) {
     box.replaceChildren(element("p", { class: "key" }, "no data yet"));
     return;
   }
   const all = drawn.flatMap(([, points]) => points);
-  const [left, right] = range(all.map(([x]) => x)), [low, high] = range(all.map(([, y]) => y));
+  const [left, right] = range(all.map(([x]) => x)), [low, high] = range([...include, ...all.map(([, y]) => y)]);
   const width = 460, height = 170, margin = { left: 52, right: 8, top: 8, bottom: 20 };
   const x = (value) => margin.left + (value - left) / (right - left) * (width - margin.left - margin.right);
   const y = (value) => height - margin.bottom - (value - low) / (high - low) * (height - margin.top - margin.bottom);

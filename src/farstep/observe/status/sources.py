@@ -103,6 +103,7 @@ class LiveSource:
                 self._sampler.join(_SAMPLE_S)
 
     def _sample_regularly(self) -> None:
+        self._sample()
         while not self._closed.wait(_SAMPLE_S):
             self._sample()
 
