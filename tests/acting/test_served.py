@@ -31,6 +31,8 @@ from tests.cluster.checks import (
 )
 from tests.cluster.toys import NestedAgent, NestedEnv, RememberingAgent, counting_vector
 
+pytestmark = pytest.mark.slow  # real processes, or learning
+
 
 def copied(batch: farstep.Batch) -> dict[str, np.ndarray]:
     is_nested = not isinstance(batch.last_obs, np.ndarray)

@@ -24,6 +24,8 @@ from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventua
 from tests.cluster.faulty import once
 from tests.cluster.toys import RememberingAgent
 
+pytestmark = pytest.mark.slow  # real processes, or learning
+
 LIMITS = farstep.Timeouts(act_s=1.5, idle_s=1.5, load_s=5.0, close_s=1.0)
 
 

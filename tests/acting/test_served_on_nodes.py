@@ -13,6 +13,8 @@ from tests.acting.agents import WhoAgent
 from tests.cluster.checks import assert_balanced, eventually, within
 from tests.cluster.test_parking_on_nodes import on_nodes
 
+pytestmark = pytest.mark.slow  # real processes, or learning
+
 
 @pytest.mark.parametrize("relay", [False, True], ids=["direct", "relay"])
 def test_each_node_has_a_server_which_leaves_with_it(tmp_path: Path, relay: bool) -> None:

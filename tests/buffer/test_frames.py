@@ -20,6 +20,8 @@ from farstep.errors import CheckpointError, ConfigError
 from tests.buffer.stacked_envs import StackedEnvs, assert_equal_contents, assert_equal_samples
 from tests.buffer.test_saving_meanwhile import Moment, on_write
 
+pytestmark = pytest.mark.slow  # real processes, or learning
+
 SAMPLERS = (
     Uniform(),
     Prioritized(),

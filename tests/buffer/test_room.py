@@ -42,6 +42,8 @@ from farstep.buffer import (
 from farstep.errors import BufferTimeout, CheckpointError
 from tests.buffer.sampled_rows import rows
 
+pytestmark = pytest.mark.slow  # many histories
+
 KINDS: list[tuple[Sampler, int | None]] = [
     (LIFO(), None),
     (LIFO(), 3),

@@ -18,6 +18,8 @@ from farstep.launch.daemon.affinity import assign_cores
 from farstep.resources import core_ranges, parse_cores
 from tests.contract.test_nodes import config as node_config
 
+pytestmark = pytest.mark.slow  # real processes, or learning
+
 
 class Machine:
     """A machine with made-up cores and NUMA nodes."""

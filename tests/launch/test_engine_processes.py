@@ -13,6 +13,8 @@ from farstep.doctor.programs import Program
 from farstep.launch.engines.engine import SETUP_FAILED, setup_lines
 from farstep.launch.engines.engine_processes import EngineProcess, end_processes
 
+pytestmark = pytest.mark.slow  # real processes
+
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); time.sleep(60)"
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -12,6 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from farstep.head.events import EventLog
 from farstep.launch.engines.engine import Group, RequestStatus
 from farstep.launch.groups import WatchedGroup
+
+pytestmark = pytest.mark.slow  # many histories
 
 
 @dataclass

@@ -10,7 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from farstep.launch.daemon.guardian import Guardian, guard
+
+pytestmark = pytest.mark.slow  # real processes
 
 HEAD = """
 import signal, sys

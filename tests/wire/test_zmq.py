@@ -31,6 +31,8 @@ from farstep.wire.codec import Limits, frame_lengths
 from farstep.wire.keys import KeyPair
 from farstep.wire.messages import Hello, decode_from_worker, encode
 
+pytestmark = pytest.mark.slow  # real processes
+
 F_ADD_SEALS = 1033
 SHRINK, GROW, WRITE = 2, 4, 8
 IMMUTABLE = SHRINK | GROW | WRITE

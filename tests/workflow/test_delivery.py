@@ -24,6 +24,8 @@ from farstep.wire.keys import KeyPair
 from farstep.workflow.delivery import Direct, LocalQueue, ZmqReceiver, ZmqSender
 from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger, Message
 
+pytestmark = pytest.mark.slow  # real processes
+
 PATIENCE_S = 60.0
 T = TypeVar("T")
 

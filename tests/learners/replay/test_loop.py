@@ -28,6 +28,8 @@ from farstep.learners.replay.config import ReplayConfig
 from farstep.learners.replay.loop import ReplayLoop, make_limiter
 from farstep.learners.sac import SAC, SACConfig, make_soft_actor
 
+pytestmark = pytest.mark.slow  # real processes, or learning
+
 
 class TwinAgent(NetworkAgent):
     """Records its two parameters with every action; the learner keeps them equal between updates."""

@@ -25,6 +25,8 @@ from farstep.learners.sac import SACConfig
 from farstep.workflow.workflow import Workflow
 from tests.learning.tasks import LEARNERS, make_env
 
+pytestmark = pytest.mark.slow  # real processes
+
 IMAGE = (3, 16, 16)
 
 

@@ -24,6 +24,8 @@ from farstep.observe.status import FolderSource, PageServer
 from farstep.testing import CountingEnv, TableAgent
 from tests.observe.status.browser import PHONE, WIDE, Browser, browser
 
+pytestmark = pytest.mark.slow  # real processes, or learning
+
 
 @pytest.fixture(autouse=True)
 def leak_check() -> None:

@@ -14,9 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
+import pytest
+
 import farstep
 from farstep.testing import CountingEnv, TableAgent
 from tests.engines.guarded import EngineMissing
+
+pytestmark = pytest.mark.slow  # real processes, or learning
 
 DEADLINE_S = 60.0
 

@@ -20,6 +20,8 @@ from farstep.observe.status import PageServer
 from farstep.testing import CountingEnv
 from tests.observe.status.test_page_server import DEADLINE_S, CountingSource
 
+pytestmark = pytest.mark.slow  # real processes
+
 DESCRIBED = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 2}
 
 
