@@ -31,8 +31,8 @@ class WatchedGroup:
         self._lost_places: list[str] = []
         """Places of nodes that disconnected and are not expected to return."""
         self._gone_at = 0.0
-        self._rejected: set[str] = set()
-        """Names of node daemons that connected but were not needed."""
+        self._rejected: dict[str, str] = {}
+        """Places of node daemons that connected but were not needed, by the names of the daemons."""
         self._reclaimed = 0
         """Number of nodes that the engine reclaimed. The engine restarts them, or reports that they have ended."""
         self._places: list[str] = []
@@ -77,9 +77,9 @@ class WatchedGroup:
     def _forget_returning(self, status: RequestStatus) -> None:
         """Remove from `_lost_places` the nodes that the engine restarts; SLURM requeues a job that lost its nodes."""
         if status.ended is not None:
-            self._lost_places = [
-                place for place in self._lost_places if place.partition(",")[0] not in status.restarting
-            ]
+            jobs = status.restarting
+            self._lost_places = [place for place in self._lost_places if place.partition(",")[0] not in jobs]
+            self._rejected = {daemon: at for daemon, at in self._rejected.items() if at.partition(",")[0] not in jobs}
         else:
             returning = self._overcounted(status) - max(0, status.nodes - self.connected - status.pending)
             del self._lost_places[: max(0, returning)]
@@ -102,7 +102,7 @@ class WatchedGroup:
     def rejected(self, daemon: str, place: str) -> None:
         """Record that a node daemon was rejected. If it repeats its hello, the repeated call has no effect."""
         if daemon not in self._rejected and len(self._rejected) < self._nodes:
-            self._rejected.add(daemon)
+            self._rejected[daemon] = place
             self._lose(place)
 
     def left(self, place: str, for_good: bool) -> None:
