@@ -13,7 +13,7 @@ import pytest
 
 import farstep
 from farstep.cli import main
-from farstep.errors import ClosedError
+from farstep.errors import ClosedError, RunError
 from farstep.observe.loggers import JsonlLogger
 from farstep.observe.run_folder import RunFolder
 from farstep.observe.status import PageServer
@@ -80,6 +80,17 @@ def test_closed_run_starts_no_page() -> None:
     env.launch()
     env.close()
     with pytest.raises(ClosedError):
+        _ = env.status_url
+
+
+def test_run_without_a_free_port_has_no_page_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leak check fails if the thread that reads the counters stays."""
+
+    def refuse(self: PageServer, source: object) -> None:
+        raise RunError("no port")
+
+    monkeypatch.setattr(PageServer, "__init__", refuse)
+    with farstep.ClusterEnv(DESCRIBED, farstep.InProcessConfig()) as env, pytest.raises(RunError):
         _ = env.status_url
 
 

@@ -23,7 +23,11 @@ class StatusPage:
         title: str,
     ) -> None:
         self.source = LiveSource(stats, events, diagnose, kl_threshold, title)
-        self._server = PageServer(self.source)
+        try:
+            self._server = PageServer(self.source)
+        except BaseException:
+            self.source.close()
+            raise
 
     @property
     def url(self) -> str:
@@ -32,5 +36,7 @@ class StatusPage:
 
     def close(self) -> None:
         """Show the last data, then disconnect. May be called twice."""
-        self.source.close()
-        self._server.close()
+        try:
+            self.source.close()
+        finally:
+            self._server.close()
