@@ -57,6 +57,9 @@ class ProcessStarter:
         # The kernel closes this pipe when this process ends, for any reason, and then kills every worker
         # (worker/__main__.py).
         self._death_read, self._death_write = os.pipe()
+        # If Ctrl-C interrupts a launch before anyone owns this object, nobody calls `close`.
+        self._close_pipe = weakref.finalize(self, _close_fds, self._death_read, self._death_write)
+        self._close_pipe.atexit = False
         _starters.add(self)
 
     def start(self, bootstrap: Mapping[str, object], fds: Sequence[int] = (), rank: int = 0) -> WorkerProcess:
@@ -148,6 +151,7 @@ class ProcessStarter:
     def close_in_fork(self) -> None:
         """Close the write end in a fork of this process; otherwise the fork would keep the workers alive."""
         _starters.discard(self)
+        self._close_pipe.detach()
         os.close(self._death_write)
         if self._zygote is not None:
             self._zygote.close_in_fork()
@@ -156,8 +160,12 @@ class ProcessStarter:
         _starters.discard(self)
         if self._zygote is not None:
             self._zygote.close()
-        os.close(self._death_read)
-        os.close(self._death_write)
+        self._close_pipe()
+
+
+def _close_fds(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 _starters: weakref.WeakSet[ProcessStarter] = weakref.WeakSet()
