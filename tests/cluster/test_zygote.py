@@ -221,6 +221,7 @@ def test_processes_of_an_environment_end_with_their_worker_after_the_zygote_has_
 def test_worker_pids_ignores_a_process_that_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests' own helper: it once raised FileNotFoundError."""
     process = subprocess.Popen(["sh", "-c", "read line", "farstep.worker"], stdin=subprocess.PIPE)
+    eventually(Path(f"/proc/{process.pid}/cmdline").read_bytes)  # empty until the kernel has loaded the program
 
     original = checks.is_zygote
 
