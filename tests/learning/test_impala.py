@@ -16,7 +16,7 @@ import farstep
 from farstep.learners.impala import Impala, ImpalaConfig
 from farstep.learners.loop.training import Limits, Stopped, Training
 from farstep.learners.networks.nets import NetConfig, make_agent
-from tests.cluster.checks import assert_balanced, cluster, eventually, within
+from tests.cluster.checks import assert_balanced, cluster, eventually, in_process, within
 from tests.cluster.faulty import MortalEnv
 from tests.cluster.flows import GatedEnv
 from tests.cluster.tables import gaps_of, helper
@@ -63,6 +63,14 @@ class Calls(Rows):
         super().log(step, metrics)
         if len(self.rows) == self._at:
             self._then()
+
+
+@pytest.mark.parametrize(("workers", "chunks"), [(1, 1), (4, 2), (7, 4)])
+def test_default_update_uses_a_chunk_of_every_second_worker(workers: int, chunks: int) -> None:
+    with cluster(envs=workers, config=in_process(workers)) as env:
+        learner = learner_for(env)
+        within(training_until(lambda: True, learner, env).run)
+    assert learner.seen[0]["reward"].shape == (4, chunks)
 
 
 def test_a_slow_worker_holds_up_no_update_and_its_old_rows_are_not_used(tmp_path: Path) -> None:

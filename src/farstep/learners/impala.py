@@ -47,8 +47,9 @@ class ImpalaConfig:
 
     num_steps: int | None = None
     """Steps of each environment per chunk; None: 512 divided by the number of environments, at least 8."""
-    num_chunks: int = 2
-    """Chunks per update, in order of arrival."""
+    num_chunks: int | None = None
+    """Chunks per update, in order of arrival; None: one for every two workers, at least 2, so that all workers collect
+    with a max_staleness of 1. An update uses at most one chunk per worker."""
     max_staleness: int = 1
     """Largest age of a row, in versions, when the learner uses it."""
     learning_rate: float = 2e-3
@@ -173,7 +174,7 @@ class Impala(OnPolicy):
     def run(self, env: ClusterEnv, loop: Loop) -> None:
         """Update the agent on chunks in order of arrival, without waiting for the slowest worker.
 
-        An update takes `num_chunks` chunks, or as many as there are workers if these are fewer.
+        An update takes at most as many chunks as there are workers.
 
         Args:
             env: The environments to train in.
@@ -184,7 +185,8 @@ class Impala(OnPolicy):
             FarstepError: A worker, an environment or the agent failed and could not be replaced.
         """
         config = self.config
-        steps, chunks = chunk_steps(config.num_steps, env.num_envs), min(config.num_chunks, env.num_workers)
+        steps = chunk_steps(config.num_steps, env.num_envs)
+        chunks = min(config.num_chunks or max(2, (env.num_workers + 1) // 2), env.num_workers)
         # One worker may send all chunks of an update, so they must fit. No chunk is inserted during an update.
         with Buffer(chunks * steps * env.num_envs, FullBatch()) as buffer, ExitStack() as waiting:
             flow = Workflow(env, self.agent, buffer, max_staleness=config.max_staleness)
