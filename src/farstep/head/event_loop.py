@@ -27,8 +27,10 @@ class EventLoop:
 
     def __init__(self) -> None:
         self._lock, self._interrupts = _ReleasableLock(), Interrupts()
-        self._inner, self._outer = select.epoll(), select.epoll()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        with contextlib.ExitStack() as opened:
+            self._inner, self._outer = opened.enter_context(select.epoll()), opened.enter_context(select.epoll())
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+            opened.pop_all()
         self._inner.register(self._wake, select.EPOLLIN)
         self._outer.register(self._wake, select.EPOLLIN)
         self._outer.register(self._inner.fileno(), select.EPOLLIN)
