@@ -155,3 +155,16 @@ def test_state_in_a_closure_is_seen() -> None:
 def test_a_nan_among_the_attributes_is_no_change() -> None:
     agent = Stateful()
     check(lambda obs: agent.net(obs), lambda: torch.randn(3, 4))
+
+
+def test_an_error_that_only_recordings_raise_is_the_reason() -> None:
+    calls = []
+
+    def act(obs: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 3:  # after two eager calls
+            raise ValueError("no third call\nat all")
+        return obs + 1
+
+    with pytest.raises(Untraceable, match=r"^a recording fails with ValueError: no third call$"):
+        compile_act(act, torch.zeros(3, 4))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+import farstep
 from farstep.cli import main
 from farstep.observe.glossary import METRICS, STATS
 from farstep.observe.run_folder import RunFolder
@@ -185,6 +186,22 @@ def test_what_is_wrong_inside_an_environment_keeps_its_traceback(capsys: pytest.
 def test_help_names_the_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     status, output, _ = said(capsys, *arguments)
     assert status == 0 and "farstep train ppo" in output
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"farstep {farstep.__version__}\n"
+
+
+def test_sigint_ends_a_command_with_its_usual_status(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(arguments: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("farstep.cli.metrics.main", interrupt)
+    assert main(["metrics"]) == 130
+    assert "stopped by SIGINT" in capsys.readouterr().err
 
 
 def test_to_train_needs_a_learner(capsys: pytest.CaptureFixture[str]) -> None:

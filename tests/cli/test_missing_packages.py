@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import farstep
 from farstep.cli import main
 from farstep.errors import EXTRAS
 
@@ -167,3 +168,15 @@ def test_run_folder_is_not_created_if_a_logger_is_missing(
         capsys, "train", "ppo", "--env", "CartPole-v1", *HERE, *option
     )
     assert not list(tmp_path.iterdir())
+
+
+def test_a_learner_without_torch_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    learners = farstep.learners
+
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr("importlib.import_module", missing)
+    with pytest.raises(ModuleNotFoundError) as raised:
+        learners.PPO
+    assert raised.value.__notes__ == ["farstep.learners.PPO needs torch; install it with: pip install 'farstep[torch]'"]
