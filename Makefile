@@ -44,11 +44,8 @@ test-quick: setup  ## units and in-process contracts, two processes, under two m
 test-kubernetes: setup  ## the launcher contract on a real Kubernetes cluster, built once from Debian's sources (needs root)
 	@$(BIN)/python -m tests.engines.kubernetes_cluster
 
-coverage: setup  ## share of lines that tests run, per module; a part of the tests: PYTEST_OPTIONS=tests/wire
-	@rm -rf build/coverage
-	-@$(BIN)/python -m coverage run -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
-	@$(BIN)/python -m coverage combine --quiet
-	@$(BIN)/python -m coverage report
+coverage: setup  ## make test, then the modules of which it ran less than 90 %; some tests: PYTEST_OPTIONS=tests/wire
+	@$(BIN)/python -m tests.line_coverage $(MAKE) --no-print-directory test
 
 lint: setup      ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

@@ -1,0 +1,98 @@
+"""The lines of a package that run are counted in every process, and no others."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.checks import cluster
+from tests.line_coverage import Statement, not_run, recording, report
+
+SOURCE = '''"""A package."""
+from __future__ import annotations
+import os, signal
+from farstep.testing import CountingEnv
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import not_counted
+def make():
+    """Runs in a worker."""
+    return CountingEnv()
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+def exits():
+    try:
+        raise ValueError
+        never_run = 1
+    except ValueError as error:
+        os._exit(3)
+    else:
+        never_run = 2
+def never(size):
+    if size > 1:
+        return (
+            1
+        )
+    elif size > 0:
+        return 2
+    ...
+'''
+NEVER = [Statement(16, 16), Statement(20, 20), Statement(22, 27)]
+NOT_IN_IMPORTS = [Statement(10, 10), Statement(12, 12), Statement(14, 20), NEVER[-1]]
+
+
+def package(folder: Path) -> Path:
+    (folder / "counted").mkdir()
+    (folder / "counted" / "__init__.py").write_text(SOURCE)
+    return folder / "counted"
+
+
+def call(folder: Path, code: str) -> int:
+    """The exit status of a child that forks, so that the code runs in its child."""
+    script = "import counted, os, sys\n"
+    script += f"child = os.fork()\nif not child:\n    counted.{code}\n"
+    script += "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256)"
+    return subprocess.run([sys.executable, "-c", script], cwd=folder, timeout=60).returncode
+
+
+def test_lines_of_workers_and_of_forks_that_were_killed_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    records = tmp_path / "build" / "records"
+
+    def missing() -> list[Statement]:
+        return not_run(modules["__init__.py"], records.read_bytes())
+
+    with recording(package(tmp_path), records) as modules:
+        assert missing() == [Statement(3, 27)]
+        assert call(tmp_path, "killed()") == -signal.SIGKILL % 256
+        assert missing() == [line for line in NOT_IN_IMPORTS if line.first != 12]
+        assert call(tmp_path, "exits()") == 3
+        assert missing() == [Statement(10, 10), *NEVER]
+        with cluster("counted:make", envs=1) as env:
+            env.launch()
+        assert missing() == NEVER
+    assert list(report(modules, records.read_bytes()))[1:] == [
+        " 68.4%  __init__.py: 16, 20, 22-27",
+        " 68.4%  of all 19 statements in 1 modules",
+    ]
+
+
+def test_afterwards_the_package_is_as_it_was_before(tmp_path: Path) -> None:
+    records = tmp_path / "records"
+    with recording(package(tmp_path), records):
+        pass
+    assert call(tmp_path, "exits()") == 3
+    assert not any(records.read_bytes())
+
+
+def test_what_cannot_be_recorded_runs_nevertheless(tmp_path: Path) -> None:
+    records = tmp_path / "records"
+    with recording(package(tmp_path), records):
+        records.unlink()
+        assert call(tmp_path, "exits()") == 3
