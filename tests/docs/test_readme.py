@@ -51,7 +51,10 @@ def files(page: str) -> dict[str, str]:
     return {found[1]: code for code in blocks if (found := FILE.match(code))}
 
 
-@pytest.mark.parametrize("page", ["docs/workflows.md", "docs/training.md", "docs/replay.md", "docs/elasticity.md"])
+PAGES = ["workflows", "buffer", "consumers", "training", "replay", "elasticity"]
+
+
+@pytest.mark.parametrize("page", [f"docs/{name}.md" for name in PAGES])
 def test_the_code_of_a_page_is_one_script_and_prints_what_it_says(page, tmp_path):
     code, printed = script(page)
     for name, content in {"script.py": code, **files(page)}.items():

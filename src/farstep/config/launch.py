@@ -80,7 +80,8 @@ class LaunchConfig(Options):
     start_method: StartMethod = "zygote"
     """`zygote`: one process per node imports what workers need, and forks them; a restart takes milliseconds. `cold`:
     each worker imports for itself, in a new interpreter. Workers also start cold if an import starts a thread, because
-    such a process cannot be forked safely, or if the imports take longer than 20 s."""
+    such a process cannot be forked safely, or if the imports take longer than three quarters of `connect_s` (45 s by
+    default)."""
     restart_budget: int = 10
     """Number of failed workers or environments that are restarted in any ten minutes; the next failure raises. A start
     that fails because file descriptors, processes or memory ran out does not use the budget: it is retried for

@@ -63,8 +63,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "clip range",
         "learning",
-        "Clipping excludes more than half of the rows (train/actor/clip_fraction); with --no-decoupled and workers "
-        "that hardly ever pull weights, more than a quarter",
+        "Clipping excludes more than half of the rows (train/actor/clip_fraction). With --no-decoupled, more than a "
+        "quarter is enough if workers hardly ever pull weights",
         "Lower --learning-rate or --update-epochs, or set --target-kl. If workers act with older weights, use "
         "--decoupled or a smaller --kl-threshold.",
         find.clip_range,
