@@ -145,8 +145,7 @@ class LiveSource:
                 },
                 "metrics": view.metrics_view(status.latest) if status is not None else {},
             }
-        diagnoses = [self._diagnosis] if self._diagnosis is not None else self._diagnoses()
-        data |= {"diagnoses": [view.diagnosis_view(each) for each in diagnoses]}
+        data |= {"diagnoses": [view.diagnosis_view(each) for each in self._diagnoses()]}
         data |= {"events": view.events_view(self._events())}
         if stats:
             data |= {
@@ -173,6 +172,8 @@ class LiveSource:
         }
 
     def _diagnoses(self) -> Sequence[Diagnosis]:
+        if self._diagnosis is not None:
+            return [self._diagnosis]
         try:
             return self._diagnose() if self.is_live else ()
         except FarstepError:
@@ -182,8 +183,16 @@ class LiveSource:
         self._sample()
         with self._lock:
             latest = dict(self._status.latest) if self._status is not None else {}
-            stats = self._stats_now
-        return exposition(stats, latest)  # outside the lock, for which the training loop may wait
+            stats, title = self._stats_now, self._title
+        diagnoses = self._diagnoses()
+        exposed = {
+            "run": {"title": title},
+            "diagnosis": {
+                "causes": [diagnosis.cause for diagnosis in diagnoses],
+                "problems": sum(diagnosis.is_problem for diagnosis in diagnoses),
+            },
+        }
+        return exposition(stats, latest, exposed)  # outside the lock, for which the training loop may wait
 
 
 class FolderSource:
