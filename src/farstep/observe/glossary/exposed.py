@@ -20,8 +20,8 @@ EXPOSED_GROUPS = (
         (
             _head(
                 "diagnosis/causes/<rank>",
-                "name of a cause, such as `slow environment`; `starting` until all workers run. Rank 0 is the most "
-                "important one; further ranks are causes that are independent of it",
+                "name of a cause, such as `slow environment`; `starting` before workers run, `no slots` while the run "
+                "waits for its coordinator. Rank 0 is the most important one; the others are independent of it",
                 kind="info",
             ),
             _head("diagnosis/problems", "causes to warn about", unit="causes", healthy="0"),

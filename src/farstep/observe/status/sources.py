@@ -113,14 +113,16 @@ class LiveSource:
             stats = self._stats()
         except FarstepError:  # the run is failing
             return
+        if not stats:  # the run is waiting for its launch
+            return
         now = time.monotonic()
         with self._lock:
-            if not self._stats_now:
+            if not self._stats_now and "versions" in stats:
                 self._weights_before = WeightCounts.of(stats)
             self._stats_now = stats
             self._rates.add(now - self._began_s, stats["steps_per_second"])
-            if self._status is None and stats["episodes"]["return_mean"] is not None:
-                self._returns.add(stats["steps"], stats["episodes"]["return_mean"])
+            if self._status is None and (mean := stats.get("episodes", {}).get("return_mean")) is not None:
+                self._returns.add(stats["steps"], mean)
             self._times.append((now, stats["time"]))
             while len(self._times) > 2 and now - self._times[1][0] > _WINDOW_S:
                 self._times.popleft()
@@ -134,7 +136,6 @@ class LiveSource:
             before = self._times[0][1] if len(self._times) > 1 else {}
             data: dict[str, Any] = {
                 "live": self.is_live,
-                "state": "running" if self.is_live else "ended",
                 "time": time.time(),
                 "run": {"title": self._title, "options": self._options},
                 "progress": self._progress(status, stats),
@@ -145,21 +146,25 @@ class LiveSource:
                 },
                 "metrics": view.metrics_view(status.latest) if status is not None else {},
             }
-        data |= {"diagnoses": [view.diagnosis_view(each) for each in self._diagnoses()]}
+        diagnoses = self._diagnoses()
+        data |= {"diagnoses": [view.diagnosis_view(each) for each in diagnoses]}
+        data |= {"state": view.state_view(diagnoses) if data["live"] else "ended"}
         data |= {"events": view.events_view(self._events())}
         if stats:
             data |= {
                 "rate": stats["steps_per_second"],
                 "kl_threshold": self._kl_threshold,
                 "workers": view.workers_view(stats),
-                "lags": view.lags_view(stats),
-                "weights": view.weights_view(stats, self._weights_before),
+                "slots": view.slots_view(stats),
                 "buffer": view.buffer_view(stats),
                 "times": {
                     part: view.times_view(view.difference(times[part], before.get(part, {})))
                     for part in ("workers", "learner")
+                    if part in times
                 },
             }
+        if "versions" in stats:
+            data |= {"lags": view.lags_view(stats), "weights": view.weights_view(stats, self._weights_before)}
         return data
 
     def _progress(self, status: RunStatus | None, stats: Mapping[str, Any]) -> dict[str, Any]:
