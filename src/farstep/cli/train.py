@@ -187,6 +187,8 @@ def train(
             training.resume()
             folder.write_config(stored_config(name, options))
             write_yaml(name, options, folder)
+            if page is not None:
+                page.source.resumed(training.progress.steps)
         display = console_logger(run.total_steps, f"{name} on {run.env}")
         if page is not None:
             _store_address(page, folder, stack)

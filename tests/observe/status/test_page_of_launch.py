@@ -64,6 +64,19 @@ def test_page_of_an_environment_that_is_not_closed_ends_with_it() -> None:
     wait_until(lambda: not source.is_live)
 
 
+def test_resumed_run_continues_its_progress_and_counts_weights_from_its_version() -> None:
+    with farstep.ClusterEnv(DESCRIBED, farstep.InProcessConfig()) as env:
+        source, agent = status_page_of(env).source, TableAgent()
+        source.describe("ppo", {}, total_steps=100)
+        env.collect(agent, steps=2)
+        for _ in range(3):
+            env.publish(agent)
+        source.resumed(40)
+        data = source.read()
+    assert data["progress"]["steps"] == 40
+    assert data["weights"]["possible"] == data["weights"]["bytes_saved"] == 0
+
+
 def test_make_vec_has_a_page() -> None:
     envs = farstep.make_vec(CountingEnv, 2, farstep.LocalConfig(workers_per_node=1))
     try:

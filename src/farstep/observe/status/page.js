@@ -212,7 +212,7 @@ function chart(box, curves, unit, include = []) {
   }
   const all = drawn.flatMap(([, points]) => points);
   const [left, right] = range(all.map(([x]) => x)), [low, high] = range([...include, ...all.map(([, y]) => y)]);
-  const width = 460, height = 170, margin = { left: 52, right: 8, top: 8, bottom: 20 };
+  const width = 460, height = 230, margin = { left: 52, right: 8, top: 8, bottom: 20 };
   const x = (value) => margin.left + (value - left) / (right - left) * (width - margin.left - margin.right);
   const y = (value) => height - margin.bottom - (value - low) / (high - low) * (height - margin.top - margin.bottom);
   const texts = drawn.map(([name, points]) => `${name}: now ${number(points.at(-1)[1])}`);
@@ -232,8 +232,9 @@ function chart(box, curves, unit, include = []) {
     curve.setAttribute("points", points.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" "));
     svg.append(curve);
   });
-  const keys = drawn.map(([name, points]) => `${name === "evaluation" ? "- - " : "— "}${name} ${number(points.at(-1)[1])}`);
-  box.replaceChildren(svg, element("p", { class: "key" }, keys.join("   ")));
+  const keys = drawn.map(([name, points]) =>
+    element("p", { class: "key" }, `${name === "evaluation" ? "╌╌" : "—"} ${name} ${number(points.at(-1)[1])}`));
+  box.replaceChildren(svg, ...keys);
 }
 
 function range(values) {

@@ -81,6 +81,14 @@ class LiveSource:
             self._title, self._options = title, view.shown_options(config, _RUN_OPTIONS)
             self._status = RunStatus(total_steps)
 
+    def resumed(self, step: int) -> None:
+        """Continue the progress at this step, and count weights from the version that the run has now."""
+        with self._lock:
+            if self._status is not None:
+                self._status.step = step
+            self._stats_now = {}
+        self._sample()
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the metrics of an update, as a sink of a training loop."""
         with self._lock:
