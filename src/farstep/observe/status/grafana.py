@@ -56,9 +56,9 @@ def _rates(*names: str) -> dict[str, str]:
     return {_GLOSSARY[name].short_name: f"rate(`{name}`[range])" for name in names}
 
 
-def _under(prefix: str) -> list[str]:
-    """The names of `STATS` with this prefix."""
-    return [name for name in STATS if name.startswith(prefix)]
+def _under(key: str) -> list[str]:
+    """The names of all entries of `ClusterEnv.stats` under this key."""
+    return [name for name in STATS if name.startswith(f"{key}/")]
 
 
 _STATES = [f"workers/{state}" for state in ("alive", "starting", "queued", "parked", "lost")]
@@ -85,10 +85,10 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     ),
     "Throughput and where the time goes": (
         Panel("Steps per second", {"steps": "`steps_per_second`"}),
-        Panel("Time of workers", _rates(*_under("time/workers/")), stacked="percent"),
+        Panel("Time of workers", _rates(*_under("time/workers")), stacked="percent"),
         Panel(
             "Time of the learner",
-            _rates(*_under("time/learner/")),
+            _rates(*_under("time/learner")),
             stacked="percent",
         ),
         Panel("Phases of an update", _each(*_PHASES), stacked="normal"),
@@ -163,7 +163,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     ),
     "Failures": (
         Panel("Restarts", {"workers": "`workers/restarts`", "server {{server}}": "`acting/<server>/restarts`"}),
-        Panel("Dropped chunks", _each(*_under("dropped/"))),
+        Panel("Dropped chunks", _each(*_under("dropped"))),
         Panel(
             "Skipped optimizer steps",
             {"actor": "`train/actor/skipped_steps`", "critic": "`train/critic/skipped_steps`"},

@@ -99,7 +99,7 @@ class LiveSource:
                     series.add(step, metrics[name])
 
     def diagnosed(self, diagnosis: Diagnosis) -> None:
-        """Show this diagnosis from now on, instead of asking for one."""
+        """Show this diagnosis from now on, unless the run waits for its launch or for slots."""
         self._diagnosis = diagnosis
 
     def close(self) -> None:
@@ -185,12 +185,12 @@ class LiveSource:
         }
 
     def _diagnoses(self) -> Sequence[Diagnosis]:
-        if self._diagnosis is not None:
-            return [self._diagnosis]
         try:
-            return self._diagnose() if self.is_live else ()
+            found = self._diagnose() if self.is_live else ()
         except FarstepError:
-            return ()
+            found = ()
+        is_waiting = bool(found) and found[0].cause in view.WAITING
+        return found if self._diagnosis is None or is_waiting else [self._diagnosis]
 
     def metrics(self) -> str:
         self._sample()

@@ -12,6 +12,8 @@ from farstep.event import Event
 from farstep.observe.diagnosis import Diagnosis
 
 SHOWN_EVENTS = 200
+WAITING = {"starting": "starting", "no slots": "waiting for slots"}
+"""The causes for which no worker rolls, and the state of the run then."""
 _TRACEBACK_CHARACTERS = 20_000
 
 
@@ -112,9 +114,7 @@ def difference(now: Mapping[str, float], before: Mapping[str, float]) -> dict[st
 
 def state_view(diagnoses: Sequence[Diagnosis]) -> str:
     """Return what a run does, in a few words."""
-    return {"starting": "starting", "no slots": "waiting for slots"}.get(
-        diagnoses[0].cause if diagnoses else "", "running"
-    )
+    return WAITING.get(diagnoses[0].cause if diagnoses else "", "running")
 
 
 def diagnosis_view(diagnosis: Diagnosis) -> dict[str, Any]:
