@@ -437,9 +437,9 @@ class ClusterEnv:
 
     @property
     def status_url(self) -> str:
-        """Address of a page that shows the run in a browser on this machine. The first access launches the workers if
-        necessary and starts the page's server, which `close` ends. The address has a token: give it only to people who
-        may see the run."""
+        """Address of a page that shows the run in a browser on this machine. The first access starts the page's server,
+        which `close` ends. Before and during the launch, the page says what the run is waiting for. The address has a
+        token: give it only to people who may see the run."""
         return status_page_of(self).url
 
     def events(self, kinds: EventKind | Collection[EventKind] | None = None, since: float = 0.0) -> list[Event]:
@@ -491,7 +491,7 @@ def diagnoses_of(env: ClusterEnv, metrics: Sequence[Mapping[str, float]] = ()) -
 
 def status_page_of(env: ClusterEnv) -> StatusPage:
     """Return the status page of a run. The first call starts its server."""
-    return env._launched().status_page(env.env_config.label)
+    return env._launch.status_page()
 
 
 def event_log_of(env: ClusterEnv) -> EventLog:

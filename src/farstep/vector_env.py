@@ -28,6 +28,7 @@ from farstep.rollout.program import Program
 from farstep.rollout.progress import Phase
 from farstep.rollout.sources import Source
 from farstep.run.launch_monitor import LaunchMonitor
+from farstep.run.run_page import RunPage
 from farstep.run.vector_arguments import (
     ActionChecks,
     check_env_name,
@@ -128,12 +129,15 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         program = Program(source, Always(), autoreset_mode=autoreset_mode.value)
         self._events = EventLog()
         self._stepper = Stepper(config, program, env_config.envs_per_node, self._events)
-        self._finalizer = weakref.finalize(self, Stepper.close, self._stepper)
+        shown = _ShownStepper(self._stepper)
+        self._page = RunPage(shown, self._events, None, env_config.label)
+        self._finalizer = weakref.finalize(self, shown.close, self._page)
         self.closed = False
         try:
             self.single_observation_space, self.single_action_space = self._stepper.start()
             described = self._stepper.call("describe", ())[0]
             self._monitor = LaunchMonitor(self._stepper.server)
+            shown.monitor = LaunchMonitor(self._stepper.server)
         except BaseException:
             self.close()
             raise
@@ -350,14 +354,25 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
             )
 
     def stats(self) -> dict[str, Any]:
-        """Return how workers spent their time.
+        """Return counters and times of the workers.
 
         Returns:
-            The entry `time` of `ClusterEnv.stats`: seconds of each activity under `workers` (the sum) and `per_worker`.
+            The entries `steps`, `steps_per_second` (since earlier calls of `stats`), `workers`, `slots` and `nodes` of
+            `ClusterEnv.stats`, and of the entry `time` the seconds of each activity under `workers` (the sum) and
+            `per_worker`.
         """
-        with self._stepper.server.locked():
-            times = self._stepper.current_times()
-            return {"time": {"workers": times.total(), "per_worker": times.per_worker()}}
+        return self._stepper.stats()
+
+    @property
+    def status_url(self) -> str:
+        """Address of a page that shows the workers in a browser on this machine, as `ClusterEnv.status_url`. The first
+        access starts the page's server, which `close` ends.
+
+        Raises:
+            ClosedError: The environment is closed.
+            RunError: The server could not be started.
+        """
+        return self._page.open().url
 
     def events(self, kinds: EventKind | Collection[EventKind] | None = None, since: float = 0.0) -> list[Event]:
         """Return the latest events of the workers, at most 1,000, as `ClusterEnv.events` does; also after `close`.
@@ -466,6 +481,26 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         """End the workers; `close` calls this."""
         with self._closing:  # a concurrent call waits for the first
             self._finalizer()
+
+
+class _ShownStepper:
+    """What the status page shows of a vector environment."""
+
+    def __init__(self, stepper: Stepper) -> None:
+        self._stepper, self.stats = stepper, stepper.stats
+        self.monitor: LaunchMonitor | None = None
+        """Not that of `diagnose`: a diagnosis covers the time since the last one. Set before the page can be opened."""
+
+    def diagnoses(self) -> list[Diagnosis]:
+        assert self.monitor is not None
+        return self.monitor.diagnoses(self.stats())
+
+    def close(self, page: RunPage) -> None:
+        """Close the page, then end the workers."""
+        try:
+            page.close()
+        finally:
+            self._stepper.close()
 
 
 def _rows_of(info: Mapping[str, Any], chosen: Array) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from gymnasium import spaces
 
 import farstep
 from farstep.cli import main
-from farstep.observe.glossary import METRICS, STATS
+from farstep.observe.glossary import EXPOSED, METRICS, STATS
 from farstep.observe.run_folder import RunFolder
 from farstep.testing import CountingEnv
 
@@ -286,7 +286,7 @@ def test_metrics_are_explained_by_name(capsys: pytest.CaptureFixture[str]) -> No
     status, text, _ = said(capsys, "metrics", "divergence_max", "time/per_worker/3/env")
     assert status == 0 and re.findall(r"^\S+", text, re.M) == ["sync/divergence_max", "time/per_worker/<worker>/env"]
     assert "(gauge, nats)" in text and "stepping and resetting environments" in text
-    assert said(capsys, "metrics")[1].count("\n    ") == len(METRICS | STATS)
+    assert said(capsys, "metrics")[1].count("\n    ") == len(METRICS | STATS | EXPOSED)
 
 
 def test_plots_are_written_to_the_current_folder(

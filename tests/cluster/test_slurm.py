@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, cast
 import pytest
 
 import farstep
+from farstep.cluster_env import status_page_of
 from farstep.config.launch import SlurmConfig
 from farstep.errors import LaunchError
 from farstep.launch.engines.slurm import batch_script, job_sizes
@@ -368,6 +370,24 @@ def inside() -> None:
     """What the job of the test above runs."""
     with start(Path.cwd(), nodes=2, setup=["source ./activate"]) as env:
         print({6: "six columns"}[columns(env, TableAgent())], flush=True)
+
+
+def test_status_page_says_that_the_job_is_queued(cluster: SlurmCluster, tmp_path: Path) -> None:
+    command = ("sbatch", "--parsable", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 300")
+    other = cluster.command(*command).strip()
+    source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 3, "seed": 1}
+    env = farstep.ClusterEnv(source, config(tmp_path, workers_per_node=1, nodes=1, relay=True))
+    try:
+        page = status_page_of(env).source
+        launching = threading.Thread(target=env.launch)
+        launching.start()
+        eventually(lambda: "PENDING" in page.read()["diagnoses"][0]["text"])
+        assert page.read()["state"] == "starting" and page.read()["workers"]["state"] == ["queued"]
+        cluster.command("scancel", other)
+        launching.join(BATCH_S)
+        assert page.read()["state"] == "running" and page.read()["workers"]["state"] == ["alive"]
+    finally:
+        env.close()
 
 
 def test_what_sbatch_says_is_in_the_error(cluster: SlurmCluster, tmp_path: Path) -> None:

@@ -246,6 +246,14 @@ def test_too_little_data_is_said() -> None:
     assert not any(each.is_problem for each in (short, silent, nothing))
 
 
+def test_time_in_which_workers_are_released_is_not_missing() -> None:
+    """With `release_idle`, workers have no times to report while the learner updates."""
+    counters = stats([BUSY, BUSY], wait=0.2, seconds=SECONDS / 5)
+    assert diagnose(window(counters)).cause == "unknown"
+    released = counters | {"slots": {"held_seconds": 2 * SECONDS / 5}}
+    assert diagnose(window(released)).cause == "healthy"
+
+
 def test_counters_of_lock_step_environments_are_enough() -> None:
     """`make_vec` does not measure the learner: it waits while the busiest worker steps."""
     times = stats([BUSY, BUSY])["time"]["per_worker"]

@@ -40,6 +40,7 @@ from farstep.workflow.triggers import DataKeyTrigger, TimeTrigger
 from tests.cluster.checks import cluster, in_process, within
 from tests.cluster.flows import full
 from tests.cluster.tables import ENDLESS
+from tests.cluster.test_sharing import serving, shared
 from tests.cluster.test_workflow_members import on_nodes
 from tests.learning.tasks import Config, make_env, make_training
 
@@ -132,6 +133,8 @@ def seen(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     train(seen, make_env("CartPole-v1", 4, launcher="in-process"), aride, 200)
     with cluster(envs=2, inference="served") as env:
         env.collect(TableAgent(), 4)
+        seen.stats |= set(entries(env.stats()))
+    with serving(folder / "coordinator", slots=1) as name, shared(name, workers=1) as env:
         seen.stats |= set(entries(env.stats()))
     _drop_chunks(seen, folder)
     _run_workflow(seen)

@@ -12,13 +12,14 @@ import tyro
 from farstep.cli.options.parsing import parse
 from farstep.config.field_docs import show_fields
 from farstep.errors import ConfigError
-from farstep.observe.glossary import METRICS, STATS, Metric
+from farstep.observe.glossary import EXPOSED, METRICS, STATS, Metric
 
 
 @show_fields
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Print the unit and meaning of metrics: those that farstep train logs, and the entries of env.stats().
+    """Print the unit and meaning of metrics: those that farstep train logs, the entries of env.stats(), and
+    those that only Prometheus gets.
 
     Examples: farstep metrics; farstep metrics time/ train/actor/ess
     """
@@ -30,7 +31,7 @@ class Options:
 def main(arguments: Sequence[str]) -> int:
     """Parse the options and print; return the exit status."""
     options = parse(Options, arguments, "farstep metrics")
-    known = (METRICS | STATS).values()
+    known = (METRICS | STATS | EXPOSED).values()
     for name in options.names:
         if not any(_is_meant(metric, name) for metric in known):
             raise ConfigError(f"no metric has {name!r} in its name; 'farstep metrics' without a name lists all.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import signal
 import sys
 import threading
@@ -20,6 +21,7 @@ from farstep.errors import ConfigError
 from farstep.observe.files import as_run_error, replace_file
 from farstep.observe.run_folder import RunFolder
 from farstep.observe.status import FolderSource, PageServer, page
+from farstep.observe.status.grafana import dashboard
 from farstep.observe.status.page_server import SERVER_NAME
 
 _ANSWER_S = 3.0
@@ -32,25 +34,26 @@ class Options:
     """Print the address of a page that shows a run. If the run does not serve one, serve it from the run folder until
     Ctrl-C."""
 
-    run: Annotated[Path, tyro.conf.Positional]
-    """Folder of the run."""
+    run: Annotated[Path | None, tyro.conf.Positional] = None
+    """Folder of the run. Not needed with --grafana."""
     html: Path | None = None
     """Write the page with the run's data to this file instead of serving it, for example to send it by mail."""
+    grafana: Path | None = None
+    """Write a Grafana dashboard for all runs to this file, as JSON to import, instead of showing a run."""
     port: int = 0
     """Port of a page that is served from the run folder; 0: a free one."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Find or serve the page of a run. Return the exit status."""
-    if not arguments:
-        raise ConfigError("'farstep status' needs the folder of a run, e.g. farstep status runs/NAME.")
     options = parse(Options, arguments, "farstep status")
+    if options.grafana is not None:
+        return _write(options.grafana, json.dumps(dashboard(), indent=2) + "\n")
+    if options.run is None:
+        raise ConfigError("'farstep status' needs the folder of a run, e.g. farstep status runs/NAME.")
     folder = RunFolder.open(options.run)
     if options.html is not None:
-        with as_run_error(options.html):
-            replace_file(options.html, page(data=FolderSource(folder).read()).encode())
-        sys.stdout.write(f"written: {options.html}\n")
-        return 0
+        return _write(options.html, page(data=FolderSource(folder).read()))
     if url := _live_page(folder):
         _announce(url, "the run serves this page while it trains")
         return 0
@@ -68,6 +71,13 @@ def main(arguments: Sequence[str]) -> int:
         pass
     finally:
         server.close()
+    return 0
+
+
+def _write(file: Path, text: str) -> int:
+    with as_run_error(file):
+        replace_file(file, text.encode())
+    sys.stdout.write(f"written: {file}\n")
     return 0
 
 

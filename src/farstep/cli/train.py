@@ -46,7 +46,7 @@ from farstep.observe.loggers import (
     require_wandb,
 )
 from farstep.observe.run_folder import RunFolder, run_name
-from farstep.observe.status import LiveSource
+from farstep.observe.status import LiveSource, StatusPage
 from farstep.observe.terminal.console import LiveDisplay, PlainLines, console_logger
 from farstep.observe.terminal.panel import SHOWN_EVENTS
 
@@ -80,7 +80,9 @@ def main(arguments: Sequence[str]) -> int:
             replay = getattr(options.learner, "replay", None)
             resumed = options.resume is not None
             recorded = None if replay is None else check_before_launch(replay, env, resumed)
-            stack.enter_context(env)
+            stack.callback(env.close)
+            page = _status_page(name, run, env) if run.status_page else None
+            env.launch()
             learner = make_learner(name, run, options.learner, env)
             if isinstance(learner, ReplayLearner):
                 check_launched(options.learner.replay, env, learner, recorded)
@@ -96,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
             sys.stdout.write(f"observations are images, with other defaults (--help): {used}\n")
         sys.stdout.flush()
         try:
-            progress = train(learner, name, options, env, folder)
+            progress = train(learner, name, options, env, folder, page)
         except Stopped as stopped:
             sys.stdout.write(f"stopped by {stopped}; continue with: farstep train {name} --resume {folder.path}\n")
             return _EXIT_STATUS[str(stopped)]
@@ -131,7 +133,14 @@ def _folder(name: str, options: Options[Any, Any]) -> RunFolder:
     return folder
 
 
-def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterEnv, folder: RunFolder) -> Progress:
+def train(
+    learner: Learner,
+    name: str,
+    options: Options[Any, Any],
+    env: ClusterEnv,
+    folder: RunFolder,
+    page: StatusPage | None = None,
+) -> Progress:
     """Train until the run is done.
 
     Args:
@@ -140,6 +149,7 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
         options: Options of the command line.
         env: The environments to train in.
         folder: Where checkpoints, metrics, events and videos are written; it is locked until training ends.
+        page: The status page of the run; None: the run has none.
 
     Returns:
         Steps, seconds and last returns of the run.
@@ -177,32 +187,44 @@ def train(learner: Learner, name: str, options: Options[Any, Any], env: ClusterE
             training.resume()
             folder.write_config(stored_config(name, options))
             write_yaml(name, options, folder)
+            if page is not None:
+                page.source.resumed(training.progress.steps)
         display = console_logger(run.total_steps, f"{name} on {run.env}")
-        page = _status_page(name, run, env, folder, stack) if run.status_page else None
-        sink = _loggers(name, options, folder, training.progress.steps if resume else None, env, display, page)
+        if page is not None:
+            _store_address(page, folder, stack)
+        shown = None if page is None else page.source
+        sink = _loggers(name, options, folder, training.progress.steps if resume else None, env, display, shown)
         stack.callback(sink.close)
         training.sink = sink
-        remarks = _Remarks(display, page)
+        remarks = _Remarks(display, shown)
         training.diagnosis.on_diagnosis = remarks.diagnosed
         stack.callback(event_log_of(env).subscribe(remarks.happened).close)
         return training.run()
 
 
-def _status_page(name: str, run: RunConfig, env: ClusterEnv, folder: RunFolder, stack: ExitStack) -> LiveSource | None:
-    """Start the status page, and store its address in the run folder until the run ends. Print the address on a
-    terminal; a log file may have other readers."""
+def _status_page(name: str, run: RunConfig, env: ClusterEnv) -> StatusPage | None:
+    """Start the status page. Print its address on a terminal, since the launch may wait for nodes or slots."""
     try:
         page = status_page_of(env)
     except RunError as error:
         env.emit_event("warned", f"training without a status page: {error}")
         return None
     page.source.describe(f"{name} on {run.env}", vars(run), run.total_steps)
+    if sys.stdout.isatty():
+        sys.stdout.write(f"status: {page.url}\n")
+        sys.stdout.flush()
+    return page
+
+
+def _store_address(page: StatusPage, folder: RunFolder, stack: ExitStack) -> None:
+    """Store the address of the page in the run folder until the run ends. Without a terminal, print the command that
+    reads it: other users may be able to read the output."""
     with as_run_error(folder.status_file):
         replace_file(folder.status_file, page.url.encode(), private=True)
     stack.callback(folder.status_file.unlink, missing_ok=True)
-    sys.stdout.write(f"status: {page.url if sys.stdout.isatty() else f'farstep status {folder.path}'}\n")
-    sys.stdout.flush()
-    return page.source
+    if not sys.stdout.isatty():
+        sys.stdout.write(f"status: farstep status {folder.path}\n")
+        sys.stdout.flush()
 
 
 class _Remarks:

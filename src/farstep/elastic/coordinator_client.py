@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -134,14 +134,20 @@ class CoordinatorClient:
                 self._changed.wait(_HEARTBEAT_S)
                 if not self._allowed and time.monotonic() > told:
                     told += 60.0
-                    needed = counted(self._register.minimum, "slot")
-                    self._emit(
-                        "warned",
-                        f"waiting for {needed} of coordinator {self._name!r}, which other runs are using; 'farstep "
-                        f"coordinator status{_option(self._name)}' lists them",
-                    )
+                    command = f"farstep coordinator status{_option(self._name)}"
+                    self._emit("warned", f"waiting for {self.waiting_for}; '{command}' lists them")
             self._uses_slots = True
             return self._allowed
+
+    @property
+    def waiting_for(self) -> str:
+        """The slots that the run waits for; empty while it may use some."""
+        needed = counted(self._register.minimum, "slot")
+        return "" if self._allowed else f"{needed} of coordinator {self._name!r}, which other runs are using"
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what the run wants and has got, as in `ClusterEnv.stats`."""
+        return {"name": self._name, "granted": self._allowed, "wanted": self._register.wanted}
 
     def drive(self, pool: WorkerPool) -> None:
         """From now on, scale this pool."""

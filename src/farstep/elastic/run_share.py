@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from farstep.config.launch import LaunchConfig
 from farstep.elastic.coordinator_client import CoordinatorClient, WorkerPool
@@ -15,32 +16,38 @@ from farstep.event import Emit
 class RunShare:
     """What a run may use. Without a coordinator, it may use all of its workers, and nothing waits.
 
-    Creating it waits for the coordinator's slots.
-
     Args:
         config: Names the coordinator, if there is one, and the run's priority and minimum.
         num_workers: Number of workers that the run can use.
         emit: Receives events.
-        check_open: Raises if the wait is to end.
 
     Raises:
         LaunchError: The coordinator cannot be reached.
-        ConfigError: The coordinator has fewer slots than the run needs.
     """
 
-    def __init__(self, config: LaunchConfig, num_workers: int, emit: Emit, check_open: Callable[[], None]) -> None:
+    def __init__(self, config: LaunchConfig, num_workers: int, emit: Emit) -> None:
         self._min_workers = config.min_workers
         self._devices = DeviceLedger()
         self._client: CoordinatorClient | None = None
-        if config.coordinator is None:
-            return
-        client = CoordinatorClient(config.coordinator, config.priority, config.min_workers, num_workers, emit)
-        try:
-            self._slots = client.wait(check_open)
-        except BaseException:
-            client.close()
-            raise
-        self._client = client
+        if config.coordinator is not None:
+            self._client = CoordinatorClient(config.coordinator, config.priority, config.min_workers, num_workers, emit)
+
+    def wait(self, check_open: Callable[[], None]) -> None:
+        """Wait for the coordinator's slots.
+
+        Args:
+            check_open: Raises if the wait is to end.
+
+        Raises:
+            ConfigError: The coordinator has fewer slots than the run needs.
+        """
+        if self._client is not None:
+            self._slots = self._client.wait(check_open)
+
+    @property
+    def waiting_for(self) -> str:
+        """The slots that the run waits for; empty if it waits for none."""
+        return "" if self._client is None else self._client.waiting_for
 
     def drive(self, pool: WorkerPool) -> None:
         """From now on, keep the number of running workers within the share."""
@@ -64,9 +71,10 @@ class RunShare:
         with self._devices.held(token) as device:
             yield device
 
-    def device_times(self) -> dict[str, float]:
-        """Return how long devices were held and waited for, as in `ClusterEnv.stats`."""
-        return self._devices.snapshot()
+    def snapshot(self) -> dict[str, Any]:
+        """Return the use of devices and what the coordinator has granted, as in `ClusterEnv.stats`."""
+        granted = {} if self._client is None else self._client.snapshot()
+        return {"devices": self._devices.snapshot(), "coordinator": granted}
 
     def close(self) -> None:
         """Give everything back. Call it after the workers have ended."""

@@ -33,8 +33,7 @@ from farstep.head.weights.publisher import Publisher
 from farstep.rollout.program import Program
 from farstep.rollout.sources import Source
 from farstep.schema import Schema, Structure, space_schema
-from farstep.sync import AAPS, Always
-from farstep.sync.rules import threshold_of
+from farstep.sync.rules import rule_of, threshold_of
 from farstep.wire import messages as m
 from farstep.wire.compression import available
 
@@ -46,8 +45,7 @@ class Collector:
     """Collects rollouts for a `ClusterEnv`; the client of its `Server`."""
 
     def __init__(self, env_config: EnvConfig, config: LaunchConfig, seed: int, events: EventLog) -> None:
-        by_threshold = Always() if env_config.kl_threshold is None else AAPS(env_config.kl_threshold)
-        rule = env_config.sync or by_threshold
+        rule = rule_of(env_config.sync, env_config.kl_threshold)
         self._transfer, self._info_keys = env_config.transfer, env_config.info_keys
         program = Program(
             Source.of(env_config),

@@ -268,6 +268,11 @@ class Server:
                     warning.warn(f" for {self.supervisor.whereabouts()}", now)
                 self._pump(min(left, self._tick_s))
 
+    def waiting_for(self) -> str:
+        """Return which nodes and workers have not started, or are still working."""
+        with self.locked():
+            return self.supervisor.whereabouts()
+
     @property
     def input_fd(self) -> int:
         """A descriptor that can be read while input waits that no thread has handled yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from farstep.head.lock_step import Info, LockStepHead, checked_infos
 from farstep.head.members.broadcast import Broadcast
 from farstep.head.members.worker_records import ResetRequest, WorkerRecord
 from farstep.head.server import Server
+from farstep.head.stats.counters import members_snapshot
+from farstep.head.stats.rates import Rate
 from farstep.head.stats.worker_times import WorkerTimes
 from farstep.head.tickets.records import AcceptedChunk, IssuedTicket
 from farstep.rollout.program import Program
@@ -41,6 +44,10 @@ class Stepper:
         self._counted = [(0, 0)] * len(self.server.records)
         """For each worker, the nanoseconds on the board of steps that `times` includes: environments and waiting."""
         self._steps = 0
+        self._num_envs = self.server.records[-1].stop
+        self._total_steps = self._counted_steps = 0
+        """Steps of environments until now, and until the last snapshot."""
+        self._rate = Rate()
         self._reset: ResetRequest | None = None
         self._error: WorkerError | None = None
         self._broadcast = Broadcast(self.server, without_lost=False)
@@ -111,6 +118,7 @@ class Stepper:
 
     def finish_step(self) -> Sequence[Info]:
         """Wait for the step and return the infos."""
+        self._total_steps += self._num_envs
         if self.lock_step is not None and not self.server.tickets.is_open:
             return self.lock_step.finish()
         return self._collect()
@@ -129,6 +137,7 @@ class Stepper:
         if not self._in_order:
             self._read_messages()
         self.lock_step.send(chosen)
+        self._total_steps += len(chosen)
 
     def _read_messages(self) -> None:
         """Handle all messages that workers have sent until now."""
@@ -136,7 +145,20 @@ class Stepper:
         self._broadcast.call("describe", ())  # each worker's answer follows all its earlier messages
         self._in_order = True
 
-    def current_times(self) -> WorkerTimes:
+    def stats(self) -> dict[str, Any]:
+        """Steps, workers and times, as in `ClusterEnv.stats`."""
+        with self.server.locked():
+            times, now = self._current_times(), time.monotonic()
+            self._rate.add(self._total_steps - self._counted_steps, now)
+            self._counted_steps = self._total_steps
+            return {
+                "steps": self._total_steps,
+                "steps_per_second": self._rate.per_second(now),
+                **members_snapshot(self.server, times, now),
+                "time": {"workers": times.total(), "per_worker": times.per_worker()},
+            }
+
+    def _current_times(self) -> WorkerTimes:
         """How workers have spent their time until now."""
         if self.lock_step is not None:
             board = self.lock_step.board

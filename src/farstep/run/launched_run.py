@@ -16,6 +16,8 @@ from farstep.errors import ClosedError
 from farstep.head.collector import Collector
 from farstep.head.events import EventLog
 from farstep.run.launch_monitor import LaunchMonitor
+from farstep.run.run_page import RunPage
+from farstep.sync.rules import rule_of, threshold_of
 
 if TYPE_CHECKING:
     from farstep.observe.diagnosis import Diagnosis
@@ -25,14 +27,15 @@ Space = gymnasium.spaces.Space[Any]
 
 
 class LaunchedRun:
-    """The collector of a run, and the run's share of its coordinator. Creating it waits for the share.
+    """The collector of a run, and the run's share of its coordinator.
 
     Args:
         env_config: Which environments to run.
         config: Where to run them.
         seed: The root seed.
         events: Receives events.
-        check_open: Raises if the wait for the share is to end.
+        share: The run's share; `close` gives it back.
+        close_page: Closes the status page, before the workers end.
     """
 
     def __init__(
@@ -41,18 +44,12 @@ class LaunchedRun:
         config: LaunchConfig,
         seed: int,
         events: EventLog,
-        check_open: Callable[[], None],
+        share: RunShare,
+        close_page: Callable[[], None],
     ) -> None:
-        self.share = RunShare(config, config.num_workers(env_config.envs_per_node), events.emit, check_open)
-        try:
-            self.collector = Collector(env_config, config, seed, events)
-        except BaseException:
-            self.share.close()
-            raise
-        self._page: StatusPage | None = None
-        """None before the first call of `status_page`."""
-        self._page_lock = threading.RLock()  # `close` may run in any thread during a garbage collection
-        self._closed = False
+        self.share, self._close_page = share, close_page
+        self.collector = Collector(env_config, config, seed, events)
+        self.is_started = False
 
     def start(self) -> None:
         """Start the workers."""
@@ -63,50 +60,62 @@ class LaunchedRun:
         """Frames per stacked observation; 0 if none are stacked."""
         self._monitor = LaunchMonitor(server)
         self.share.drive(server)
+        self.is_started = True
 
     def stats(self) -> dict[str, Any]:
         """The counters for `ClusterEnv.stats`."""
-        return self.collector.snapshot() | {"devices": self.share.device_times()}
+        return self.collector.snapshot() | self.share.snapshot()
 
     def diagnoses(self, metrics: Sequence[Mapping[str, float]]) -> list[Diagnosis]:
         """Return what `ClusterEnv.diagnose` does, then further causes that are independent of it."""
         return self._monitor.diagnoses(self.collector.snapshot(), self.collector.kl_threshold, metrics)
 
-    def status_page(self, title: str) -> StatusPage:
-        """Return the page that shows the run in a browser. The first call starts its server.
-
-        Raises:
-            ClosedError: The run is closed.
-            RunError: The server could not be started.
-        """
-        from farstep.observe.status import StatusPage  # not at launch: most programs show no page
-
-        with self._page_lock:
-            if self._closed:
-                raise ClosedError("this ClusterEnv is closed; make a new one.")
-            if self._page is None:
-                collector = self.collector
-                monitor = LaunchMonitor(collector.server)  # its own: a diagnosis covers the time since the last one
-
-                def diagnoses() -> list[Diagnosis]:
-                    return monitor.diagnoses(collector.snapshot(), collector.kl_threshold)
-
-                events = collector.server.events.events
-                self._page = StatusPage(self.stats, events, diagnoses, collector.kl_threshold, title)
-            return self._page
-
     def close(self) -> None:
         """End the workers, and then give their slots back."""
         try:
-            with self._page_lock:
-                self._closed = True
-                if self._page is not None:
-                    self._page.close()
+            self._close_page()
         finally:
             try:
                 self.collector.close()
             finally:
                 self.share.close()
+
+
+class LaunchProgress:
+    """What the status page shows of a run, from before its launch until its end.
+
+    Args:
+        kl_threshold: The divergence above which workers pull weights; None: they do not pull by divergence.
+    """
+
+    def __init__(self, kl_threshold: float | None) -> None:
+        self.kl_threshold = kl_threshold
+        self.share: RunShare | None = None
+        """None before the launch."""
+        self.run: LaunchedRun | None = None
+        """None while the run has no slots yet."""
+        self._monitor: LaunchMonitor | None = None
+        """Not that of `ClusterEnv.diagnose`: a diagnosis covers the time since the last one."""
+
+    def stats(self) -> dict[str, Any]:
+        """The counters for `ClusterEnv.stats`; empty while the run has no slots yet."""
+        return {} if self.run is None else self.run.stats()
+
+    def diagnoses(self) -> list[Diagnosis]:
+        """Return the diagnoses of a running run, or what the run waits for."""
+        from farstep.observe.diagnosis import Diagnosis
+
+        share, run = self.share, self.run
+        if share is None:
+            return [Diagnosis(cause="starting", text="The run is waiting for the first call that needs workers.")]
+        if share.waiting_for:
+            return [Diagnosis(cause="no slots", text=f"The run is waiting for {share.waiting_for}.")]
+        if run is None or not run.is_started:
+            workers = "workers to start" if run is None else run.collector.server.waiting_for()
+            return [Diagnosis(cause="starting", text=f"The run is waiting for {workers}.")]
+        if self._monitor is None:
+            self._monitor = LaunchMonitor(run.collector.server)
+        return self._monitor.diagnoses(run.collector.snapshot(), self.kl_threshold)
 
 
 class Launch:
@@ -125,6 +134,23 @@ class Launch:
         self._launching = threading.Lock()
         self._closing = threading.RLock()
         self._closed = False
+        self._new_page()
+
+    def _new_page(self) -> None:
+        env_config, _, _, events = self._options
+        self._progress = LaunchProgress(threshold_of(rule_of(env_config.sync, env_config.kl_threshold)))
+        self._page = RunPage(self._progress, events, self._progress.kl_threshold, env_config.label)
+        weakref.finalize(self, self._page.close)
+
+    def status_page(self) -> StatusPage:
+        """Return the page that shows the run in a browser, also before its launch. The first call starts its server.
+
+        Raises:
+            ClosedError: The run is closed.
+            RunError: The server could not be started.
+        """
+        self.check_open()
+        return self._page.open()
 
     def run(self) -> LaunchedRun:
         """Return the run; launch it if it is not running.
@@ -136,7 +162,7 @@ class Launch:
         with self._launching:
             self.check_open()
             if self._run is None:
-                run = LaunchedRun(*self._options, self.check_open)
+                run = self._launched()
                 # If close() is never called, this closes at garbage collection or at interpreter exit.
                 self._finalizer = weakref.finalize(self, run.close)
                 self._run = run
@@ -149,8 +175,24 @@ class Launch:
                 except BaseException:  # after Ctrl-C, the next call launches again
                     self._run = None
                     self._finalizer()
+                    self._new_page()
                     raise
             return self._run
+
+    def _launched(self) -> LaunchedRun:
+        """Wait for the run's share, and return the run, before its start."""
+        env_config, config, _, events = self._options
+        share = RunShare(config, config.num_workers(env_config.envs_per_node), events.emit)
+        self._progress.share = share
+        try:
+            share.wait(self.check_open)
+            run = LaunchedRun(*self._options, share, self._page.close)
+        except BaseException:
+            self._progress.share = None
+            share.close()
+            raise
+        self._progress.run = run
+        return run
 
     def check_open(self) -> None:
         """Raise `ClosedError` if `close` was called."""
@@ -163,6 +205,8 @@ class Launch:
         with self._closing:
             if self._run is not None:
                 self._finalizer()
+            else:
+                self._page.close()
 
     @property
     def state(self) -> str:

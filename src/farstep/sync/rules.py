@@ -207,6 +207,11 @@ def rows_of(rule: SyncRule) -> int:
     return int(getattr(rule, "rows", Rule.rows))
 
 
+def rule_of(sync: SyncRule | None, kl_threshold: float | None) -> SyncRule:
+    """The rule of the options `sync` and `kl_threshold`, of which at most one is set."""
+    return sync or (Always() if kl_threshold is None else AAPS(kl_threshold))
+
+
 def threshold_of(rule: SyncRule) -> float | None:
     """The divergence above which the rule pulls; None if the rule is a user's or does not use divergences."""
     if isinstance(rule, AnyOf):

@@ -69,6 +69,15 @@ class SimulatedRun:
                 "divergence": [0.02] * workers,
                 "restarts": 3,
             },
+            "slots": {
+                "held": 2,
+                "released": 1,
+                "parked": 3,
+                "held_seconds": 400.0,
+                "used_seconds": 100.0,
+                "gpu_seconds": 40.0,
+                "coordinator": {"name": "default", "granted": 3, "wanted": 6},
+            },
             "rate": 100_000.0,
             "kl_threshold": 0.05,
             "lags": [[0, 50], [1, 50]],
@@ -110,6 +119,8 @@ def test_page_has_no_errors_and_is_accessible(window: Browser, workers: int, siz
         window.open(server.url, size, dark=dark)
         assert window.script("return document.querySelectorAll('#cluster .cell').length") == workers
         assert window.script("return document.documentElement.scrollWidth <= innerWidth")
+        assert "2 held, 1 released between rollouts, 3 parked" in window.text("#slots")
+        assert "Coordinator default has granted 3 of 6 slots." in window.text("#slots")
         assert window.violations() == []
         assert window.errors() == []
     finally:

@@ -26,18 +26,16 @@ DEADLINE_S = 60.0
 
 
 @contextlib.contextmanager
-def prometheus(folder: Path, url: str) -> Iterator[str]:
-    """Context manager: start a Prometheus that reads a status page; yield its address."""
+def prometheus(folder: Path, *urls: str) -> Iterator[str]:
+    """Context manager: start a Prometheus that reads status pages; yield its address."""
     program = shutil.which("prometheus")
     if program is None:
         raise EngineMissing("prometheus")
-    page = urlsplit(url)
-    scraped = {
-        "job_name": "farstep",
-        "scrape_interval": "1s",
-        "params": parse_qs(page.query),
-        "static_configs": [{"targets": [page.netloc]}],
-    }
+    pages = [
+        {"targets": [page.netloc], "labels": {"__param_token": parse_qs(page.query)["token"][0]}}
+        for page in map(urlsplit, urls)
+    ]
+    scraped = {"job_name": "farstep", "scrape_interval": "1s", "static_configs": pages}
     config = folder / "prometheus.yml"  # JSON is YAML
     config.write_text(json.dumps({"scrape_configs": [scraped]}))
     options = [
@@ -65,8 +63,10 @@ def query(address: str, expression: str) -> list[dict[str, object]]:
     try:
         with urllib.request.urlopen(f"{address}/api/v1/query?{parameters}", timeout=DEADLINE_S) as answer:
             return list(json.loads(answer.read())["data"]["result"])
-    except urllib.error.HTTPError:  # not ready yet
-        return []
+    except urllib.error.HTTPError as error:
+        if error.code == 503:  # not ready yet
+            return []
+        raise AssertionError(f"{expression}: {error.read().decode()}") from error
 
 
 def test_prometheus_reads_counters_by_worker(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ STATS_NOW = {
     "pulls": {"total": 4, "per_worker": [4, 0]},
     "bytes": {"weights_sent": 400},
     "acting": [],
+    "slots": {"held": 1, "held_seconds": 8.0, "used_seconds": 2.0, "gpu_seconds": 0.0},
     "time": {"per_worker": [{"env": 1.5}, {"env": 0.5}]},
 }
 
@@ -46,6 +47,20 @@ def test_workers_have_one_entry_per_column() -> None:
         "divergence": [0.01, None],
         "restarts": 1,
     }
+
+
+def test_workers_without_a_policy_have_no_lag() -> None:
+    """As with `make_vec`."""
+    stats = {name: STATS_NOW[name] for name in ("steps", "workers", "slots", "time")}
+    assert view.workers_view(stats)["lag"] == [None, None]
+
+
+def test_slots_are_counted_by_state() -> None:
+    stats = STATS_NOW | {"workers": {"states": ["alive", "released", "parked", "parked"]}}
+    slots = view.slots_view(stats)
+    assert (slots["held"], slots["released"], slots["parked"], slots["coordinator"]) == (1, 1, 2, None)
+    granted = {"name": "default", "granted": 1, "wanted": 2}
+    assert view.slots_view(stats | {"coordinator": granted})["coordinator"] == granted
 
 
 def test_lags_are_summed_over_workers() -> None:
@@ -121,6 +136,9 @@ def test_metrics_have_labels_for_workers() -> None:
     assert 'farstep_time_per_worker_env_seconds_total{worker="0"} 1.5' in lines
     assert 'farstep_time_per_worker_env_seconds_total{worker="1"} 0.5' in lines
     assert "farstep_steps_total 10.0" in lines and "farstep_env_return_mean 3.0" in lines
+    assert 'farstep_workers_states_info{value="lost",worker="1"} 1.0' in lines
+    assert 'farstep_workers_cores_info{value="0",worker="0"} 1.0' in lines
+    assert text.count("farstep_workers_cores_info{") == 1  # the other worker has no text
     assert lines[-1] == "# EOF" and "nan" not in text.lower()
 
 

@@ -93,9 +93,7 @@ class Counters:
 
     def snapshot(self, server: Server, version: int, inference: str) -> dict[str, Any]:
         """All counters as plain data, as `ClusterEnv.stats` returns them."""
-        members, tickets = server.supervisor.membership, server.tickets
-        absent = sum(members.members[worker].state is not State.PARKED for worker in tickets.presence.absent)
-        now = time.monotonic()
+        tickets, now = server.tickets, time.monotonic()
         return {
             "steps": self.steps,
             "stagger_steps": self.stagger_steps,
@@ -106,25 +104,7 @@ class Counters:
             "in_flight": tickets.in_flight,
             "dropped": dict(tickets.dropped),
             "steps_per_second": self._rate.per_second(now),
-            "workers": {
-                "alive": members.count(State.ALIVE, State.RELEASED),
-                "starting": members.count(State.STARTING, State.CONSTRUCTING, State.WAITING) - absent,
-                "queued": absent - server.supervisor.launcher.spare(),
-                "parked": members.count(State.PARKED),
-                "lost": members.count(State.DYING),
-                "restarts": members.restarts,
-                "states": self._states(server),
-                "hosts": [record.host for record in server.records],
-                "cores": [record.cores for record in server.records],
-                "steps_per_second": self.workers.rates(now),
-            },
-            "slots": {
-                "held": members.slots.held,
-                "held_seconds": members.slots.held_seconds(now),
-                "used_seconds": self.workers.used_s(),
-                "gpu_seconds": members.slots.held_seconds(now) * server.gpus_per_worker,
-            },
-            "nodes": server.supervisor.launcher.nodes(),
+            **members_snapshot(server, self.workers, now),
             "pulls": {"total": self._total_pulls(server), "per_worker": list(self.pulls)},
             "bytes": {
                 "weights_sent": self.weights_sent,
@@ -156,12 +136,6 @@ class Counters:
             },
         }
 
-    def _states(self, server: Server) -> list[str]:
-        """The state of each worker, in words of `stats`."""
-        members, absent = server.supervisor.membership.members, server.tickets.presence.absent
-        names = [_STATE_NAMES[members[record.worker].state] for record in server.records]
-        return ["queued" if k in absent and name == "starting" else name for k, name in enumerate(names)]
-
     def _total_pulls(self, server: Server) -> int:
         """Pulls of all workers or, if acting servers pull, of all servers. Workers of one server count the same."""
         if not server.servers:
@@ -184,6 +158,41 @@ class Counters:
             "rows_per_second": rate.per_second(now),
             "restarts": record.incarnation,
         }
+
+
+def members_snapshot(server: Server, times: WorkerTimes, now: float) -> dict[str, Any]:
+    """The entries `workers`, `slots` and `nodes` of `ClusterEnv.stats`. Call it with the server's lock."""
+    members, tickets = server.supervisor.membership, server.tickets
+    absent = sum(members.members[worker].state is not State.PARKED for worker in tickets.presence.absent)
+    held_s = members.slots.held_seconds(now)
+    return {
+        "workers": {
+            "alive": members.count(State.ALIVE, State.RELEASED),
+            "starting": members.count(State.STARTING, State.CONSTRUCTING, State.WAITING) - absent,
+            "queued": absent - server.supervisor.launcher.spare(),
+            "parked": members.count(State.PARKED),
+            "lost": members.count(State.DYING),
+            "restarts": members.restarts,
+            "states": _states(server),
+            "hosts": [record.host for record in server.records],
+            "cores": [record.cores for record in server.records],
+            "steps_per_second": times.rates(now),
+        },
+        "slots": {
+            "held": members.slots.held,
+            "held_seconds": held_s,
+            "used_seconds": times.used_s(),
+            "gpu_seconds": held_s * server.gpus_per_worker,
+        },
+        "nodes": server.supervisor.launcher.nodes(),
+    }
+
+
+def _states(server: Server) -> list[str]:
+    """The state of each worker, in words of `stats`."""
+    members, absent = server.supervisor.membership.members, server.tickets.presence.absent
+    names = [_STATE_NAMES[members[record.worker].state] for record in server.records]
+    return ["queued" if k in absent and name == "starting" else name for k, name in enumerate(names)]
 
 
 def _bucket(lag: int) -> int:

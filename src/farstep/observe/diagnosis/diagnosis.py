@@ -75,9 +75,13 @@ def _causes(window: Window) -> Iterator[Diagnosis]:
 
 
 def _knows_times(window: Window) -> bool:
-    """Whether workers have reported at least half of the window; they report when a chunk is complete."""
+    """Whether workers have reported at least half of the window; they report when a chunk is complete. A worker that is
+    released between rollouts has nothing to report meanwhile."""
     reported = sum(sum(worker.values()) for worker in window.per_worker)
-    return reported > 0 and reported >= window.seconds * window.alive / 2
+    held = window.seconds * window.alive
+    if "slots" in window.after.stats:
+        held = min(held, window.grown("slots", "held_seconds"))
+    return reported > 0 and reported >= held / 2
 
 
 def _nothing_found(window: Window) -> Diagnosis:

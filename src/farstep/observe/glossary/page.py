@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from farstep.observe.glossary.exposed import EXPOSED_GROUPS
 from farstep.observe.glossary.metric import Metric, Namespace
 from farstep.observe.glossary.stats import STATS_GROUPS
 from farstep.observe.glossary.training import NAMESPACES
@@ -19,6 +20,7 @@ This page lists every number that farstep logs or counts, with its unit and mean
 
 - [Metrics of `farstep train`](#metrics-of-farstep-train)
 - [Counters of `env.stats()`](#counters-of-envstats), for any program
+- [Only for Prometheus](#only-for-prometheus)
 - [Names of your own](#names-of-your-own)
 """
 _TRAINING = """
@@ -42,6 +44,12 @@ If a counter and a metric of `farstep train` have the same name, they are the sa
 a related metric of `farstep train`. Its value differs: it covers only the time since the previous line, or is a mean
 over workers, or continues after a resume.
 """
+_EXPOSED = """
+## Only for Prometheus
+
+[Prometheus](status.md#prometheus) gets all numbers above, and the following. An info has the value 1 and its text in
+the label `value`.
+"""
 _OWN = """
 ## Names of your own
 
@@ -59,7 +67,8 @@ def page() -> str:
     training = (_section(f"`{group.prefix}`" if group.prefix else "Progress", group) for group in NAMESPACES)
     stats = (_section(f'`stats()["{group.prefix.rstrip("/")}"]`', group) for group in STATS_GROUPS[1:])
     rows = _section("Steps and chunks", STATS_GROUPS[0])
-    return "".join([_INTRODUCTION, _TRAINING, *training, _STATS, rows, *stats, _OWN])
+    exposed = (_section(f"`{group.prefix}`", group) for group in EXPOSED_GROUPS)
+    return "".join([_INTRODUCTION, _TRAINING, *training, _STATS, rows, *stats, _EXPOSED, *exposed, _OWN])
 
 
 def _section(heading: str, group: Namespace) -> str:

@@ -139,6 +139,15 @@ STATS_GROUPS = (
         ),
     ),
     Namespace(
+        "coordinator/",
+        "Slots of the [coordinator](sharing.md) that several runs share; empty without one.",
+        (
+            _head("coordinator/name", "name of the coordinator", kind="info"),
+            _head("coordinator/granted", "slots that this run may use; 0 while it waits for some", unit="slots"),
+            _head("coordinator/wanted", "slots that this run could use", unit="slots"),
+        ),
+    ),
+    Namespace(
         "devices/",
         "Devices that this run's learner took with `device_token` ([devices](sharing.md#devices)); 0 if it took none.",
         (

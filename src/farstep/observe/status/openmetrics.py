@@ -5,22 +5,25 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 from farstep.observe.extras import require
-from farstep.observe.glossary import METRICS, STATS, Metric
+from farstep.observe.glossary import EXPOSED, METRICS, STATS, Metric
 
 _UNITS = ("seconds", "bytes")
 """Units that OpenMetrics writes at the end of a name."""
+_Sample: TypeAlias = tuple[Metric, dict[str, str], float | dict[str, str]]
+"""A metric, the labels of one of its samples, and the number, or for an info `{"value": text}`."""
 
 
-def exposition(stats: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
-    """Return numbers in OpenMetrics' text form.
+def exposition(stats: Mapping[str, Any], metrics: Mapping[str, float], exposed: Mapping[str, Any] | None = None) -> str:
+    """Return numbers and texts in OpenMetrics' text form.
 
     Args:
         stats: The counters of a run, as `ClusterEnv.stats`; may be empty.
         metrics: The latest metrics of `farstep train`; may be empty.
+        exposed: What only Prometheus gets, nested like `stats`; None: nothing.
 
     Returns:
         The text.
@@ -30,7 +33,8 @@ def exposition(stats: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
     """
     text = require("prometheus_client.openmetrics.exposition", "prometheus-client", "/metrics", "generate_latest")
     registry = require("prometheus_client", "prometheus-client", "/metrics", "CollectorRegistry").CollectorRegistry()
-    registry.register(_Families(stats, metrics))
+    samples = [*_matched(STATS, _flat(stats)), *_matched(METRICS, metrics.items())]
+    registry.register(_Families([*samples, *_matched(EXPOSED, _flat(exposed or {}))]))
     return str(text.generate_latest(registry).decode())
 
 
@@ -49,45 +53,63 @@ def openmetrics_name(metric: Metric) -> str:
     return f"{name}_{unit}" if unit else name
 
 
+def sample_name(metric: Metric) -> str:
+    """Return the name of a metric in queries: the one in OpenMetrics with the suffix of its kind.
+
+    Args:
+        metric: An entry of the glossary.
+
+    Returns:
+        The name, e.g. `farstep_time_workers_env_seconds_total`.
+    """
+    suffix = {"counter": "_total", "info": "_info"}.get(metric.kind, "")
+    return openmetrics_name(metric).removesuffix("_total") + suffix
+
+
 class _Families:
     """The families of samples of one moment, as prometheus-client collects them."""
 
-    def __init__(self, stats: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        self._stats, self._metrics = stats, metrics
+    def __init__(self, samples: Iterable[_Sample]) -> None:
+        self._samples = samples
 
     def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
-        samples: defaultdict[str, list[tuple[dict[str, str], float]]] = defaultdict(list)
-        described: dict[str, Metric] = {}
-        for metric, labels, value in [*_matched(STATS, _flat(self._stats)), *_matched(METRICS, self._metrics.items())]:
+        kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "info": InfoMetricFamily}
+        families: dict[str, tuple[Metric, Any]] = {}
+        for metric, labels, value in self._samples:
             name = openmetrics_name(metric)
-            if described.setdefault(name, metric) is metric:  # statistics come first: `train` repeats some of them
-                samples[name].append((labels, value))
-        for name, metric in described.items():
-            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            keys = sorted(samples[name][0][0])
-            family = kind(name.removesuffix("_total"), metric.meaning, labels=keys)
-            for labels, value in samples[name]:
-                family.add_metric([labels[key] for key in keys], value)
-            yield family
+            if name not in families:  # statistics come first: `train` repeats some of them
+                family = kinds[metric.kind](name.removesuffix("_total"), metric.meaning, labels=sorted(labels))
+                families[name] = (metric, family)
+            described, family = families[name]
+            if described is metric:
+                family.add_metric([labels[key] for key in sorted(labels)], value)
+        yield from (family for _, family in families.values())
 
 
-def _matched(glossary: Mapping[str, Metric], values: Any) -> Iterator[tuple[Metric, dict[str, str], float]]:
+def _matched(glossary: Mapping[str, Metric], values: Iterable[tuple[str, Any]]) -> Iterator[_Sample]:
     patterns: defaultdict[str, list[Metric]] = defaultdict(list)  # by the part before the first slash
     for name, pattern in glossary.items():
         if "<" in name:
             patterns[name.partition("/")[0]].append(pattern)
     for name, value in values:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            continue
         if (metric := glossary.get(name)) is not None:
-            yield metric, {}, float(value)
+            yield from _sample(metric, {}, value)
             continue
         for pattern in patterns[name.partition("/")[0]]:
             if (labels := pattern.labels(name)) is not None:
-                yield pattern, labels, float(value)
+                yield from _sample(pattern, labels, value)
                 break
+
+
+def _sample(metric: Metric, labels: dict[str, str], value: Any) -> Iterator[_Sample]:
+    """Yield a finite number, or the text of an info; nothing if there is none."""
+    if metric.kind == "info":
+        if value not in (None, ""):
+            yield metric, labels, {"value": str(value)}
+    elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        yield metric, labels, float(value)
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -53,6 +53,7 @@ function show(data) {
   showDiagnosis(data.diagnoses);
   showNumbers(data);
   showCluster(data);
+  showSlots(data.slots);
   const curves = [["training (mean of the last 100 episodes)", data.series.return], ["evaluation", data.series.evaluation]];
   chart(byId("returns"), curves, "steps");
   chart(byId("rates"), [["steps per second", data.series.rate]], "seconds", [0]);
@@ -181,10 +182,26 @@ function choose(grid, worker) {
 function describe(workers, worker, threshold) {
   const parts = [`worker ${worker}: ${STATES[workers.state[worker]] || workers.state[worker]}`];
   if (workers.rate[worker]) parts.push(`${number(workers.rate[worker])} steps/s`);
-  parts.push(`${number(workers.lag[worker])} versions behind on average`);
+  if (workers.lag[worker] !== null) parts.push(`${number(workers.lag[worker])} versions behind on average`);
   const divergence = workers.divergence[worker];
   if (divergence !== null) parts.push(`KL ${number(divergence)}${threshold ? ` of ${threshold}` : ""}`);
   return parts.join(", ");
+}
+
+function showSlots(slots) {
+  byId("slots-section").hidden = !slots;
+  if (!slots) return;
+  const { held, released, parked, held_seconds: heldSeconds, used_seconds: used, gpu_seconds: gpus, coordinator } = slots;
+  const others = [[released, "released between rollouts"], [parked, "parked"]].filter(([count]) => count);
+  const lines = [[`${number(held)} held`, ...others.map(([count, text]) => `${number(count)} ${text}`)].join(", ")];
+  lines.push(`${duration(heldSeconds)} held and ${duration(used)} used, summed over workers`);
+  if (gpus) lines.push(`${duration(gpus)} of GPUs held`);
+  if (coordinator) {
+    const granted = `${number(coordinator.granted)} of ${number(coordinator.wanted)} slots`;
+    lines.push(`Coordinator ${coordinator.name} has granted ${granted}.`);
+  }
+  const share = heldSeconds ? Math.min(1, used / heldSeconds) : 0;
+  byId("slots").replaceChildren(bars([["used", share, percent(share)]]), ...lines.map((text) => element("p", {}, text)));
 }
 
 function chart(box, curves, unit, include = []) {
@@ -195,7 +212,7 @@ function chart(box, curves, unit, include = []) {
   }
   const all = drawn.flatMap(([, points]) => points);
   const [left, right] = range(all.map(([x]) => x)), [low, high] = range([...include, ...all.map(([, y]) => y)]);
-  const width = 460, height = 170, margin = { left: 52, right: 8, top: 8, bottom: 20 };
+  const width = 460, height = 230, margin = { left: 52, right: 8, top: 8, bottom: 20 };
   const x = (value) => margin.left + (value - left) / (right - left) * (width - margin.left - margin.right);
   const y = (value) => height - margin.bottom - (value - low) / (high - low) * (height - margin.top - margin.bottom);
   const texts = drawn.map(([name, points]) => `${name}: now ${number(points.at(-1)[1])}`);
@@ -215,8 +232,9 @@ function chart(box, curves, unit, include = []) {
     curve.setAttribute("points", points.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" "));
     svg.append(curve);
   });
-  const keys = drawn.map(([name, points]) => `${name === "evaluation" ? "- - " : "— "}${name} ${number(points.at(-1)[1])}`);
-  box.replaceChildren(svg, element("p", { class: "key" }, keys.join("   ")));
+  const keys = drawn.map(([name, points]) =>
+    element("p", { class: "key" }, `${name === "evaluation" ? "╌╌" : "—"} ${name} ${number(points.at(-1)[1])}`));
+  box.replaceChildren(svg, ...keys);
 }
 
 function range(values) {

@@ -81,6 +81,14 @@ class LiveSource:
             self._title, self._options = title, view.shown_options(config, _RUN_OPTIONS)
             self._status = RunStatus(total_steps)
 
+    def resumed(self, step: int) -> None:
+        """Continue the progress at this step, and count weights from the version that the run has now."""
+        with self._lock:
+            if self._status is not None:
+                self._status.step = step
+            self._stats_now = {}
+        self._sample()
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the metrics of an update, as a sink of a training loop."""
         with self._lock:
@@ -91,7 +99,7 @@ class LiveSource:
                     series.add(step, metrics[name])
 
     def diagnosed(self, diagnosis: Diagnosis) -> None:
-        """Show this diagnosis from now on, instead of asking for one."""
+        """Show this diagnosis from now on, unless the run waits for its launch or for slots."""
         self._diagnosis = diagnosis
 
     def close(self) -> None:
@@ -113,14 +121,16 @@ class LiveSource:
             stats = self._stats()
         except FarstepError:  # the run is failing
             return
+        if not stats:  # the run is waiting for its launch
+            return
         now = time.monotonic()
         with self._lock:
-            if not self._stats_now:
+            if not self._stats_now and "versions" in stats:
                 self._weights_before = WeightCounts.of(stats)
             self._stats_now = stats
             self._rates.add(now - self._began_s, stats["steps_per_second"])
-            if self._status is None and stats["episodes"]["return_mean"] is not None:
-                self._returns.add(stats["steps"], stats["episodes"]["return_mean"])
+            if self._status is None and (mean := stats.get("episodes", {}).get("return_mean")) is not None:
+                self._returns.add(stats["steps"], mean)
             self._times.append((now, stats["time"]))
             while len(self._times) > 2 and now - self._times[1][0] > _WINDOW_S:
                 self._times.popleft()
@@ -134,7 +144,6 @@ class LiveSource:
             before = self._times[0][1] if len(self._times) > 1 else {}
             data: dict[str, Any] = {
                 "live": self.is_live,
-                "state": "running" if self.is_live else "ended",
                 "time": time.time(),
                 "run": {"title": self._title, "options": self._options},
                 "progress": self._progress(status, stats),
@@ -145,22 +154,25 @@ class LiveSource:
                 },
                 "metrics": view.metrics_view(status.latest) if status is not None else {},
             }
-        diagnoses = [self._diagnosis] if self._diagnosis is not None else self._diagnoses()
+        diagnoses = self._diagnoses()
         data |= {"diagnoses": [view.diagnosis_view(each) for each in diagnoses]}
+        data |= {"state": view.state_view(diagnoses) if data["live"] else "ended"}
         data |= {"events": view.events_view(self._events())}
         if stats:
             data |= {
                 "rate": stats["steps_per_second"],
                 "kl_threshold": self._kl_threshold,
                 "workers": view.workers_view(stats),
-                "lags": view.lags_view(stats),
-                "weights": view.weights_view(stats, self._weights_before),
+                "slots": view.slots_view(stats),
                 "buffer": view.buffer_view(stats),
                 "times": {
                     part: view.times_view(view.difference(times[part], before.get(part, {})))
                     for part in ("workers", "learner")
+                    if part in times
                 },
             }
+        if "versions" in stats:
+            data |= {"lags": view.lags_view(stats), "weights": view.weights_view(stats, self._weights_before)}
         return data
 
     def _progress(self, status: RunStatus | None, stats: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,16 +186,26 @@ class LiveSource:
 
     def _diagnoses(self) -> Sequence[Diagnosis]:
         try:
-            return self._diagnose() if self.is_live else ()
+            found = self._diagnose() if self.is_live else ()
         except FarstepError:
-            return ()
+            found = ()
+        is_waiting = bool(found) and found[0].cause in view.WAITING
+        return found if self._diagnosis is None or is_waiting else [self._diagnosis]
 
     def metrics(self) -> str:
         self._sample()
         with self._lock:
             latest = dict(self._status.latest) if self._status is not None else {}
-            stats = self._stats_now
-        return exposition(stats, latest)  # outside the lock, for which the training loop may wait
+            stats, title = self._stats_now, self._title
+        diagnoses = self._diagnoses()
+        exposed = {
+            "run": {"title": title},
+            "diagnosis": {
+                "causes": [diagnosis.cause for diagnosis in diagnoses],
+                "problems": sum(diagnosis.is_problem for diagnosis in diagnoses),
+            },
+        }
+        return exposition(stats, latest, exposed)  # outside the lock, for which the training loop may wait
 
 
 class FolderSource:

@@ -12,20 +12,37 @@ from farstep.event import Event
 from farstep.observe.diagnosis import Diagnosis
 
 SHOWN_EVENTS = 200
+WAITING = {"starting": "starting", "no slots": "waiting for slots"}
+"""The causes for which no worker rolls, and the state of the run then."""
 _TRACEBACK_CHARACTERS = 20_000
 
 
 def workers_view(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of every worker, one list per quantity, and the number of restarts."""
-    workers, versions = stats["workers"], stats["versions"]
-    divergence = stats["divergence"]
+    """Return the state of every worker, one list per quantity, and the number of restarts. The quantities of policies
+    are None for `make_vec`, whose workers have none."""
+    workers, divergence = stats["workers"], stats.get("divergence", {})
+    histograms = stats["versions"]["lag_histogram"] if "versions" in stats else [None] * len(workers["states"])
     return {
         "state": workers["states"],
         "host": workers["hosts"],
         "rate": [_rounded(rate) for rate in workers["steps_per_second"]],
-        "lag": [_rounded(_mean_lag(lags)) for lags in versions["lag_histogram"]],
+        "lag": [None if lags is None else _rounded(_mean_lag(lags)) for lags in histograms],
         "divergence": [_rounded(divergence.get(worker)) for worker in range(len(workers["states"]))],
         "restarts": workers["restarts"],
+    }
+
+
+def slots_view(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how many slots are held and how well they are used, and what the coordinator has granted."""
+    slots, states = stats["slots"], stats["workers"]["states"]
+    return {
+        "held": slots["held"],
+        "released": states.count("released"),
+        "parked": states.count("parked"),
+        "held_seconds": _rounded(slots["held_seconds"]),
+        "used_seconds": _rounded(slots["used_seconds"]),
+        "gpu_seconds": _rounded(slots["gpu_seconds"]),
+        "coordinator": stats.get("coordinator") or None,
     }
 
 
@@ -93,6 +110,11 @@ def times_view(seconds: Mapping[str, float]) -> list[list[Any]]:
 def difference(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of each activity since an earlier moment."""
     return {name: max(0.0, value - before.get(name, 0.0)) for name, value in now.items()}
+
+
+def state_view(diagnoses: Sequence[Diagnosis]) -> str:
+    """Return what a run does, in a few words."""
+    return WAITING.get(diagnoses[0].cause if diagnoses else "", "running")
 
 
 def diagnosis_view(diagnosis: Diagnosis) -> dict[str, Any]:
