@@ -61,8 +61,8 @@ def test_the_code_of_a_page_is_one_script_and_prints_what_it_says(page, tmp_path
     assert run.stdout == printed
 
 
-def test_the_guides_example_of_events_prints_what_it_says(tmp_path):
-    text = (ROOT / "docs/guide.md").read_text().partition("\n## Events\n")[2].partition("\n## ")[0]
+def test_the_example_of_events_prints_what_it_says(tmp_path):
+    text = (ROOT / "docs/progress.md").read_text().partition("\n## Events\n")[2].partition("\n## ")[0]
     ((code, printed),) = re.findall(r"^```python\n(.*?)^```\n\n```\n(.*?)^```$", text, re.S | re.M)
     (tmp_path / "script.py").write_text(code)
     run = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=280, cwd=tmp_path)
