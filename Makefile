@@ -60,7 +60,7 @@ format: setup    ## let ruff rewrite the code
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 docs: setup      ## build the documentation as a site into build/site; open build/site/index.html
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build  # not --quiet, which hides and ignores warnings
 
 docs-serve: setup  ## show the site in a browser, and build it again when a page changes
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

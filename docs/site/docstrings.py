@@ -44,10 +44,10 @@ def fenced(found: re.Match[str]) -> str:
 def described_options(each: griffe.Class) -> Iterator[str]:
     """Yield the public fields of a dataclass and of its bases, each with its docstring."""
     owners = [owner for owner in [*reversed(each.mro()), each] if is_dataclass(owner)] if is_dataclass(each) else []
-    fields = {name: field for owner in owners for name, field in owner.attributes.items()}
+    fields = {name: field for owner in owners for name, field in owner.members.items()}  # attributes has inherited ones
     for name, field in fields.items():
-        is_option = "property" not in field.labels and "ClassVar" not in str(field.annotation)
-        if is_option and field.docstring and not name.startswith("_"):
+        is_field = isinstance(field, griffe.Attribute) and field.annotation and "property" not in field.labels
+        if is_field and "ClassVar" not in str(field.annotation) and field.docstring and not name.startswith("_"):
             yield indent(f"{name}: {indent(field.docstring.value, '    ').lstrip()}\n", "    ")
 
 

@@ -100,7 +100,8 @@ def site_uri(path: str) -> str:
         return path.removeprefix("docs/")
     if (ROOT / path).is_dir():
         return f"repository/{path}/index.md"
-    return f"repository/{path}.md" if is_listed(path) else f"repository/{path}"
+    visible = f"repository/{path}".replace("/.", "/")  # mkdocs leaves out names that begin with a dot
+    return f"{visible}.md" if is_listed(path) else visible
 
 
 def is_listed(path: str) -> bool:

@@ -30,7 +30,7 @@ PUBLIC = (farstep, farstep.buffer, farstep.elastic, farstep.learners, farstep.sy
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The built site; a link that leads nowhere fails the build."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
