@@ -7,9 +7,9 @@ PIP    := $(BIN)/python -m pip install --no-compile --disable-pip-version-check 
 UV     := $(shell command -v uv 2>/dev/null)
 # Use uv if it is installed, except for torch: only pip reads the index that may be configured for the CPU build.
 ADD    := $(if $(UV),$(UV) pip install --python $(BIN)/python --constraint constraints.txt,$(PIP))
-EXTRAS := torch,envs,envpool,lora,tensorboard,ray,kubernetes,dev
+EXTRAS := torch,envs,envpool,lora,tensorboard,ray,kubernetes,docs,dev
 
-.PHONY: help setup demo test bytecode test-quick test-kubernetes coverage lint format bench bench-buffer scaling aaps stagger defaults learning offpolicy aride async elastic scale bench-peers clean
+.PHONY: help setup demo test bytecode test-quick test-kubernetes coverage lint format docs docs-serve bench bench-buffer scaling aaps stagger defaults learning offpolicy aride async elastic scale bench-peers clean
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
@@ -55,6 +55,12 @@ lint: setup      ## ruff, mypy --strict, import-linter
 
 format: setup    ## let ruff rewrite the code
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+docs: setup      ## build the documentation as a site into build/site; open build/site/index.html
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build  # not --quiet, which hides and ignores warnings
+
+docs-serve: setup  ## show the site in a browser, and build it again when a page changes
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 bench: setup     ## throughput against the limit and the peers that bench-peers installed
 	@$(BIN)/python benchmarks/throughput.py

@@ -38,7 +38,7 @@ _STATS = """
 
 `env.stats()` is a plain dictionary. All its counters start at `launch()`. The name `bytes/weights_sent` stands for
 `env.stats()["bytes"]["weights_sent"]`. A part in angle brackets stands for any key, or for a position in a list.
-[The guide](guide.md#counters) shows how to log these numbers from your own program.
+[This section](progress.md#counters) shows how to log these numbers from your own program.
 
 If a counter and a metric of `farstep train` have the same name, they are the same number. The column *logged as* names
 a related metric of `farstep train`. Its value differs: it covers only the time since the previous line, or is a mean

@@ -324,7 +324,7 @@ STATS_GROUPS = (
     ),
     Namespace(
         "time/",
-        "Where time went; [how it is measured](guide.md#times).",
+        "Where time went; [how it is measured](progress.md#times).",
         (
             *(
                 _workers(

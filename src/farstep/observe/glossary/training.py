@@ -513,7 +513,7 @@ NAMESPACES = (
     Namespace(
         "dropped/",
         "Chunks and tickets dropped so far, by cause; the same counters as in `env.stats()`. A cause is listed once "
-        "its count is above 0. [What happens then](guide.md#what-happens-when-something-dies).",
+        "its count is above 0. [What happens then](failures.md).",
         (
             _head(
                 "dropped/stale", "chunks that became too old before they were delivered", kind="counter", unit="chunks"
