@@ -46,6 +46,7 @@ NOT_RUN = {
 OWN_PROCESS = {
     "README.md",
     "docs/aaps.md",
+    "docs/consumers.md",
     "docs/elasticity.md",
     "docs/replay.md",
     "docs/stagger.md",
