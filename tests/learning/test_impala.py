@@ -65,12 +65,24 @@ class Calls(Rows):
             self._then()
 
 
-@pytest.mark.parametrize(("workers", "chunks"), [(1, 1), (4, 2), (7, 4)])
-def test_default_update_uses_a_chunk_of_every_second_worker(workers: int, chunks: int) -> None:
+@pytest.mark.parametrize(
+    ("workers", "given", "chunks", "staleness"), [(1, None, 1, 1), (4, None, 2, 1), (7, None, 4, 1), (7, 2, 2, 3)]
+)
+def test_defaults_let_all_workers_collect_at_the_same_time(
+    workers: int, given: int | None, chunks: int, staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds = []
+
+    def make_workflow(*args: Any, max_staleness: int) -> farstep.Workflow:
+        bounds.append(max_staleness)
+        return farstep.Workflow(*args, max_staleness=max_staleness)
+
+    monkeypatch.setattr("farstep.learners.impala.Workflow", make_workflow)
     with cluster(envs=workers, config=in_process(workers)) as env:
-        learner = learner_for(env)
+        learner = learner_for(env, num_chunks=given)
         within(training_until(lambda: True, learner, env).run)
-    assert learner.seen[0]["reward"].shape == (4, chunks)
+    assert learner.seen[0]["reward"].shape == (4, chunks) and bounds == [staleness]
+    assert (staleness + 1) * chunks >= workers
 
 
 def test_a_slow_worker_holds_up_no_update_and_its_old_rows_are_not_used(tmp_path: Path) -> None:

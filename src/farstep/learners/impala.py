@@ -9,6 +9,7 @@ with V-trace's advantages A and value targets (`returns.vtrace`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -48,10 +49,11 @@ class ImpalaConfig:
     num_steps: int | None = None
     """Steps of each environment per chunk; None: 512 divided by the number of environments, at least 8."""
     num_chunks: int | None = None
-    """Chunks per update, in order of arrival; None: one for every two workers, at least 2, so that all workers collect
-    with a max_staleness of 1. An update uses at most one chunk per worker."""
-    max_staleness: int = 1
-    """Largest age of a row, in versions, when the learner uses it."""
+    """Chunks per update, in order of arrival; None: half the number of workers, from 2 to 8. At most the number of
+    workers."""
+    max_staleness: int | None = None
+    """Largest age of a row, in versions, when the learner uses it. At most (max_staleness + 1) * num_chunks workers
+    collect at the same time. None: 1, or as much as all workers need for that."""
     learning_rate: float = 2e-3
     """Learning rate of Adam."""
     anneal_lr: bool = False
@@ -174,7 +176,7 @@ class Impala(OnPolicy):
     def run(self, env: ClusterEnv, loop: Loop) -> None:
         """Update the agent on chunks in order of arrival, without waiting for the slowest worker.
 
-        An update takes at most as many chunks as there are workers.
+        An update takes at most as many chunks as there are workers. By default, all workers collect at the same time.
 
         Args:
             env: The environments to train in.
@@ -186,10 +188,13 @@ class Impala(OnPolicy):
         """
         config = self.config
         steps = chunk_steps(config.num_steps, env.num_envs)
-        chunks = min(config.num_chunks or max(2, (env.num_workers + 1) // 2), env.num_workers)
+        chunks = min(config.num_chunks or min(max(2, math.ceil(env.num_workers / 2)), 8), env.num_workers)
+        staleness = config.max_staleness
+        if staleness is None:
+            staleness = max(1, math.ceil(env.num_workers / chunks) - 1)
         # One worker may send all chunks of an update, so they must fit. No chunk is inserted during an update.
         with Buffer(chunks * steps * env.num_envs, FullBatch()) as buffer, ExitStack() as waiting:
-            flow = Workflow(env, self.agent, buffer, max_staleness=config.max_staleness)
+            flow = Workflow(env, self.agent, buffer, max_staleness=staleness)
 
             def update(message: Message) -> None:
                 waiting.close()
