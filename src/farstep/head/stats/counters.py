@@ -95,7 +95,7 @@ class Counters:
         """All counters as plain data, as `ClusterEnv.stats` returns them."""
         members, tickets = server.supervisor.membership, server.tickets
         absent = sum(members.members[worker].state is not State.PARKED for worker in tickets.presence.absent)
-        now = time.monotonic()
+        now, on_disk = time.monotonic(), server.supervisor.launcher.on_disk()
         return {
             "steps": self.steps,
             "stagger_steps": self.stagger_steps,
@@ -111,6 +111,8 @@ class Counters:
                 "starting": members.count(State.STARTING, State.CONSTRUCTING, State.WAITING) - absent,
                 "queued": absent - server.supervisor.launcher.spare(),
                 "parked": members.count(State.PARKED),
+                "on_disk": len(on_disk),
+                "disk_bytes": sum(on_disk.values()),
                 "lost": members.count(State.DYING),
                 "restarts": members.restarts,
                 "states": self._states(server),
