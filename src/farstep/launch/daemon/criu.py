@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -76,7 +77,7 @@ class CriuRun:
         if self._outcome is not None:
             return self._outcome
         if time.monotonic() > self._ends_at or self._has_lost_process():
-            self._process.kill()
+            self._kill()
         if (ended := _ended_child(self._process.pid)) is not None:
             if ended.si_status:  # also end helpers that criu could not end; before its process id can be reused
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -99,8 +100,13 @@ class CriuRun:
 
     def kill(self) -> Outcome:
         """End criu at once."""
-        self._process.kill()
+        if self._outcome is None:
+            self._kill()
         return self.wait()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.exit_fd, signal.SIGKILL)  # `Popen.kill` may reap it: see `poll`
 
     def wait(self) -> Outcome:
         while (outcome := self.poll()) is None:
@@ -155,8 +161,7 @@ class Criu:
         return self._run(CriuRun(command, images / "restore.log", size_of(images), list(pipes.values()), pid))
 
     def _options(self, images: Path, log: str) -> list[str]:
-        options = ["--images-dir", str(images), "--log-file", log, "-v2", "--manage-cgroups=ignore"]
-        return options if os.geteuid() == 0 else [*options, "--unprivileged"]
+        return ["--images-dir", str(images), "--log-file", log, "-v2", "--manage-cgroups=ignore", *_rights()]
 
     def _run(self, run: CriuRun) -> CriuRun:
         self._runs.append(run)
@@ -190,8 +195,9 @@ def working_criu(parent: Path | None = None) -> Criu:
     parent = parent or Path(tempfile.gettempdir())
     if _is_in_memory(parent):
         raise LaunchError(f"{parent}, the folder for images, is in memory; set TMPDIR to a folder on a disk.")
+    command = [program, "check", *_rights()]
     try:
-        check = subprocess.run([program, "check"], capture_output=True, text=True, timeout=_TRIAL_S, errors="replace")
+        check = subprocess.run(command, capture_output=True, text=True, timeout=_TRIAL_S, errors="replace")
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{program} does not work: {error}.") from error
     if check.returncode:
@@ -204,9 +210,14 @@ def working_criu(parent: Path | None = None) -> Criu:
     return criu
 
 
+def _rights() -> list[str]:
+    """The option of users other than root, who need the capability CAP_CHECKPOINT_RESTORE."""
+    return [] if os.geteuid() == 0 else ["--unprivileged"]
+
+
 def _try(criu: Criu) -> None:
-    null = subprocess.DEVNULL
-    process = subprocess.Popen(["sleep", "60"], stdin=null, stdout=null, stderr=null, start_new_session=True)
+    null, command = subprocess.DEVNULL, [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
+    process = subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
     try:
         images = criu.folder / "trial"
         if reason := criu.dump(process.pid, images).wait().reason:
