@@ -204,7 +204,7 @@ exec {program} "$@"
 """
 
 
-@pytest.mark.parametrize(("phase", "delay"), itertools.product(["dump", "restore"], [0.0, 0.01, 0.02, 0.05, 0.1]))
+@pytest.mark.parametrize(("phase", "delay"), list(itertools.product(["dump", "restore"], [0.0, 0.01, 0.02, 0.05, 0.1])))
 def test_criu_that_is_killed_at_any_point_costs_at_most_the_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, delay: float, criu: str
 ) -> None:
@@ -276,3 +276,24 @@ def test_node_without_a_working_criu_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv(PROGRAM, "/bin/false")
     with pytest.raises(LaunchError, match=r"(?s)/bin/false check' failed.*park_method='suspend'"):
         on_disk(tmp_path).launch()
+
+
+def test_worker_stays_in_memory_if_the_disk_is_full(tmp_path: Path) -> None:
+    disk, mounted = tmp_path / "disk", tmp_path / "mounted"
+    disk.write_bytes(bytes(8 << 20))
+    mounted.mkdir()
+    subprocess.run(["mkfs.ext4", "-q", disk], check=True)
+    subprocess.run(["mount", "-o", "loop", disk, mounted], check=True)
+    try:
+        config = node_config(
+            *(tmp_path, 1), workers_per_node=2, relay=True, park_method="criu", setup=[f"export TMPDIR={mounted}"]
+        )
+        with cluster(TellingEnv, envs=2, config=config, env_kwargs=ENDLESS) as env:
+            pids = pids_of(env)
+            env.scale(workers=1)
+            [event] = eventually(lambda: env.events("warned"))
+            assert "stays in memory" in event.text and state_of(pids[1]) == "T"
+            env.scale(workers=2)
+            assert pids_of(env) == pids and not env.stats()["workers"]["restarts"]
+    finally:
+        subprocess.run(["umount", mounted], check=True)

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+import farstep
+from farstep.errors import ConfigError
 from farstep.launch.daemon.child import SpawnedProcess
 from farstep.launch.daemon.criu import Criu
 from farstep.launch.daemon.dumpable_worker import DumpableWorker
@@ -207,6 +209,13 @@ def test_worker_that_dies_while_it_is_detached_has_ended(parked: Park) -> None:
     world.problem()
     os.kill(world.pid, signal.SIGKILL)
     assert world.end().status == -signal.SIGKILL
+
+
+def test_acting_servers_exclude_workers_on_disk() -> None:
+    config = farstep.SSHConfig(hosts="a", relay=True, park_method="criu")
+    env = farstep.ClusterEnv({"env_name": "CartPole-v1", "inference": "served"}, config)
+    with pytest.raises(ConfigError, match=r"inference is 'served' and park_method is 'criu'"):
+        env.launch()
 
 
 def test_worker_that_waits_for_its_link_ends_with_the_daemon(parked: Park) -> None:
