@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import farstep
@@ -85,6 +86,33 @@ def test_suspended_and_dumped_workers_keep_the_same_promises(
     monkeypatch.setattr(test_parking, "launch", launch)
     monkeypatch.setattr(test_parking, "settled", settled)
     check()
+
+
+class FallingAgent(TableAgent):
+    """Pushes the cart of CartPole towards the side that its pole falls to."""
+
+    def act(self, obs: Any) -> Any:
+        return {"action": (obs[:, 2] > 0).astype(np.int64)}
+
+
+def test_trajectories_are_bit_equal_to_those_of_workers_that_were_never_parked(tmp_path: Path) -> None:
+    """Through several episodes, whose seeds come from the same generators."""
+    found: dict[bool, list[Any]] = {}
+    for parks in (False, True):
+        config = node_config(tmp_path, 1, workers_per_node=2, relay=True, park_method="criu")
+        source = {"env_name": "CartPole-v1", "envs_per_node": 4, "seed": 3}
+        with farstep.ClusterEnv(source, config) as env:
+            agent, second = FallingAgent(), []
+            for _ in range(4):
+                second.append(env.collect(agent, steps=40)["obs"][:, 2:].copy())
+                if parks:
+                    env.scale(workers=1)
+                    settled(env, parked=1)
+                    env.collect(agent, steps=7)
+                    env.scale(workers=2)
+            assert env.stats()["episodes"]["count"] > 4
+        found[parks] = second
+    np.testing.assert_array_equal(found[True], found[False])
 
 
 @pytest.mark.parametrize("release_idle", [False, True])
