@@ -9,7 +9,7 @@ UV     := $(shell command -v uv 2>/dev/null)
 ADD    := $(if $(UV),$(UV) pip install --python $(BIN)/python --constraint constraints.txt,$(PIP))
 EXTRAS := torch,envs,envpool,lora,tensorboard,ray,kubernetes,docs,dev
 
-.PHONY: help setup demo test bytecode test-quick test-kubernetes coverage lint format docs docs-serve bench bench-buffer scaling aaps stagger defaults learning offpolicy aride async elastic scale bench-peers clean
+.PHONY: help setup demo test bytecode test-quick test-kubernetes test-criu coverage lint format docs docs-serve bench bench-buffer scaling aaps stagger defaults learning offpolicy aride async elastic scale bench-peers clean
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
@@ -43,6 +43,9 @@ test-quick: setup  ## units and in-process contracts, two processes, under two m
 
 test-kubernetes: setup  ## the launcher contract on a real Kubernetes cluster, built once from Debian's sources (needs root)
 	@$(BIN)/python -m tests.engines.kubernetes_cluster
+
+test-criu: setup  ## workers that are parked on disk, with criu, built once from Debian's sources (needs root)
+	@$(BIN)/python -m tests.engines.criu_build
 
 coverage: setup  ## make test, then the modules of which it ran less than 90 %; some tests: PYTEST_OPTIONS=tests/wire
 	@$(BIN)/python -m tests.line_coverage $(MAKE) --no-print-directory test

@@ -11,6 +11,8 @@ import cloudpickle
 import pytest
 
 import tests
+from farstep.errors import LaunchError
+from farstep.launch.daemon.criu import working_criu
 from farstep.launch.daemon.process import ProcessStarter
 from farstep.testing.zygote import shared_zygote
 from tests.engines.guarded import EngineMissing
@@ -52,6 +54,17 @@ def zygote(own_state):
     """Workers of this process are forks of one process, which saves the imports of each."""
     with shared_zygote([]):
         yield
+
+
+@pytest.fixture(scope="session")
+def criu() -> str:
+    """The path of criu; tests are skipped where it does not work."""
+    try:
+        working = working_criu()
+    except LaunchError as error:
+        pytest.skip(str(error))
+    working.close()
+    return working.program
 
 
 @pytest.fixture(scope="session")

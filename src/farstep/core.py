@@ -10,7 +10,7 @@ A ticket is permission to roll one chunk: T steps of every environment of one wo
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -143,6 +143,10 @@ class Launcher(Protocol):
         """Describe the present nodes: host, process id of the node daemon, the engine's id, workers."""
         return []
 
+    def on_disk(self) -> Mapping[int, int]:
+        """Return the parked workers that are on disk instead of in memory, and their sizes in bytes."""
+        return {}
+
     def spare(self) -> int:
         """Return the number of queued workers whose nodes exceed the requested number of nodes."""
         return 0
@@ -176,8 +180,12 @@ class WorkerHandle(Protocol):
     def kill(self) -> None:
         """Kill the process and its children at once, even if they are suspended."""
 
-    def suspend(self) -> None:
-        """Suspend the process and its children: they keep their memory, but use no CPU time."""
+    def suspend(self, parked: bool = False) -> None:
+        """Suspend the process and its children: they use no CPU time.
+
+        Args:
+            parked: Whether they may be suspended for long. Otherwise, they keep their memory.
+        """
 
     def resume(self) -> None:
         """Let a suspended process and its children continue; otherwise do nothing."""

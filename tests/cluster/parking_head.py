@@ -1,6 +1,7 @@
-"""A head with parked workers, to be killed: `python parking_head.py SHELL FILE`. Without a SHELL, workers are local.
+"""A head with parked workers, to be killed: `python parking_head.py SHELL FILE [PARK_METHOD]`.
 
-It writes the ids of its processes to FILE once two of its three workers are suspended.
+Without a SHELL, workers are local. It writes the ids of its processes to FILE once two of its three workers are
+suspended, or on disk.
 """
 
 from __future__ import annotations
@@ -26,15 +27,19 @@ class TellingEnv(CountingEnv):
         return *rest, {"pid": os.getpid()}
 
 
-def main(shell: str, file: str) -> None:
+def main(shell: str, file: str, park_method: Any = "suspend") -> None:
     config: Any = farstep.LocalConfig(workers_per_node=3)
     if shell:
-        config = farstep.SSHConfig(hosts=["host0"], ssh=(shell,), workers_per_node=3, lease_s=4)
+        options: Any = {"relay": park_method == "criu", "park_method": park_method}
+        config = farstep.SSHConfig(hosts=["host0"], ssh=(shell,), workers_per_node=3, lease_s=4, **options)
     env = farstep.ClusterEnv({"type": "factory", "env_name": TellingEnv, "envs_per_node": 3, "seed": 1}, config)
     pids = [int(pid) for pid in env.step(TableAgent())[4]["pid"]]
     env.scale(workers=1)
     settled(env, parked=2)
-    eventually(lambda: [state_of(pid) for pid in pids[1:]] == ["T", "T"])
+    if park_method == "criu":
+        eventually(lambda: env.stats()["workers"]["on_disk"] == 2)
+    else:
+        eventually(lambda: [state_of(pid) for pid in pids[1:]] == ["T", "T"])
     daemons = [node["pid"] for node in env.stats()["nodes"]]
     Path(f"{file}.new").write_text(json.dumps({"workers": pids, "daemons": daemons}))
     Path(f"{file}.new").rename(file)

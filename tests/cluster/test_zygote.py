@@ -135,8 +135,8 @@ def test_workers_continue_without_their_zygote(recwarn) -> None:
         os.kill(workers[0], signal.SIGKILL)
         for _ in range(2):
             assert_sound(env.collect(agent, steps=8))
-        counts = {key: value for key, value in env.stats()["workers"].items() if not isinstance(value, list)}
-        assert counts == {"alive": 2, "starting": 0, "queued": 0, "parked": 0, "lost": 0, "restarts": 1}
+        counts = {key: value for key, value in env.stats()["workers"].items() if not isinstance(value, list) and value}
+        assert counts == {"alive": 2, "restarts": 1}
 
 
 def test_a_stopped_zygote_is_replaced() -> None:

@@ -75,6 +75,12 @@ def test_an_unknown_key_names_the_nearest_and_lists_all(kind: Any, key: str, nea
         (lambda: LocalConfig(gpus_per_node=-1), "at least 0"),
         (lambda: InProcessConfig(gpus_per_node=1), "InProcessConfig.gpus_per_node is 1"),
         (lambda: SSHConfig(hosts="a", max_nodes=2), r"requests 2 nodes and has 1 host\."),
+        (lambda: SSHConfig(hosts="a", park_method="criu"), "connections of their own; also set relay=True"),
+        (
+            lambda: SSHConfig(hosts="a", park_method="criu", relay=True, gpus_per_node=1),
+            "GPU memory; leave gpus_per_node 0",
+        ),
+        (lambda: SSHConfig(hosts="a", park_method="disk"), "unknown park_method of SSHConfig 'disk'"),  # type: ignore[arg-type]
         (lambda: LocalConfig(restart_budget=-1), "at least 0"),
         (lambda: LocalConfig(timeouts={"step_s": 0.0}), "at least 0.01"),  # type: ignore[arg-type]
         (lambda: LocalConfig(timeouts={"stop_s": 1.0}), "option of Timeouts 'stop_s'"),  # type: ignore[arg-type]

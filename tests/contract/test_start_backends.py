@@ -27,8 +27,15 @@ def test_workers_of_a_node_daemon(tmp_path: Path, relay: bool) -> None:
     check_start_backend(functools.partial(node_config, tmp_path, relay=relay))
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("method", ["cold", "zygote"])
+def test_workers_that_are_parked_on_disk(tmp_path: Path, method: Any, criu: None) -> None:
+    make = functools.partial(node_config, tmp_path, relay=True, park_method="criu", start_method=method)
+    check_start_backend(make, keeps_memory=False)
+
+
 def test_check_notices_a_parked_worker_that_is_not_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WorkerProcess, "suspend", lambda process: None)
+    monkeypatch.setattr(WorkerProcess, "suspend", lambda process, parked: None)
     with pytest.raises(AssertionError, match="expected 'T'"):
         check_start_backend(farstep.LocalConfig)
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
+from tests.engines.debian_source import archive_of, run
 from tests.engines.guarded import require
 
 PROGRAMS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet")
@@ -68,7 +66,7 @@ def build(folder: Path) -> Path:
         if not (programs / name).exists():
             print(f"building {name}", flush=True)
             half = programs / f"{name}.half"
-            _run(["go", "build", "-ldflags", flags, "-o", str(half), what], source, environment)
+            run(["go", "build", "-ldflags", flags, "-o", str(half), what], source, environment)
             half.rename(programs / name)
     return programs
 
@@ -79,24 +77,9 @@ def _source(folder: Path) -> Path:
     if source.exists():
         return source
     download = folder / "source"
-    (download / "lists" / "partial").mkdir(parents=True, exist_ok=True)
-    if not list(download.glob("kubernetes_*.orig.tar.gz")):
-        print("downloading the source package kubernetes", flush=True)
-        sources = download / "src.sources"
-        known = Path("/etc/apt/sources.list.d/debian.sources").read_text()
-        sources.write_text(re.sub(r"^Types: deb$", "Types: deb-src", known, flags=re.M))
-        settings = {
-            "Dir::Etc::SourceParts": "/dev/null",
-            "Dir::Etc::SourceList": sources,
-            "Dir::State::Lists": download / "lists",
-            "APT::Sandbox::User": "root",
-        }
-        apt = ["apt-get", *(f"-o{key}={value}" for key, value in settings.items())]
-        _run([*apt, "update"], download)
-        _run([*apt, "source", "--download-only", "--tar-only", "kubernetes"], download)
-    (archive,) = download.glob("kubernetes_*.orig.tar.gz")
+    archive = archive_of("kubernetes", download)
     source.parent.mkdir(parents=True, exist_ok=True)
-    _run(["tar", "-xzf", str(archive), "-C", str(source.parent)], download)
+    run(["tar", "-xzf", str(archive), "-C", str(source.parent)], download)
     (unpacked,) = source.parent.glob("kubernetes-*")
     return unpacked.rename(source)
 
@@ -107,12 +90,12 @@ def _openapi(folder: Path, source: Path, environment: dict[str, str]) -> None:
         return
     print("generating the API's description", flush=True)
     generator = folder / "openapi-gen"
-    _run(["go", "build", "-o", str(generator), "./vendor/k8s.io/kube-openapi/cmd/openapi-gen"], source, environment)
+    run(["go", "build", "-o", str(generator), "./vendor/k8s.io/kube-openapi/cmd/openapi-gen"], source, environment)
     packages = sorted({package for package in map(_package, _tagged(source)) if not _NOT_SERVED.search(package)})
     command = [str(generator), "--logtostderr", "-i", ",".join(packages), "-O", "zz_generated.openapi"]
     command += ["-p", "k8s.io/kubernetes/pkg/generated/openapi", "--output-base", str(folder / "go" / "src")]
     command += ["--go-header-file", "hack/boilerplate/boilerplate.generatego.txt", "-r", str(folder / "violations")]
-    _run(command, source, environment)
+    run(command, source, environment)
 
 
 def _tagged(source: Path) -> list[str]:
@@ -128,12 +111,6 @@ def _tagged(source: Path) -> list[str]:
 def _package(folder: str) -> str:
     inside = folder.removeprefix("staging/src/")
     return f"k8s.io/kubernetes/{'vendor/' if inside != folder else ''}{inside}"
-
-
-def _run(command: Sequence[str], folder: Path, environment: dict[str, str] | None = None) -> None:
-    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)[:500]} failed:\n{done.stdout.decode(errors='replace')[-4000:]}")
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ BOOTSTRAP = {
     "cpu_affinity": "off",
     "cpus_per_worker": 1,
     "workers": 1,
+    "park_method": "suspend",
 }
 START = n.StartWorker(0, 3, json.dumps({"envs": 1, "rank": 0}).encode())
 

@@ -22,6 +22,7 @@ from farstep.resources import usable_cpus
 log = logging.getLogger("farstep")
 LocalTransport = Literal["shm", "ipc", "tcp"]
 StartMethod = Literal["zygote", "cold"]
+ParkMethod = Literal["suspend", "criu"]
 CpuAffinity = Literal["off", "auto"] | Sequence[int]
 RESTART_WINDOW_S = 600.0
 """Seconds for which a failure counts against `restart_budget`, so that rare failures do not add up in a long run."""
@@ -230,6 +231,10 @@ class EngineConfig(LaunchConfig):
     relay: bool = False
     """Workers send through their node daemon, over shared memory, so that the head has one control and one bulk
     connection per node. False: each worker connects to the head itself."""
+    park_method: ParkMethod = "suspend"
+    """`suspend`: parked workers keep their memory. `criu`: the program criu writes them to disk, in the folder of
+    temporary files of their node, and restores them within a second. This needs `relay`, criu 4 and the permission to
+    use it on all nodes, and no GPUs."""
     encrypted: bool = True
     """Encrypt rollouts and weights. Use False only on a private network. Control messages are always encrypted."""
     python: str | None = None
@@ -249,6 +254,14 @@ class EngineConfig(LaunchConfig):
             raise ConfigError(
                 f"{type(self).__name__} has min_nodes={self.min_nodes}, nodes={self.nodes} and "
                 f"max_nodes={self.max_nodes}; expected min_nodes <= nodes <= max_nodes."
+            )
+        self._one_of("park_method", ParkMethod)
+        if self.park_method == "criu" and (not self.relay or self.gpus_per_node):
+            why = "workers keep GPU memory" if self.relay else "workers have connections of their own"
+            what = "leave gpus_per_node 0" if self.relay else "also set relay=True"
+            raise ConfigError(
+                f"{type(self).__name__}.park_method is 'criu', which cannot write workers to disk here, because {why}; "
+                f"{what}, or leave park_method 'suspend'."
             )
         for name in ("setup", "head_address"):
             value = getattr(self, name)

@@ -14,7 +14,9 @@ import zmq
 
 from farstep.config.launch import EngineConfig, LaunchConfig
 from farstep.doctor.findings import Finding, ok, problem, warning
+from farstep.errors import LaunchError
 from farstep.launch.addresses import own_addresses
+from farstep.launch.daemon.criu import working_criu
 from farstep.resources import available_memory, usable_cpus
 from farstep.version import VERSION
 from farstep.wire.channels.zmq import Hub
@@ -32,6 +34,7 @@ def machine() -> Iterator[Finding]:
     yield _memory()
     yield from _shm()
     yield _files()
+    yield _criu()
     yield _name()
 
 
@@ -109,6 +112,14 @@ def _files() -> Finding:
             f"only {soft} files may be open; a worker needs about eight", f"ulimit -n {_FEW_FILES} ({allowed})."
         )
     return ok(f"{soft} files may be open" if soft != resource.RLIM_INFINITY else "any number of files may be open")
+
+
+def _criu() -> Finding:
+    try:
+        working_criu().close()
+    except LaunchError as error:
+        return ok(f"parked workers cannot be written to disk: {str(error).removesuffix('.')}")
+    return ok("criu can write parked workers to disk (park_method='criu')")
 
 
 def _name() -> Finding:

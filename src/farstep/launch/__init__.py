@@ -44,7 +44,7 @@ def launcher_for(config: LaunchConfig, plan: ActingPlan, envs: int, modules: Seq
         emit: Receives events about nodes.
 
     Raises:
-        ConfigError: This version has no launcher for the configuration.
+        ConfigError: This version has no launcher for the configuration, or an option excludes acting servers.
     """
     workers = plan.num_workers
     if isinstance(config, InProcessConfig):
@@ -75,6 +75,11 @@ def launcher_for(config: LaunchConfig, plan: ActingPlan, envs: int, modules: Seq
             failed.pop_all()  # the launcher owns it now
         return launcher
     if isinstance(config, EngineConfig):
+        if plan.num_servers and config.park_method == "criu":
+            raise ConfigError(
+                "inference is 'served' and park_method is 'criu', but a worker that shares memory with an acting "
+                "server cannot be written to disk; leave park_method 'suspend', or use inference='local'."
+            )
         engine = engine_for(config, workers // config.most_nodes, emit)
         return ClusterLauncher(config, plan, envs, modules, engine, emit)
     raise ConfigError(f"{type(config).__name__} is not a launch configuration that this version can start.")

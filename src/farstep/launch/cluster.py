@@ -34,6 +34,7 @@ _FILES_PER_PEER, _OTHER_FILES = 8, 1024
 """Descriptors for each worker, or for each node whose daemon relays for its workers, and for all else."""
 _SAME_VERSIONS = "Install the same versions on all nodes."
 _DO_NOT_PIN = "Or leave cpu_affinity='off'."
+_DO_NOT_DUMP = "Or leave park_method='suspend'."
 _MAX_REFUSED = 64
 """Maximum number of refused hosts that are stored and emitted, because a peer could invent any number of hosts."""
 _SILENT_S = 3 * n.BEAT_S
@@ -228,6 +229,11 @@ class ClusterLauncher(Launcher):
             if node is not None
         ]
 
+    def on_disk(self) -> dict[int, int]:
+        workers = [(worker, node) for node in self.connected.values() for worker in node.workers.values()]
+        found = {worker.worker: node.on_disk.get(worker.worker, 0) for worker, node in workers if worker.suspended}
+        return {worker: size for worker, size in found.items() if size}
+
     def expected(self) -> int:
         """Number of nodes that are connected or may still connect without another request."""
         return self.groups.expected()
@@ -260,6 +266,7 @@ class ClusterLauncher(Launcher):
             "cpu_affinity": self._config.cpu_affinity,
             "cpus_per_worker": self._config.cpus_per_worker,
             "workers": self._per_node,
+            "park_method": self._config.park_method,
         }
         return json.dumps(bootstrap).encode()
 
@@ -280,10 +287,14 @@ class ClusterLauncher(Launcher):
         match message:
             case n.NodeBeat():
                 node.reconcile(set(message.workers), set(message.suspended), node.heard_at)
+                node.on_disk = message.on_disk
                 node.store_progress(message, receive)
             case n.Printed():
                 if (worker := node.worker(message.worker, message.incarnation)) is not None:
                     worker.printed(message.data)
+            case n.NotOnDisk():
+                text = f"worker {message.worker} on {node.host} is parked, but stays in memory: {message.reason}"
+                self._emit("warned", text, worker=message.worker, node=node.host)
             case n.WorkerEnded():
                 if (worker := node.worker(message.worker, message.incarnation)) is not None:
                     copy_words(message.words, worker.words)
@@ -301,7 +312,7 @@ class ClusterLauncher(Launcher):
             self._emit("warned", f"a node daemon sent a message that cannot be accepted ({number}): {error}")
 
     def _refuse(self, host: str, why: str, remedy: str) -> None:
-        """Refuse a node whose versions differ from the head's, or whose workers cannot be pinned.
+        """Refuse a node whose versions differ from the head's, or whose workers cannot be pinned or written to disk.
 
         Args:
             host: The node.
@@ -322,12 +333,13 @@ class ClusterLauncher(Launcher):
             send_to_node(self.hub, hello.node, n.Leave("this node was not requested"))
             return
         different = "; ".join(mismatches(hello.versions))
-        if different or hello.cannot_pin:
-            cannot_pin = f"cannot be used: {hello.cannot_pin.removesuffix('.')}"
-            why = f"{OTHER_VERSIONS}: {different}" if different else cannot_pin
+        cannot = hello.cannot_pin or hello.cannot_park
+        if different or cannot:
+            why = f"{OTHER_VERSIONS}: {different}" if different else f"cannot be used: {cannot.removesuffix('.')}"
+            remedy = _SAME_VERSIONS if different else _DO_NOT_PIN if hello.cannot_pin else _DO_NOT_DUMP
             send_to_node(self.hub, hello.node, n.Leave(f"this node {why}"))
             self.groups[group].rejected(hello.node, hello.place)
-            self._refuse(hello.host, why, _SAME_VERSIONS if different else _DO_NOT_PIN)
+            self._refuse(hello.host, why, remedy)
             return
         killed = self.connected.get(hello.replaces or "")
         if killed is not None and killed.group == group:

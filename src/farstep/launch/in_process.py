@@ -76,7 +76,7 @@ class InProcessWorker:
     def kill(self) -> None:
         self._ended = self._ended or Ended(-9)
 
-    def suspend(self) -> None:
+    def suspend(self, parked: bool = False) -> None:
         self._suspended = True
 
     def resume(self) -> None:

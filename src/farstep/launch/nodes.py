@@ -46,6 +46,8 @@ class Node:
     """Whether the node is draining. It is released when its workers have sent their chunks and ended."""
     relay: n.RelayKeys | None = None
     """The keys with which its daemon relays for its workers; None if these connect to the head themselves."""
+    on_disk: dict[int, int] = field(default_factory=dict)
+    """Its workers that were on disk at its last heartbeat, and their sizes in bytes."""
     released: bool = False
     """Whether the head released the node. In contrast, a node that its engine reclaimed may return."""
 
@@ -135,6 +137,7 @@ class RemoteWorker:
         self.start_message = n.StartWorker(worker, incarnation, bootstrap)
         self.node: Node | None = None
         self.sent_at, self.seen, self.leaving, self.killed, self.suspended = 0.0, False, False, False, False
+        self._parked = False
         self._new, self._tail = b"", b""
         self._ended: Ended | None = None
 
@@ -157,8 +160,8 @@ class RemoteWorker:
         elif self._ended is None:
             self.node.send(n.KillWorker(self.worker, self.incarnation))
 
-    def suspend(self) -> None:
-        self.suspended = True
+    def suspend(self, parked: bool = False) -> None:
+        self.suspended, self._parked = True, parked
         self.send_suspended()
 
     def resume(self) -> None:
@@ -169,7 +172,7 @@ class RemoteWorker:
     def send_suspended(self) -> None:
         """Send the node daemon whether the worker is to be suspended."""
         if self.node is not None and self._ended is None:
-            self.node.send(n.SetSuspended(self.worker, self.incarnation, self.suspended))
+            self.node.send(n.SetSuspended(self.worker, self.incarnation, self.suspended, self._parked))
 
     def dump_stacks(self) -> None:
         if self.node is not None:

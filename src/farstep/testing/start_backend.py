@@ -101,6 +101,8 @@ def _check_parked(env: ClusterEnv, pids: list[int], keeps_memory: bool) -> None:
     _scale(env, 1)
     held = env.stats()["slots"]["held"]
     assert held == 1, f"only the running worker may hold a slot, not {held}"
+    if not keeps_memory:
+        _wait(lambda: not any(map(_state, pids[1:])), "the processes of parked workers must end")
     used = {pid: _cpu_ticks(pid) for pid in pids[1:] if _state(pid)}
     assert bool(used) == keeps_memory, f"processes of the parked workers: {list(used)}"
     for first in (4, 8):

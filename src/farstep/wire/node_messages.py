@@ -58,6 +58,8 @@ class NodeHello(msgspec.Struct, tag="node-hello"):
     """The name of the killed daemon that this daemon replaces on the same node."""
     cannot_pin: Line = ""
     """Why workers cannot be pinned to cores as requested (`cpu_affinity`); empty if they can."""
+    cannot_park: Line = ""
+    """Why parked workers cannot be written to disk as requested (`park_method`); empty if they can."""
 
 
 class NodeBeat(msgspec.Struct, tag="node-beat"):
@@ -73,6 +75,8 @@ class NodeBeat(msgspec.Struct, tag="node-beat"):
     """Those of `workers` that are suspended. A suspended worker sends no heartbeats; this list replaces them."""
     progress: Annotated[list[list[Word]], msgspec.Meta(max_length=MOST_WORKERS)] = []
     """The progress words of each of `workers`, if the daemon relays for them: they send no heartbeats themselves."""
+    on_disk: Annotated[dict[int, Count], msgspec.Meta(max_length=MOST_WORKERS)] = {}
+    """The size in bytes of each worker that is on disk."""
 
 
 class Leaving(msgspec.Struct, tag="leaving"):
@@ -89,6 +93,15 @@ class Printed(msgspec.Struct, tag="printed"):
     worker: Count
     incarnation: Count
     data: Annotated[bytes, msgspec.Meta(max_length=OUTPUT_BYTES)]
+
+
+class NotOnDisk(msgspec.Struct, tag="not-on-disk"):
+    """Node daemon to head: a parked worker could not be written to disk, so that it is suspended in memory."""
+
+    node: Name
+    worker: Count
+    incarnation: Count
+    reason: Line
 
 
 class WorkerEnded(msgspec.Struct, tag="worker-ended"):
@@ -130,11 +143,13 @@ class KillWorker(msgspec.Struct, tag="kill-worker"):
 
 
 class SetSuspended(msgspec.Struct, tag="set-suspended"):
-    """Head to node daemon: suspend a worker, which is parked, and all processes that it started; or resume them."""
+    """Head to node daemon: suspend a worker and all processes that it started, or resume them."""
 
     worker: int
     incarnation: int
     suspended: bool
+    parked: bool = False
+    """Whether the worker is parked, so that it may be written to disk, and not only released until the next rollout."""
 
 
 class DumpStacks(msgspec.Struct, tag="dump-stacks"):
@@ -152,7 +167,7 @@ class Leave(msgspec.Struct, tag="leave"):
     """Whether to rejoin under a new name, because the head declared this node lost and freed its block of workers."""
 
 
-FromNode = NodeHello | NodeBeat | Leaving | Printed | WorkerEnded
+FromNode = NodeHello | NodeBeat | Leaving | Printed | NotOnDisk | WorkerEnded
 ToNode = StartWorker | KillWorker | SetSuspended | DumpStacks | NodeBeat | Leave
 
 _from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import os
-import select
 import signal
 import sys
 from pathlib import Path
@@ -18,8 +16,7 @@ from typing import Any
 
 from farstep.rollout.nested_launch import mark_worker_process
 from farstep.worker.bootstrap import read_bootstrap
-
-_F_SETSIG = 10
+from farstep.worker.death_pipe import die_with_starter
 
 
 def main() -> None:
@@ -54,26 +51,11 @@ def _start(bootstrap: dict[str, Any]) -> None:
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)  # a process group of its own: the whole group is killed at the end
     if "death_fd" in bootstrap:
-        _die_with_the_head(bootstrap["death_fd"])
+        die_with_starter(bootstrap["death_fd"])
     _limit_threads(int(bootstrap["threads"]))
     if "cores" in bootstrap:
         os.sched_setaffinity(0, bootstrap["cores"])  # threads that libraries start later inherit it
     sys.path[:] = list(dict.fromkeys(bootstrap.get("path", []) + sys.path))
-
-
-def _die_with_the_head(fd: int) -> None:
-    """Have the kernel kill this process group when the head's end of the pipe closes.
-
-    A thread that watches the pipe would not suffice: an environment that holds the GIL blocks a thread, but not a
-    signal.
-    """
-    fcntl.fcntl(fd, _F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
-    hangup = select.poll()
-    hangup.register(fd, 0)
-    if hangup.poll(0):  # the head died before the signal was set up
-        os._exit(1)
 
 
 def _limit_threads(threads: int) -> None:

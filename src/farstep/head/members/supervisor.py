@@ -331,7 +331,7 @@ class Supervisor:
                 case membership.SuspendParked():
                     record.ready = False
                     if record.handle is not None:
-                        record.handle.suspend()
+                        record.handle.suspend(parked=True)
                     self._listener.parked(record)
                 case membership.ResumeParked():
                     record.ready = True

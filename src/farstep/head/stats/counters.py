@@ -164,13 +164,15 @@ def members_snapshot(server: Server, times: WorkerTimes, now: float) -> dict[str
     """The entries `workers`, `slots` and `nodes` of `ClusterEnv.stats`. Call it with the server's lock."""
     members, tickets = server.supervisor.membership, server.tickets
     absent = sum(members.members[worker].state is not State.PARKED for worker in tickets.presence.absent)
-    held_s = members.slots.held_seconds(now)
+    held_s, on_disk = members.slots.held_seconds(now), server.supervisor.launcher.on_disk()
     return {
         "workers": {
             "alive": members.count(State.ALIVE, State.RELEASED),
             "starting": members.count(State.STARTING, State.CONSTRUCTING, State.WAITING) - absent,
             "queued": absent - server.supervisor.launcher.spare(),
             "parked": members.count(State.PARKED),
+            "on_disk": len(on_disk),
+            "disk_bytes": sum(on_disk.values()),
             "lost": members.count(State.DYING),
             "restarts": members.restarts,
             "states": _states(server),

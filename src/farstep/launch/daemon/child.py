@@ -81,6 +81,40 @@ class SpawnedProcess:
         os.close(self.exit_fd)
 
 
+class RestoredProcess:
+    """A process that criu has restored as a child of this process (see `Child`)."""
+
+    note = ""
+    was_refused = False
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.exit_fd = os.pidfd_open(pid)
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        if self._status is None and is_readable(self.exit_fd):
+            self.kill()  # includes processes that its environments started; before the process id can be reused
+            _, status = os.waitpid(self.pid, 0)
+            self._status = os.waitstatus_to_exitcode(status)
+        return self._status
+
+    def kill(self) -> None:
+        self.signal_group(signal.SIGKILL)
+
+    def signal_group(self, number: int) -> None:
+        if self._status is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.exit_fd, number)
+
+    def close(self) -> None:
+        os.close(self.exit_fd)
+
+
 def spawn(
     bootstrap: Mapping[str, Any], environ: Mapping[str, str], output_fd: int, fds: Sequence[int]
 ) -> SpawnedProcess:

@@ -28,6 +28,8 @@ import zmq
 
 from farstep.errors import FarstepError, LaunchError, WireError
 from farstep.launch.daemon.affinity import CoreAssignment, assign_cores
+from farstep.launch.daemon.criu import Criu, working_criu
+from farstep.launch.daemon.dumpable_worker import DumpableWorker
 from farstep.launch.daemon.node_worker import NodeWorker
 from farstep.launch.daemon.process import ProcessStarter
 from farstep.launch.daemon.supervisor import keep_alive
@@ -70,6 +72,7 @@ class NodeDaemon:
         """
         self._bootstrap, self._place, self._shared_name = bootstrap, place, shared_name
         cores, self._cannot_pin = _assignment(bootstrap)
+        self._criu, self._cannot_park = _criu(bootstrap)
         how = (bootstrap["start_method"], bootstrap["modules"], bootstrap["connect_s"])
         self._starter = ProcessStarter(1, *how, assignment=cores)
         self._leave_at: float | None = None
@@ -104,6 +107,8 @@ class NodeDaemon:
                 self._serve()
         finally:
             self._starter.close()
+            if self._criu is not None:
+                self._criu.close()
         return self._status
 
     def _serve(self) -> None:
@@ -151,7 +156,8 @@ class NodeDaemon:
 
     def _beat(self) -> n.NodeBeat:
         suspended = [key for key, child in self._children.items() if child.suspended]
-        return n.NodeBeat(self._node, self.running(), suspended, self.progress())
+        on_disk = {key[0]: child.disk_bytes for key, child in self._children.items() if child.disk_bytes}
+        return n.NodeBeat(self._node, self.running(), suspended, self.progress(), on_disk)
 
     def progress(self) -> list[list[int]]:
         """The progress words of each worker, in the order of `running`, if this daemon relays for them."""
@@ -227,7 +233,7 @@ class NodeDaemon:
         failed = "".join(letter for letter in os.environ.get(SETUP_FAILED, "")[:200] if letter.isprintable())
         hello = n.NodeHello(self._node, self._bootstrap["run"], *machine, self._place, self._address, failed)
         hello.replaces = self._replaces or None
-        hello.cannot_pin = self._cannot_pin
+        hello.cannot_pin, hello.cannot_park = self._cannot_pin, self._cannot_park
         return hello
 
     def _handle(self, link: DealerLink, message: n.ToNode) -> None:
@@ -238,10 +244,10 @@ class NodeDaemon:
             case n.KillWorker():
                 if (child := self._children.get((message.worker, message.incarnation))) is not None:
                     child.killed = True
-                    child.process.kill()
+                    child.kill()
             case n.SetSuspended():
                 if (child := self._children.get((message.worker, message.incarnation))) is not None:
-                    child.set_suspended(message.suspended)
+                    child.set_suspended(message.suspended, message.parked)
             case n.DumpStacks():
                 if (child := self._children.get((message.worker, message.incarnation))) is not None:
                     child.process.dump_stacks()
@@ -290,7 +296,10 @@ class NodeDaemon:
         except BaseException:
             link.close()
             raise
-        return NodeWorker(worker, process, board, link=link)
+        if self._criu is None:
+            return NodeWorker(worker, process, board, link=link)
+        pipe = self._starter.death_fd
+        return DumpableWorker(worker, process, board, link=link, criu=self._criu, open_death_pipe=pipe)
 
     # ---- the relay ----
 
@@ -321,8 +330,8 @@ class NodeDaemon:
             except (EOFError, OSError, WireError) as error:
                 if not isinstance(error, EOFError):
                     log.warning("worker %d sent a message that cannot be relayed: %s", key[0], error)
-                    child.process.kill()
-                child.close_link()
+                    child.kill()
+                child.link_ended()
                 return
             if received is None:
                 return
@@ -340,7 +349,11 @@ class NodeDaemon:
             ready: The readable descriptors; None: check all workers, and report ends without waiting for the relay.
         """
         for key, child in list(self._children.items()):
-            if ready is not None and not child.ended and ready.isdisjoint(child.fds()):
+            changed = child.advance() or child.ended
+            if child.problem:
+                _send(link, n.NotOnDisk(self._node, *key, child.problem))
+                child.problem = ""
+            if ready is not None and not changed and ready.isdisjoint(child.fds()):
                 continue
             child.read()
             self._check_end(key, child)
@@ -352,16 +365,14 @@ class NodeDaemon:
                 continue
             words = child.board.read(0)
             self._report_end(link, n.WorkerEnded(self._node, *key, ended.status, ended.note, words))
-            child.process.close()
-            child.board.close()
-            child.close_link()
+            child.close()
             if self._relay is not None:
                 self._relay.remove(key)
             del self._children[key]
 
     def _check_end(self, key: tuple[int, int], child: NodeWorker) -> None:
         """Notice the end of a process, and read what it sent and printed before."""
-        if child.ended is None and (ended := child.process.poll()) is not None:
+        if child.ended is None and (ended := child.poll()) is not None:
             child.ended, child.report_at = ended, time.monotonic() + _LINGER_S
             child.read()
             if self._relay is not None:
@@ -382,7 +393,7 @@ class NodeDaemon:
 
     def _end_children(self, link: DealerLink) -> None:
         for child in self._children.values():
-            child.process.kill()
+            child.kill()
         deadline = time.monotonic() + 5.0
         while self._children and time.monotonic() < deadline:
             self._report_workers(link)
@@ -397,6 +408,16 @@ def _assignment(bootstrap: Mapping[str, Any]) -> tuple[CoreAssignment | None, st
     """The cores of each worker, or why workers cannot be pinned."""
     try:
         return assign_cores(bootstrap["cpu_affinity"], bootstrap["cpus_per_worker"], bootstrap["workers"]), ""
+    except LaunchError as error:
+        return None, str(error)[:1000]
+
+
+def _criu(bootstrap: Mapping[str, Any]) -> tuple[Criu | None, str]:
+    """What writes parked workers to disk, if they are to be, or why they cannot be."""
+    if bootstrap["park_method"] != "criu":
+        return None, ""
+    try:
+        return working_criu(), ""
     except LaunchError as error:
         return None, str(error)[:1000]
 

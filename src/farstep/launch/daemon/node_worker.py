@@ -35,11 +35,31 @@ class NodeWorker:
     """How the process ended, if this was not reported yet."""
     report_at: float = 0.0
     """When to report the end at the latest."""
+    disk_bytes: int = 0
+    """Size of the files that the worker is in, while it is on disk."""
+    problem: str = ""
+    """Why the worker stays in memory although it is parked, if this was not reported yet."""
 
-    def set_suspended(self, suspended: bool) -> None:
-        """Suspend the process, or let it continue."""
+    def set_suspended(self, suspended: bool, parked: bool = False) -> None:
+        """Suspend the process, or let it continue.
+
+        Args:
+            suspended: Whether to suspend it.
+            parked: Whether it may be suspended for long.
+        """
         self.suspended = suspended
         (self.process.suspend if suspended else self.process.resume)()
+
+    def advance(self) -> bool:
+        """Take the steps that are due. Return whether this ended the worker."""
+        return False
+
+    def poll(self) -> Ended | None:
+        """Return how the worker ended; None if it may still run, or can be restored."""
+        return self.process.poll()
+
+    def kill(self) -> None:
+        self.process.kill()
 
     def read(self) -> None:
         """Read what the process printed."""
@@ -71,10 +91,20 @@ class NodeWorker:
             log.warning(
                 "killed worker %d, because a message of the head could not be sent to it: %s", self.number, error
             )
-            self.process.kill()
-            self.close_link()
+            self.kill()
+            self.link_ended()
+
+    def link_ended(self) -> None:
+        """Close the link, whose other end the worker has closed."""
+        self.close_link()
 
     def close_link(self) -> None:
         if self.link is not None:
             self.link.close()
             self.link = None
+
+    def close(self) -> None:
+        """Free the descriptors of the ended worker."""
+        self.process.close()
+        self.board.close()
+        self.close_link()

@@ -80,7 +80,7 @@ class ProcessStarter:
         elif self._assignment is not None:
             contents["cores"] = self._assignment.cores_of(rank)
         with contextlib.ExitStack() as opened, contextlib.ExitStack() as kept:
-            death = opened.enter_context(self._death_fd())
+            death = opened.enter_context(self.death_fd())
             output_read, output_write = os.pipe()
             opened.callback(os.close, output_write)
             kept.callback(os.close, output_read)
@@ -135,12 +135,12 @@ class ProcessStarter:
             finally:
                 os.close(null)
 
-        with self._death_fd() as death:
+        with self.death_fd() as death:
             bootstrap = {"threads": 1, "path": import_path(), "modules": list(self._modules)}
             return ZygoteProcess(start, {**bootstrap, "import_s": self._import_s, "death_fd": death})
 
     @contextlib.contextmanager
-    def _death_fd(self) -> Iterator[int]:
+    def death_fd(self) -> Iterator[int]:
         """Open the pipe once more, because the kernel signals only one process group per open file."""
         fd = os.open(f"/proc/self/fd/{self._death_read}", os.O_RDONLY | os.O_NONBLOCK)
         try:
@@ -212,7 +212,12 @@ class WorkerProcess:
         if self._ended is None:
             self._child.kill()
 
-    def suspend(self) -> None:
+    def replace_child(self, child: Child) -> None:
+        """Continue with the process that was restored in place of one that has ended."""
+        self._child.close()
+        self._child, self.exit_fd, self._ended = child, child.exit_fd, None
+
+    def suspend(self, parked: bool = False) -> None:
         if self._ended is None:
             self._child.signal_group(signal.SIGSTOP)
 

@@ -89,6 +89,8 @@ STATS_GROUPS = (
                 "parked workers ([elasticity](elasticity.md)), including those whose process was killed",
                 unit="workers",
             ),
+            _launcher("workers/on_disk", "parked workers that are on disk (`park_method`)", unit="workers"),
+            _launcher("workers/disk_bytes", "size of these workers on disk", unit="bytes"),
             _head("workers/lost", "workers that are being ended", unit="workers"),
             METRICS["workers/restarts"],
             _head(

@@ -20,6 +20,8 @@ from farstep.errors import WireError
 from farstep.wire.channels.memory import map_immutable, write_immutable
 from farstep.wire.codec import Limits, frame_lengths
 
+DETACH = b"D"
+"""First byte of a packet that is not a message: the node daemon requests that its worker detaches (`send_detach`)."""
 _INLINE_BYTES = 32 * 1024
 _MAX_FDS = 8
 _MAX_FRAMES = 4096
@@ -68,6 +70,11 @@ class LocalLink:
                 os.close(fd)
             raise
         self._outbox.append((packet, held))
+        self.flush()
+
+    def send_detach(self, path: str) -> None:
+        """Request that the worker closes its end, and connects again as soon as the socket `path` exists."""
+        self._outbox.append((DETACH + path.encode(), []))
         self.flush()
 
     def flush(self) -> bool:

@@ -56,6 +56,20 @@ class SharedMemory:
             if error.errno != errno.EINVAL:  # Linux before 5.1 has no such seal
                 raise
 
+    def remap(self, fd: int) -> None:
+        """Map another file of the same size at the same address, so that views of `map` show its contents.
+
+        Raises:
+            ValueError: The file is smaller.
+        """
+        if os.fstat(fd).st_size < self.nbytes:  # reading past the end of the file raises SIGBUS
+            raise ValueError(f"cannot map {self.nbytes} bytes of a file of {os.fstat(fd).st_size}")
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        prot, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+        if _libc.mmap(address, self.nbytes, prot, flags, fd, 0) == _MAP_FAILED:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
     def close(self) -> None:
         """Close the descriptor. The mapping ends when no array uses it any more."""
         if self.fd >= 0:
@@ -114,6 +128,7 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_FIXED = 0x10
 
 
 def mapped(

@@ -1,0 +1,229 @@
+"""A worker that is parked on disk where criu fails. A script takes the place of criu; tests/cluster/test_criu.py has
+the real one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import farstep
+from farstep.errors import ConfigError
+from farstep.launch.daemon.child import SpawnedProcess
+from farstep.launch.daemon.criu import Criu
+from farstep.launch.daemon.dumpable_worker import DumpableWorker
+from farstep.launch.daemon.process import ProcessStarter, WorkerProcess
+from farstep.rollout.progress import COUNT, ProgressBoard
+from farstep.wire.channels.local import local_pair
+from tests.cluster.parking import state_of
+
+pytestmark = pytest.mark.slow  # real processes
+
+ECHO = """
+import socket, sys
+from farstep.rollout.progress import COUNT
+from farstep.wire.channels.memory import SharedMemory
+from farstep.worker.connect import RelayedLink
+from farstep.worker.death_pipe import die_with_starter
+link_fd, board_fd, board_bytes, death_fd = map(int, sys.argv[1:])
+die_with_starter(death_fd)
+board = SharedMemory(board_fd, board_bytes)
+words = board.map.cast("q")
+link = RelayedLink(socket.socket(fileno=link_fd), words, board, death_fd)
+while True:
+    if (received := link.receive()) is not None:
+        words[COUNT] += 1
+        link.send(received.frames)
+"""
+"""A worker that sends every message back, and counts them in its progress words."""
+FAILS = 'echo "(00.01) Error (criu/files.c:7): no space left" > "$IMAGES/$1.log"; exit 1'
+KILLED = "kill -9 $$"
+DUMPED = 'kill -9 "$3"'
+"""A dump that ends the process, as criu does at the end."""
+HANGS = "sleep 60"
+
+
+class Parked:
+    """A worker with a script in place of criu: `dump` and `restore` are what it does."""
+
+    def __init__(self, folder: Path, dump: str = "exit 1", restore: str = "exit 1") -> None:
+        script = folder / "criu"
+        images = 'while [ "$1" != --images-dir ]; do shift; done; IMAGES=$2'
+        shift = f'IMAGES=$( {images}; echo "$IMAGES" )'
+        script.write_text(f"#!/bin/sh\n{shift}\ncase $1 in\ndump) {dump};;\nrestore) {restore};;\nesac\n")
+        script.chmod(0o755)
+        self.criu = Criu(str(script), folder)
+        self.starter: ProcessStarter | None = ProcessStarter(1, "cold")
+        self.board = ProgressBoard(1, 1)
+        link, theirs = local_pair()
+        output, output_write = os.pipe()
+        with theirs, self.starter.death_fd() as death:
+            fds = [theirs.fileno(), self.board.memory.fd, death]
+            arguments = (fds[0], fds[1], self.board.memory.nbytes, death)
+            command = [sys.executable, "-c", ECHO, *map(str, arguments)]
+            popen = subprocess.Popen(
+                command, pass_fds=fds, stdout=output_write, stderr=output_write, start_new_session=True
+            )
+        os.close(output_write)
+        process = WorkerProcess(SpawnedProcess(popen), output)
+        self.worker = DumpableWorker(
+            0, process, self.board, link=link, criu=self.criu, open_death_pipe=self.starter.death_fd
+        )
+        self.pid, self.received = popen.pid, list[bytes]()
+
+    def wait(self, condition: Callable[[], Any]) -> None:
+        """Do what the node daemon does, until the condition holds."""
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline
+            self.worker.advance()
+            self._read()
+            self.worker.pass_on()
+            time.sleep(0.002)
+
+    def _read(self) -> None:
+        try:
+            while self.worker.link is not None and (received := self.worker.link.receive()) is not None:
+                self.received.append(bytes(received.frames[0]))
+        except EOFError:
+            self.worker.link_ended()
+
+    def park(self) -> None:
+        self.worker.set_suspended(True, parked=True)
+
+    def unpark(self) -> None:
+        self.worker.set_suspended(False)
+
+    def problem(self) -> str:
+        self.wait(lambda: self.worker.problem)
+        text, self.worker.problem = self.worker.problem, ""
+        return text
+
+    def next_message(self) -> bytes:
+        count = len(self.received)
+        self.wait(lambda: len(self.received) > count)
+        return self.received[count]
+
+    def end(self) -> Any:
+        self.wait(self.worker.poll)
+        return self.worker.poll()
+
+    def close(self) -> None:
+        self.worker.kill()
+        self.wait(self.worker.poll)
+        self.worker.close()
+        self.close_starter()
+        self.criu.close()
+
+    def close_starter(self) -> None:
+        """Close the pipe that ends the worker, as the end of the node daemon does."""
+        if self.starter is not None:
+            self.starter.close()
+            self.starter = None
+
+
+Park = Callable[..., Parked]
+
+
+@pytest.fixture
+def parked(tmp_path: Path) -> Iterator[Park]:
+    opened: list[Parked] = []
+
+    def make(**actions: str) -> Parked:
+        opened.append(Parked(tmp_path, **actions))
+        return opened[-1]
+
+    yield make
+    for each in opened:
+        each.close()
+        assert not list(tmp_path.glob("farstep-criu-*")), "images must be removed"
+
+
+def test_worker_that_cannot_be_dumped_is_suspended_and_loses_no_message(parked: Park) -> None:
+    """Messages that arrive while it is parked wait for the new link."""
+    world = parked(dump=FAILS)
+    for number in range(3):
+        world.worker.pass_on([b"%d" % number])
+        world.park()
+        assert world.problem() == "(criu/files.c:7): no space left"
+        world.worker.pass_on([b"%d while parked" % number])
+        world.wait(lambda: state_of(world.pid) == "T")
+        assert world.received[-1] == b"%d" % number and not world.worker.disk_bytes
+        world.unpark()
+        assert world.next_message() == b"%d while parked" % number
+    assert world.board.read(0)[COUNT] == 6, "the daemon must see the words of a worker that has attached again"
+
+
+def test_worker_is_ended_if_criu_was_killed_while_it_dumped_it(parked: Park) -> None:
+    world = parked(dump=KILLED)
+    world.park()
+    assert world.end().note == "criu was killed by SIGKILL while it wrote the worker to disk"
+
+
+def test_worker_that_cannot_be_restored_has_ended_with_the_reason(parked: Park) -> None:
+    world = parked(dump=DUMPED, restore=FAILS)
+    world.park()
+    world.wait(lambda: not Path(f"/proc/{world.pid}").exists())
+    for _ in range(3):
+        world.worker.advance()
+        assert world.worker.poll() is None, "a worker on disk has not ended"
+    world.unpark()
+    ended = world.end()
+    assert (ended.status, ended.note) == (1, "it could not be restored from disk: (criu/files.c:7): no space left")
+    assert not list(world.criu.folder.iterdir())
+
+
+def test_worker_is_unparked_while_criu_dumps_it(parked: Park) -> None:
+    world = parked(dump=f"sleep 0.2; {FAILS}")
+    world.park()
+    world.wait(lambda: list(world.criu.folder.glob("images-*")))
+    world.unpark()
+    world.worker.pass_on([b"after"])
+    world.wait(lambda: world.received == [b"after"])
+
+
+@pytest.mark.parametrize("actions", [{"dump": HANGS}, {"dump": DUMPED}, {"dump": DUMPED, "restore": HANGS}])
+def test_worker_is_killed_wherever_it_is(parked: Park, actions: dict[str, str]) -> None:
+    world = parked(**actions)
+    world.park()
+    world.wait(lambda: list(world.criu.folder.glob("images-*")))
+    if actions["dump"] == DUMPED:
+        world.wait(lambda: not Path(f"/proc/{world.pid}").exists() and world.worker.poll() is None)
+    if "restore" in actions:
+        world.unpark()
+        world.worker.advance()
+    world.worker.kill()
+    assert world.end().status == -signal.SIGKILL
+
+
+def test_worker_that_dies_while_it_is_detached_has_ended(parked: Park) -> None:
+    world = parked(dump=FAILS)
+    world.park()
+    world.problem()
+    os.kill(world.pid, signal.SIGKILL)
+    assert world.end().status == -signal.SIGKILL
+
+
+def test_acting_servers_exclude_workers_on_disk() -> None:
+    config = farstep.SSHConfig(hosts="a", relay=True, park_method="criu")
+    env = farstep.ClusterEnv({"env_name": "CartPole-v1", "inference": "served"}, config)
+    with pytest.raises(ConfigError, match=r"inference is 'served' and park_method is 'criu'"):
+        env.launch()
+
+
+def test_worker_that_waits_for_its_link_ends_with_the_daemon(parked: Park) -> None:
+    world = parked(dump=HANGS)
+    world.park()
+    world.wait(lambda: list(world.criu.folder.glob("images-*")))
+    world.close_starter()
+    deadline = time.monotonic() + 30
+    while state_of(world.pid) != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
