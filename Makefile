@@ -9,7 +9,7 @@ UV     := $(shell command -v uv 2>/dev/null)
 ADD    := $(if $(UV),$(UV) pip install --python $(BIN)/python --constraint constraints.txt,$(PIP))
 EXTRAS := torch,envs,envpool,lora,tensorboard,ray,kubernetes,docs,dev
 
-.PHONY: help setup demo test bytecode test-quick test-kubernetes test-criu coverage lint format docs docs-serve bench bench-buffer scaling aaps stagger defaults learning offpolicy aride async elastic scale bench-peers clean
+.PHONY: help setup demo test bytecode test-quick test-long test-kubernetes test-criu coverage lint format docs docs-serve bench bench-buffer scaling aaps stagger defaults learning offpolicy aride async elastic scale bench-peers clean
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
@@ -31,7 +31,7 @@ $(VENV)/.ready: $(VENV)/.demo-ready
 demo: $(VENV)/.demo-ready  ## train CartPole-v1 on two local workers until it is solved; installs only torch, farstep and Gymnasium
 	@$(BIN)/python examples/cartpole_ppo.py
 
-test: setup      ## all tests, in four processes, since many of them mostly wait
+test: setup      ## all tests except the long ones, in four processes, since many of them mostly wait
 	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 bytecode: setup  ## compile what tests import once; otherwise each of their processes does on a fresh clone
@@ -40,6 +40,9 @@ bytecode: setup  ## compile what tests import once; otherwise each of their proc
 test-quick: setup  ## units and in-process contracts, two processes, under two minutes: run it while you edit
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" \
 	  --ignore tests/cluster --ignore tests/docs --ignore tests/engines --ignore tests/learning $(PYTEST_OPTIONS)
+
+test-long: setup ## tests that `make test` leaves out: benchmarks and learning that take most of a minute each
+	@$(BIN)/python -m pytest -m long $(PYTEST_OPTIONS)
 
 test-kubernetes: setup  ## the launcher contract on a real Kubernetes cluster, built once from Debian's sources (needs root)
 	@$(BIN)/python -m tests.engines.kubernetes_cluster

@@ -42,6 +42,7 @@ def test_a_benchmark_runs(command: str, tmp_path: Path) -> None:
     assert found.get("rows") or found["megabytes_per_second"]["farstep, encrypted"]
 
 
+@pytest.mark.long
 def test_ablation_of_aride_runs_and_repeats_nothing(tmp_path: Path) -> None:
     words = "--seeds 1 --variants full sync --warmups recorded --total-steps 300 --workers 1 --step-ms 0.1 0.2"
     words += " --eval-every 200 --eval-episodes 8 --final-episodes 16"
@@ -60,6 +61,7 @@ def test_ablation_of_aride_runs_and_repeats_nothing(tmp_path: Path) -> None:
     assert "With 128 recorded episodes" in done.stdout and (tmp_path / "aride-success.png").exists()
 
 
+@pytest.mark.long
 def test_elastic_benchmark_finds_released_slots_and_repeats_nothing(tmp_path: Path) -> None:
     words = [str(BENCHMARKS / "elastic.py"), "--quick", "--parts", "held", "--only", "farstep, *"]
     for missing in (2, 0):

@@ -198,6 +198,7 @@ def test_task_without_threshold_shows_returns() -> None:
     assert "-190 (-190 - -190)" in text and "75% less time than RLlib" in text and "> " not in text
 
 
+@pytest.mark.long
 def test_benchmark_of_replay_learners_runs_and_continues(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     words = "--env LunarLander-v3 HalfCheetah-v5 --only farstep-dqn --seeds 1 --max-steps 2400 --images"

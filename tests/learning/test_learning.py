@@ -22,6 +22,7 @@ def test_cart_pole_is_solved(learner: str, num_envs: int, launcher: str) -> None
     assert best_evaluation("CartPole-v1", DEFAULTS[learner], 200_000, num_envs, 475.0, launcher) >= 475
 
 
+@pytest.mark.long
 def test_pendulum_is_swung_up() -> None:
     """A policy that does nothing gets about -1,200."""
     assert best_evaluation("Pendulum-v1", PPOConfig(), 200_000, 16, -250.0) >= -250
