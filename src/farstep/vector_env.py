@@ -321,7 +321,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
                 f"recv waits for batch_size={self.batch_size} environments, but only {expected} were reset or have an "
                 "action; call async_reset or send first."
             )
-        chosen, infos = lock_step.receive(self.batch_size)
+        chosen, infos = self._stepper.receive(self.batch_size)
         self._received = chosen
         reward, terminated, truncated = (self._stepper.row[key][chosen] for key in _OUTCOME)
         self._done[chosen] = terminated | truncated
