@@ -16,8 +16,10 @@ from farstep.launch.daemon.criu import working_criu
 from farstep.launch.daemon.process import ProcessStarter
 from farstep.testing.zygote import shared_zygote
 from tests.engines.guarded import EngineMissing
+from tests.line_coverage import remove_leftovers
 
 pytest_plugins = ["tests.longest_first"]
+remove_leftovers()
 
 # A shell's `&` and nohup have Ctrl-C ignored, here and in all that tests start; some of them are about Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -3,7 +3,8 @@
 Before the command starts, the bytecode files of farstep are replaced by ones that record each statement when it first
 runs. Every process that imports farstep reads them, so none needs a hook or an environment variable. The records are in
 a file that all these processes map into memory, so processes that are killed are counted. Afterwards the bytecode files
-are removed; Python writes them again. The tests take 1 to 4 % more CPU time; with coverage.py on Python 3.11 they took
+are removed; Python writes them again. Those that a killed run leaves behind do no harm, and the next start of pytest
+removes them. The tests take 1 to 4 % more CPU time; with coverage.py on Python 3.11 they took
 twice as much.
 
 Not counted: files that run as scripts (the helper process of `launch/daemon/guardian.py`), `python -O`, and processes
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import fcntl
 import functools
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,21 +32,28 @@ ROOT = Path(__file__).resolve().parents[1]
 OMITTED = {"testing/leaks.py"}  # pytest compiles its plugins itself
 LISTED_BELOW = 0.9
 
+PACKAGE = ROOT / "src" / "farstep"
+RECORDS = ROOT / "build" / "coverage" / "records"
+
 OPEN = """
-def __open_records__():
-    import builtins, mmap
-    try:
-        with open({records!r}, "r+b") as file:
-            records = mmap.mmap(file.fileno(), 0)
-    except OSError:
-        records = bytearray({count})
-    seen = [False] * {count}
-    def record(number):
-        records[number] = seen[number] = True
-    builtins.{seen}, builtins.{record} = seen, record
-__open_records__()
-del __open_records__
+try:
+    {seen}
+except NameError:
+    def __open_records__():
+        import builtins, mmap
+        try:
+            with open({records!r}, "r+b") as file:
+                records = mmap.mmap(file.fileno(), {count})
+        except (OSError, ValueError):
+            records = bytearray({count})
+        seen = [False] * {count}
+        def record(number):
+            records[number] = seen[number] = True
+        builtins.{seen}, builtins.{record} = seen, record
+    __open_records__()
+    del __open_records__
 """
+"""At the start of every module, because a process may have imported the others before their files were replaced."""
 
 
 class Statement(NamedTuple):
@@ -134,19 +144,38 @@ def recording(package: Path, records: Path) -> Iterator[dict[str, dict[int, Stat
     records.parent.mkdir(parents=True, exist_ok=True)
     records.write_bytes(bytes(count))
     opening = OPEN.format(records=str(records), count=count, seen=changed.seen, record=changed.record)
-    first = trees[package / "__init__.py"]
-    start = next((number for number, node in enumerate(first.body) if not is_leading(node)), len(first.body))
-    first.body[start:start] = insertion(opening, 1)
+    for tree in trees.values():
+        start = next((number for number, node in enumerate(tree.body) if not is_leading(node)), len(tree.body))
+        tree.body[start:start] = insertion(opening, 1)
     written, sys.dont_write_bytecode = sys.dont_write_bytecode, False
+    with records.open() as locked:
+        fcntl.flock(locked, fcntl.LOCK_EX)  # tells `remove_leftovers` that this process runs
+        try:
+            remove_bytecode(package)  # of all modules first: numbers of two runs must not be mixed
+            for path, tree in trees.items():
+                Loader(path, tree).get_code(path.stem)
+            yield modules
+        finally:
+            sys.dont_write_bytecode = written
+            remove_bytecode(package)
+
+
+def remove_bytecode(package: Path) -> None:
+    """Remove the bytecode files of a package, even if a signal arrives meanwhile."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
-        for path, tree in trees.items():
+        for path in package.rglob("*.py"):
             Path(cache_from_source(str(path))).unlink(missing_ok=True)
-            Loader(path, tree).get_code(path.stem)
-        yield modules
     finally:
-        sys.dont_write_bytecode = written
-        for path in trees:
-            Path(cache_from_source(str(path))).unlink(missing_ok=True)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def remove_leftovers(package: Path = PACKAGE, records: Path = RECORDS) -> None:
+    """Remove the bytecode files that a killed run has left, if there was one."""
+    with contextlib.suppress(FileNotFoundError, BlockingIOError), records.open() as locked:
+        fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove_bytecode(package)
+        records.unlink()
 
 
 def not_run(statements: dict[int, Statement], records: bytes) -> list[Statement]:
@@ -172,10 +201,11 @@ def report(modules: dict[str, dict[int, Statement]], records: bytes) -> Iterator
 
 
 def main(command: list[str]) -> int:
-    records = ROOT / "build" / "coverage" / "records"
-    with recording(ROOT / "src" / "farstep", records) as modules:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with recording(PACKAGE, RECORDS) as modules:
         status = subprocess.run(command).returncode
-    print(*report(modules, records.read_bytes()), sep="\n")
+    print(*report(modules, RECORDS.read_bytes()), sep="\n")
+    RECORDS.unlink()
     return status
 
 

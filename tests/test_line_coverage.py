@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.checks import cluster
-from tests.line_coverage import Statement, not_run, recording, report
+from tests.line_coverage import ROOT, Statement, not_run, recording, remove_leftovers, report
 
 SOURCE = '''"""A package."""
 from __future__ import annotations
@@ -96,3 +97,45 @@ def test_what_cannot_be_recorded_runs_nevertheless(tmp_path: Path) -> None:
     with recording(package(tmp_path), records):
         records.unlink()
         assert call(tmp_path, "exits()") == 3
+
+
+def killed(folder: Path, *signals: signal.Signals) -> Path:
+    """The records of a process that got signals while it recorded."""
+    (package(folder) / "other.py").write_text("used = True\n")
+    script = "import sys; from pathlib import Path; from tests import line_coverage\n"
+    script += f"line_coverage.PACKAGE, line_coverage.RECORDS = Path({str(folder)!r}, 'counted'), Path('records')\n"
+    script += "line_coverage.main([sys.executable, '-c', 'import time; print(flush=True); time.sleep(60)'])\n"
+    path = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, cwd=folder, env=path, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        for number in signals:
+            os.killpg(process.pid, number)
+        process.wait(60)
+    return folder / "records"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_run_that_is_interrupted_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
+    killed(tmp_path, number, number)
+    assert not list(tmp_path.rglob("*.pyc"))
+
+
+def test_what_a_killed_run_leaves_is_harmless_and_is_removed(tmp_path: Path) -> None:
+    records = killed(tmp_path, signal.SIGKILL)
+    cached = sorted(tmp_path.rglob("*.pyc"))
+    assert len(cached) == 2
+    cached[0].unlink()  # as when the source of the package has changed
+    records.unlink()
+    script = "import counted, counted.other; assert counted.other.used"
+    assert subprocess.run([sys.executable, "-c", script], cwd=tmp_path, timeout=60).returncode == 0
+    records.touch()
+    remove_leftovers(tmp_path / "counted", records)
+    assert not list(tmp_path.rglob("*.pyc")) and not records.exists()
+    remove_leftovers(tmp_path / "counted", records)
+
+
+def test_leftovers_are_kept_while_their_run_records(tmp_path: Path) -> None:
+    with recording(package(tmp_path), tmp_path / "records"):
+        remove_leftovers(tmp_path / "counted", tmp_path / "records")
+        assert list(tmp_path.rglob("*.pyc"))

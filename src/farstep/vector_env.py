@@ -129,15 +129,15 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         program = Program(source, Always(), autoreset_mode=autoreset_mode.value)
         self._events = EventLog()
         self._stepper = Stepper(config, program, env_config.envs_per_node, self._events)
-        shown = _ShownStepper(self._stepper)
-        self._page = RunPage(shown, self._events, None, env_config.label)
-        self._finalizer = weakref.finalize(self, shown.close, self._page)
+        view = _StepperView(self._stepper, self._events, env_config.label)
+        self._page = RunPage(view)
+        self._finalizer = weakref.finalize(self, view.close, self._page)
         self.closed = False
         try:
             self.single_observation_space, self.single_action_space = self._stepper.start()
             described = self._stepper.call("describe", ())[0]
             self._monitor = LaunchMonitor(self._stepper.server)
-            shown.monitor = LaunchMonitor(self._stepper.server)
+            view.monitor = LaunchMonitor(self._stepper.server)
         except BaseException:
             self.close()
             raise
@@ -321,7 +321,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
                 f"recv waits for batch_size={self.batch_size} environments, but only {expected} were reset or have an "
                 "action; call async_reset or send first."
             )
-        chosen, infos = lock_step.receive(self.batch_size)
+        chosen, infos = self._stepper.receive(self.batch_size)
         self._received = chosen
         reward, terminated, truncated = (self._stepper.row[key][chosen] for key in _OUTCOME)
         self._done[chosen] = terminated | truncated
@@ -483,11 +483,13 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
             self._finalizer()
 
 
-class _ShownStepper:
-    """What the status page shows of a vector environment."""
+class _StepperView:
+    """What the status page shows of a vector environment (a `RunView`)."""
 
-    def __init__(self, stepper: Stepper) -> None:
-        self._stepper, self.stats = stepper, stepper.stats
+    kl_threshold: float | None = None
+
+    def __init__(self, stepper: Stepper, events: EventLog, title: str) -> None:
+        self._stepper, self.stats, self.events, self.title = stepper, stepper.stats, events.events, title
         self.monitor: LaunchMonitor | None = None
         """Not that of `diagnose`: a diagnosis covers the time since the last one. Set before the page can be opened."""
 

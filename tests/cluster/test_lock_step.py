@@ -111,6 +111,38 @@ def test_time_of_steps_is_counted() -> None:
         assert ours.stats()["time"]["workers"]["env"] == after["env"]  # counted once
 
 
+@pytest.mark.parametrize("config", [LOCAL, IN_PROCESS], ids=["shm", "in-process"])
+def test_each_worker_has_a_rate(config: Any) -> None:
+    with vector(config=config) as ours:
+        assert ours.stats()["workers"]["steps_per_second"] == [0, 0]
+        for _ in range(5):
+            ours.step(actions())
+        stats = ours.stats()
+        assert stats["workers"]["steps_per_second"] == [pytest.approx(stats["steps_per_second"] / 2)] * 2
+        assert stats["steps_per_second"] > 0
+
+
+@pytest.mark.parametrize("config", [LOCAL, IN_PROCESS], ids=["shm", "in-process"])
+def test_only_steps_that_succeeded_are_counted(config: Any) -> None:
+    with vector(config=config) as ours:
+        for fault in ("", "raise", ""):
+            ours.set_attr("fault", fault)
+            with pytest.raises(ValueError) if fault else contextlib.nullcontext():
+                ours.step(actions())
+            ours.reset()
+        assert ours.stats()["steps"] == 8
+
+
+def test_single_steps_are_counted_when_they_are_received() -> None:
+    with vector(batch_size=2) as ours:
+        ours.async_reset(seed=1)
+        ours.recv(), ours.recv()
+        ours.send(actions(), np.arange(4))
+        assert ours.stats()["steps"] == 0
+        ours.recv(), ours.recv()
+        assert ours.stats()["steps"] == 4
+
+
 # ---- step_async and step_wait ----
 
 

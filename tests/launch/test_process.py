@@ -9,7 +9,7 @@ def open_fds() -> set[str]:
     return {fd.name for fd in Path("/proc/self/fd").iterdir()}
 
 
-def test_starter_that_nobody_owns_closes_its_pipe() -> None:
+def test_starter_without_an_owner_closes_its_pipe() -> None:
     before = open_fds()
     starter = ProcessStarter(1)
     assert len(open_fds()) == len(before) + 2

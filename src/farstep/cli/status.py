@@ -48,6 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     """Find or serve the page of a run. Return the exit status."""
     options = parse(Options, arguments, "farstep status")
     if options.grafana is not None:
+        if options.run is not None or options.html is not None or options.port:
+            raise ConfigError("--grafana is for all runs; leave the run folder, --html and --port out.")
         return _write(options.grafana, json.dumps(dashboard(), indent=2) + "\n")
     if options.run is None:
         raise ConfigError("'farstep status' needs the folder of a run, e.g. farstep status runs/NAME.")

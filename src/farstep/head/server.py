@@ -85,6 +85,9 @@ class Server:
         self._close_s = config.timeouts.close_s
         engine = type(config).__name__.removesuffix("Config") if isinstance(config, EngineConfig) else ""
         self._slow_start = f"{engine} has not answered yet" if engine else "starting worker processes"
+        self._first_wait = f"{engine} to answer" if engine else "worker processes to start"
+        self.has_begun = False
+        """Whether `begin` has returned. It holds the lock for as long as a command of an engine takes."""
         self._client, self.events = client, events
         workers = config.num_workers(envs_per_node)
         self.records = split(config.most_nodes, envs_per_node, workers, root)
@@ -143,6 +146,7 @@ class Server:
         if not self.is_driven:
             with typed_shortage("the head's thread could not be started"):
                 self._event_loop.start_thread(self._pump_alone, self._tick_s)
+        self.has_begun = True
 
     def scale(self, nodes: int) -> None:
         """Change the number of nodes. All their workers run: none is parked any more."""
@@ -269,7 +273,9 @@ class Server:
                 self._pump(min(left, self._tick_s))
 
     def waiting_for(self) -> str:
-        """Return which nodes and workers have not started, or are still working."""
+        """Return which nodes and workers have not started, or are still working. Does not wait for `begin`."""
+        if not self.has_begun:
+            return self._first_wait
         with self.locked():
             return self.supervisor.whereabouts()
 

@@ -43,6 +43,9 @@ class Stepper:
         self.times = WorkerTimes(len(self.server.records))
         self._counted = [(0, 0)] * len(self.server.records)
         """For each worker, the nanoseconds on the board of steps that `times` includes: environments and waiting."""
+        self._steps_by_message = [0] * len(self.server.records)
+        self._rated_steps = [0] * len(self.server.records)
+        """For each worker, the steps that its rate includes."""
         self._steps = 0
         self._num_envs = self.server.records[-1].stop
         self._total_steps = self._counted_steps = 0
@@ -118,10 +121,12 @@ class Stepper:
 
     def finish_step(self) -> Sequence[Info]:
         """Wait for the step and return the infos."""
-        self._total_steps += self._num_envs
         if self.lock_step is not None and not self.server.tickets.is_open:
-            return self.lock_step.finish()
-        return self._collect()
+            infos = self.lock_step.finish()
+        else:
+            infos = self._collect()
+        self._total_steps += self._num_envs
+        return infos
 
     def reset(self, request: ResetRequest) -> Sequence[Info]:
         self._discard()
@@ -137,7 +142,14 @@ class Stepper:
         if not self._in_order:
             self._read_messages()
         self.lock_step.send(chosen)
-        self._total_steps += len(chosen)
+
+    def receive(self, count: int) -> tuple[Array, list[Info]]:
+        """Wait until `count` environments have finished. Return them in order, and their infos."""
+        assert self.lock_step is not None
+        before = self.lock_step.num_in_flight
+        received = self.lock_step.receive(count)
+        self._total_steps += before - self.lock_step.num_in_flight
+        return received
 
     def _read_messages(self) -> None:
         """Handle all messages that workers have sent until now."""
@@ -148,18 +160,19 @@ class Stepper:
     def stats(self) -> dict[str, Any]:
         """Steps, workers and times, as in `ClusterEnv.stats`."""
         with self.server.locked():
-            times, now = self._current_times(), time.monotonic()
-            self._rate.add(self._total_steps - self._counted_steps, now)
-            self._counted_steps = self._total_steps
+            now, steps = time.monotonic(), self._total_steps  # another thread may be stepping
+            times = self._current_times(now)
+            self._rate.add(steps - self._counted_steps, now)
+            self._counted_steps = steps
             return {
-                "steps": self._total_steps,
+                "steps": steps,
                 "steps_per_second": self._rate.per_second(now),
                 **members_snapshot(self.server, times, now),
                 "time": {"workers": times.total(), "per_worker": times.per_worker()},
             }
 
-    def _current_times(self) -> WorkerTimes:
-        """How workers have spent their time until now."""
+    def _current_times(self, now: float) -> WorkerTimes:
+        """How workers have spent their time until now, and their rates."""
         if self.lock_step is not None:
             board = self.lock_step.board
             for worker, (env_ns, wait_ns) in enumerate(zip(board.env_ns, board.wait_ns, strict=True)):
@@ -167,7 +180,19 @@ class Stepper:
                 seconds = max(0, env_ns - old_env_ns) / 1e9, max(0, wait_ns - old_wait_ns) / 1e9
                 self.times.add(worker, m.Times(env=seconds[0], tickets=seconds[1]))
                 self._counted[worker] = (env_ns, wait_ns)
+        for record in self.server.records:
+            steps = self._steps_of(record)
+            self.times.arrived(record.worker, steps - self._rated_steps[record.worker], now)
+            self._rated_steps[record.worker] = steps
         return self.times
+
+    def _steps_of(self, record: WorkerRecord) -> int:
+        """Return how many steps the environments of a worker have done."""
+        steps = self._steps_by_message[record.worker]
+        if self.lock_step is not None:
+            board = self.lock_step.board
+            steps += board.done[record.worker] * record.num_envs + int(board.stepped[record.columns].sum())
+        return steps
 
     def _discard(self) -> None:
         """Wait until no step is unfinished, and discard results that were not read."""
@@ -249,6 +274,7 @@ class Stepper:
 
     def _take(self, record: WorkerRecord, chunk: m.Chunk, received: Received) -> None:
         self.times.add(record.worker, chunk.times)
+        self._steps_by_message[record.worker] += self._steps * record.num_envs
         ends, *frames = received.frames[1:]
         infos = checked_infos(unpack(frames.pop()), record) if chunk.infos and frames else []
         if self.server.shares_memory and (frames or chunk.keys):

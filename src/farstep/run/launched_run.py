@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
@@ -35,19 +35,12 @@ class LaunchedRun:
         seed: The root seed.
         events: Receives events.
         share: The run's share; `close` gives it back.
-        close_page: Closes the status page, before the workers end.
     """
 
     def __init__(
-        self,
-        env_config: EnvConfig,
-        config: LaunchConfig,
-        seed: int,
-        events: EventLog,
-        share: RunShare,
-        close_page: Callable[[], None],
+        self, env_config: EnvConfig, config: LaunchConfig, seed: int, events: EventLog, share: RunShare
     ) -> None:
-        self.share, self._close_page = share, close_page
+        self.share = share
         self.collector = Collector(env_config, config, seed, events)
         self.is_started = False
 
@@ -59,6 +52,8 @@ class LaunchedRun:
         self.num_stacked_frames = server.handshake.num_stacked_frames
         """Frames per stacked observation; 0 if none are stacked."""
         self._monitor = LaunchMonitor(server)
+        self.page_monitor = LaunchMonitor(server)
+        """That of the status page: a diagnosis covers the time since the last one of the same monitor."""
         self.share.drive(server)
         self.is_started = True
 
@@ -73,33 +68,26 @@ class LaunchedRun:
     def close(self) -> None:
         """End the workers, and then give their slots back."""
         try:
-            self._close_page()
+            self.collector.close()
         finally:
-            try:
-                self.collector.close()
-            finally:
-                self.share.close()
+            self.share.close()
 
 
 class LaunchProgress:
-    """What the status page shows of a run, from before its launch until its end.
+    """What the status page shows of a run, from before its launch until its end (a `RunView`)."""
 
-    Args:
-        kl_threshold: The divergence above which workers pull weights; None: they do not pull by divergence.
-    """
-
-    def __init__(self, kl_threshold: float | None) -> None:
-        self.kl_threshold = kl_threshold
+    def __init__(self, env_config: EnvConfig, events: EventLog) -> None:
+        self.title, self.events = env_config.label, events.events
+        self.kl_threshold = threshold_of(rule_of(env_config.sync, env_config.kl_threshold))
         self.share: RunShare | None = None
         """None before the launch."""
         self.run: LaunchedRun | None = None
         """None while the run has no slots yet."""
-        self._monitor: LaunchMonitor | None = None
-        """Not that of `ClusterEnv.diagnose`: a diagnosis covers the time since the last one."""
 
     def stats(self) -> dict[str, Any]:
-        """The counters for `ClusterEnv.stats`; empty while the run has no slots yet."""
-        return {} if self.run is None else self.run.stats()
+        """The counters for `ClusterEnv.stats`; empty until the start of workers was requested."""
+        run = self.run
+        return run.stats() if run is not None and run.collector.server.has_begun else {}
 
     def diagnoses(self) -> list[Diagnosis]:
         """Return the diagnoses of a running run, or what the run waits for."""
@@ -113,9 +101,11 @@ class LaunchProgress:
         if run is None or not run.is_started:
             workers = "workers to start" if run is None else run.collector.server.waiting_for()
             return [Diagnosis(cause="starting", text=f"The run is waiting for {workers}.")]
-        if self._monitor is None:
-            self._monitor = LaunchMonitor(run.collector.server)
-        return self._monitor.diagnoses(run.collector.snapshot(), self.kl_threshold)
+        return run.page_monitor.diagnoses(run.collector.snapshot(), self.kl_threshold)
+
+    def forget(self) -> None:
+        """Show the run as before its launch, because the launch was interrupted."""
+        self.share = self.run = None
 
 
 class Launch:
@@ -134,12 +124,8 @@ class Launch:
         self._launching = threading.Lock()
         self._closing = threading.RLock()
         self._closed = False
-        self._new_page()
-
-    def _new_page(self) -> None:
-        env_config, _, _, events = self._options
-        self._progress = LaunchProgress(threshold_of(rule_of(env_config.sync, env_config.kl_threshold)))
-        self._page = RunPage(self._progress, events, self._progress.kl_threshold, env_config.label)
+        self._progress = LaunchProgress(env_config, events)
+        self._page = RunPage(self._progress)
         weakref.finalize(self, self._page.close)
 
     def status_page(self) -> StatusPage:
@@ -164,7 +150,7 @@ class Launch:
             if self._run is None:
                 run = self._launched()
                 # If close() is never called, this closes at garbage collection or at interpreter exit.
-                self._finalizer = weakref.finalize(self, run.close)
+                self._finalizer = weakref.finalize(self, _close, self._page, run)
                 self._run = run
                 try:
                     self.check_open()  # another thread may have called close() before self._run was set
@@ -173,9 +159,12 @@ class Launch:
                     self.close()
                     raise
                 except BaseException:  # after Ctrl-C, the next call launches again
-                    self._run = None
-                    self._finalizer()
-                    self._new_page()
+                    try:
+                        run.close()
+                    finally:
+                        self._finalizer.detach()
+                        self._run = None
+                        self._progress.forget()
                     raise
             return self._run
 
@@ -186,9 +175,9 @@ class Launch:
         self._progress.share = share
         try:
             share.wait(self.check_open)
-            run = LaunchedRun(*self._options, share, self._page.close)
+            run = LaunchedRun(*self._options, share)
         except BaseException:
-            self._progress.share = None
+            self._progress.forget()
             share.close()
             raise
         self._progress.run = run
@@ -219,3 +208,11 @@ class Launch:
     def inference(self) -> str:
         """How workers call the agent; empty before the first rollout."""
         return self._run.collector.inference if self._run is not None else ""
+
+
+def _close(page: RunPage, run: LaunchedRun) -> None:
+    """Show the last data, then end the workers."""
+    try:
+        page.close()
+    finally:
+        run.close()

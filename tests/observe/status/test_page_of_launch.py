@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import threading
+import time
 import urllib.request
+import weakref
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +19,8 @@ import pytest
 import farstep
 from farstep.cluster_env import status_page_of
 from farstep.errors import ClosedError
+from farstep.head.server import Server
+from farstep.launch.in_process import InProcessLauncher
 from farstep.testing import CountingEnv, TableAgent
 from tests.cluster.test_sharing import PATIENCE_S, serving, shared, wait_until
 from tests.observe.status.test_status_command import DESCRIBED
@@ -62,6 +70,90 @@ def test_page_of_an_environment_that_is_not_closed_ends_with_it() -> None:
     env.collect(TableAgent(), steps=2)
     del env
     wait_until(lambda: not source.is_live)
+
+
+def test_interrupted_launches_keep_the_page_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while workers start, and again while they end."""
+    start, close = Server.begin, Server.close
+    servers = []
+    waits: list[str] = []
+
+    def interrupted(self: Server) -> None:
+        servers.append(weakref.ref(self))
+        shown.append(source.read())
+        waits.append(self.supervisor.whereabouts())
+        start(self)
+        raise KeyboardInterrupt
+
+    def interrupted_again(self: Server) -> None:
+        close(self)
+        raise KeyboardInterrupt
+
+    shown: list[dict[str, Any]] = []
+    with closing(farstep.ClusterEnv(DESCRIBED, farstep.InProcessConfig())) as env:
+        url, source = env.status_url, status_page_of(env).source
+        with monkeypatch.context() as patch:
+            patch.setattr(Server, "begin", interrupted)
+            patch.setattr(Server, "close", interrupted_again)
+            for _ in range(2):
+                with pytest.raises(KeyboardInterrupt):
+                    env.launch()
+        gc.collect()
+        assert len(servers) == 2 and not any(server() for server in servers)
+        assert waits == ["2 workers: 2 starting (workers 0, 1)"] * 2
+        assert [data["diagnoses"][0]["text"] for data in shown] == [
+            "The run is waiting for worker processes to start."
+        ] * 2
+        assert source.read()["state"] == "starting" and "first call" in source.read()["diagnoses"][0]["text"]
+        env.collect(TableAgent(), steps=2)
+        assert env.status_url == url and source.read()["state"] == "running"
+
+
+def test_page_answers_while_a_command_of_the_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[dict[str, Any]] = []
+    states: list[str] = []
+
+    def slow(self: InProcessLauncher) -> None:
+        reading = threading.Thread(target=lambda: shown.append(source.read()))
+        reading.start()
+        reading.join(PATIENCE_S)
+        states.extend(data["state"] for data in shown)
+
+    monkeypatch.setattr(InProcessLauncher, "prepare", slow)
+    with closing(farstep.ClusterEnv(DESCRIBED, farstep.InProcessConfig())) as env:
+        source = status_page_of(env).source
+        env.launch()
+    assert states == ["starting"]
+
+
+def test_first_diagnosis_of_the_page_covers_the_time_since_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead_s = 0.0
+    clock = SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() + ahead_s)
+    monkeypatch.setattr("farstep.run.launch_monitor.time", clock)
+    monkeypatch.setattr("farstep.observe.diagnosis.run_monitor.time", clock)
+    with closing(farstep.ClusterEnv(DESCRIBED, farstep.InProcessConfig())) as env:
+        source = status_page_of(env).source
+        env.collect(TableAgent(), steps=64)
+        ahead_s = 60.0
+        assert source.read()["diagnoses"][0]["cause"] == env.diagnose().cause != "unknown"
+
+
+def test_fork_of_an_environment_has_a_page_of_its_own_until_the_launch() -> None:
+    with closing(farstep.ClusterEnv(DESCRIBED, farstep.InProcessConfig())) as env:
+        url = env.status_url
+
+        def status() -> int:
+            child = os.fork()
+            if not child:
+                try:
+                    os._exit(1 if env.status_url == url else 2)
+                except ClosedError:
+                    os._exit(3)
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+        assert status() == 2
+        env.launch()
+        assert status() == 3 and env.status_url == url
 
 
 def test_resumed_run_continues_its_progress_and_counts_weights_from_its_version() -> None:

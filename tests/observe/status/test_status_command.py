@@ -126,3 +126,10 @@ def test_interrupt_while_the_page_closes_still_ends_the_workers(monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt):
         env.close()
     assert repr(env).endswith("closed>")
+
+
+@pytest.mark.parametrize("more", [["runs/NAME"], ["--html", "page.html"], ["--port", "8000"]])
+def test_dashboard_takes_no_run(more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--grafana", str(tmp_path / "dashboard.json"), *more]) != 0
+    assert "--grafana is for all runs" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -145,3 +145,7 @@ def test_metrics_have_labels_for_workers() -> None:
 @pytest.mark.parametrize("metric", [*STATS.values(), *METRICS.values()], ids=lambda metric: metric.name)
 def test_every_name_of_the_glossary_is_valid(metric: object) -> None:
     assert openmetrics_name(metric).replace("_", "a").isalnum()  # type: ignore[arg-type]
+
+
+def test_text_that_is_not_unicode_is_exposed() -> None:
+    assert 'farstep_run_title_info{value="caf?"} 1.0' in exposition({}, {}, {"run": {"title": "caf\udce9"}})

@@ -171,7 +171,7 @@ class Supervisor:
                 return None
             state = _PHASES.get(phase, f"in {phase}")
         elif member.state in (membership.State.DYING, membership.State.WAITING):
-            state = "lost"
+            state = "lost" if member.incarnation >= 0 else "starting"
         elif member.state is membership.State.STARTING and member.incarnation:
             state = "restarting"
         return PendingWorker(record.worker, state, record.current_slot(phase))

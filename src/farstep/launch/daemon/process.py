@@ -57,7 +57,7 @@ class ProcessStarter:
         # The kernel closes this pipe when this process ends, for any reason, and then kills every worker
         # (worker/__main__.py).
         self._death_read, self._death_write = os.pipe()
-        # If Ctrl-C interrupts a launch before anyone owns this object, nobody calls `close`.
+        # If Ctrl-C interrupts a launch before the launcher owns this object, `close` is never called.
         self._close_pipe = weakref.finalize(self, _close_fds, self._death_read, self._death_write)
         self._close_pipe.atexit = False
         _starters.add(self)

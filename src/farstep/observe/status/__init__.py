@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from farstep.observe.status.page_server import PageServer, page
-from farstep.observe.status.sources import FolderSource, LiveSource
+from farstep.observe.status.sources import FolderSource, LiveSource, RunView
 from farstep.observe.status.status_page import StatusPage
 
-__all__ = ["FolderSource", "LiveSource", "PageServer", "StatusPage", "page"]
+__all__ = ["FolderSource", "LiveSource", "PageServer", "RunView", "StatusPage", "page"]

@@ -107,7 +107,8 @@ def _sample(metric: Metric, labels: dict[str, str], value: Any) -> Iterator[_Sam
     """Yield a finite number, or the text of an info; nothing if there is none."""
     if metric.kind == "info":
         if value not in (None, ""):
-            yield metric, labels, {"value": str(value)}
+            text = str(value).encode(errors="replace").decode()  # the names of files may have lone surrogates
+            yield metric, labels, {"value": text}
     elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         yield metric, labels, float(value)
 

@@ -6,9 +6,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 from farstep.errors import FarstepError, RunError
 from farstep.event import Event
@@ -29,29 +29,35 @@ _WINDOW_S = 30.0
 _RUN_OPTIONS = ("env", "num_envs", "workers", "launcher", "seed", "kl_threshold", "inference", "device")
 
 
+class RunView(Protocol):
+    """What the page shows of a run of this process."""
+
+    title: str
+    """Name of the run."""
+    kl_threshold: float | None
+    """The divergence above which workers pull weights; None: they do not pull by divergence."""
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters of the run, or some of them, as `ClusterEnv.stats`; empty before it has any."""
+        ...
+
+    def events(self) -> list[Event]:
+        """Return the latest events, oldest first."""
+        ...
+
+    def diagnoses(self) -> list[Diagnosis]:
+        """Return what the run is waiting for."""
+        ...
+
+
 class LiveSource:
-    """Shows a run of this process.
+    """Shows a run of this process."""
 
-    Args:
-        stats: Returns the counters of the run, as `ClusterEnv.stats`.
-        events: Returns its latest events, oldest first.
-        diagnose: Diagnoses the run.
-        kl_threshold: Threshold of AAPS; None: weights are pulled by another rule.
-        title: Name of the run.
-    """
-
-    def __init__(
-        self,
-        stats: Callable[[], dict[str, Any]],
-        events: Callable[[], list[Event]],
-        diagnose: Callable[[], Sequence[Diagnosis]],
-        kl_threshold: float | None = None,
-        title: str = "farstep",
-    ) -> None:
-        self._stats, self._events, self._diagnose, self._kl_threshold = stats, events, diagnose, kl_threshold
+    def __init__(self, run: RunView) -> None:
+        self._run = run
         self._lock = threading.RLock()  # `close` may run in any thread during a garbage collection
         self._pid = os.getpid()
-        self._title = title
+        self._title = run.title
         self._options: list[list[str]] = []
         self._status: RunStatus | None = None
         self._diagnosis: Diagnosis | None = None
@@ -118,7 +124,7 @@ class LiveSource:
     def _sample(self) -> None:
         """Read the counters; keep the last ones if the run has ended."""
         try:
-            stats = self._stats()
+            stats = self._run.stats()
         except FarstepError:  # the run is failing
             return
         if not stats:  # the run is waiting for its launch
@@ -157,11 +163,11 @@ class LiveSource:
         diagnoses = self._diagnoses()
         data |= {"diagnoses": [view.diagnosis_view(each) for each in diagnoses]}
         data |= {"state": view.state_view(diagnoses) if data["live"] else "ended"}
-        data |= {"events": view.events_view(self._events())}
+        data |= {"events": view.events_view(self._run.events())}
         if stats:
             data |= {
                 "rate": stats["steps_per_second"],
-                "kl_threshold": self._kl_threshold,
+                "kl_threshold": self._run.kl_threshold,
                 "workers": view.workers_view(stats),
                 "slots": view.slots_view(stats),
                 "buffer": view.buffer_view(stats),
@@ -186,9 +192,9 @@ class LiveSource:
 
     def _diagnoses(self) -> Sequence[Diagnosis]:
         try:
-            found = self._diagnose() if self.is_live else ()
+            found = self._run.diagnoses() if self.is_live else []
         except FarstepError:
-            found = ()
+            found = []
         is_waiting = bool(found) and found[0].cause in view.WAITING
         return found if self._diagnosis is None or is_waiting else [self._diagnosis]
 

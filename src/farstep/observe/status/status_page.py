@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
-from farstep.event import Event
-from farstep.observe.diagnosis import Diagnosis
 from farstep.observe.status.page_server import PageServer
-from farstep.observe.status.sources import LiveSource
+from farstep.observe.status.sources import LiveSource, RunView
 
 
 class StatusPage:
-    """Shows a run until `close`; the arguments are those of `LiveSource`."""
+    """Shows a run until `close`."""
 
-    def __init__(
-        self,
-        stats: Callable[[], dict[str, Any]],
-        events: Callable[[], list[Event]],
-        diagnose: Callable[[], Sequence[Diagnosis]],
-        kl_threshold: float | None,
-        title: str,
-    ) -> None:
-        self.source = LiveSource(stats, events, diagnose, kl_threshold, title)
+    def __init__(self, run: RunView) -> None:
+        self.source = LiveSource(run)
         try:
             self._server = PageServer(self.source)
         except BaseException:
