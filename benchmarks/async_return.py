@@ -107,7 +107,7 @@ def summary(document: dict[str, Any]) -> str:
 def page(document: dict[str, Any]) -> str:
     """The section of docs/async_ppo.md."""
     image = "![training return over seconds and over steps, synchronous and asynchronous](images/async-lunarlander.png)"
-    return f"{summary(document)}\n\n{image}\n\nEvery run is in `results/async-lunarlander.json`."
+    return f"{summary(document)}\n\n{image}\n\nEvery run is in `benchmarks/results/async-lunarlander.json`."
 
 
 def _row(learner: str, runs: list[Run]) -> list[str]:

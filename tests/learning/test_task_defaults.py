@@ -131,7 +131,7 @@ def test_page_states_the_defaults_for_images() -> None:
     assert "images: 2,048 / `num_envs`" in rows["`--num-steps`"]
     assert "images: 4" in rows["`--update-epochs`"]
     assert "images: 2.5e-4" in rows["`--learning-rate`, `--anneal-lr`"]
-    assert "other defaults for images" in (DOCS / "async_ppo.md").read_text()
+    assert "PPO's defaults for images apply" in (DOCS / "async_ppo.md").read_text()
 
 
 @pytest.mark.parametrize(("env", "normalized"), [("CartPole-v1", "observations and rewards"), ("images", "rewards")])
