@@ -22,19 +22,30 @@ class RunShare:
         num_workers: Number of workers that the run can use.
         emit: Receives events.
         check_open: Raises if the wait is to end.
+        per_session: Whether the run holds slots only while it launches and while a session of tickets is open.
 
     Raises:
         LaunchError: The coordinator cannot be reached.
         ConfigError: The coordinator has fewer slots than the run needs.
     """
 
-    def __init__(self, config: LaunchConfig, num_workers: int, emit: Emit, check_open: Callable[[], None]) -> None:
-        self._min_workers = config.min_workers
+    def __init__(
+        self,
+        config: LaunchConfig,
+        num_workers: int,
+        emit: Emit,
+        check_open: Callable[[], None],
+        *,
+        per_session: bool = False,
+    ) -> None:
+        self._min_workers, self._per_session = config.min_workers, per_session
         self._devices = DeviceLedger()
         self._client: CoordinatorClient | None = None
         if config.coordinator is None:
             return
-        client = CoordinatorClient(config.coordinator, config.priority, config.min_workers, num_workers, emit)
+        client = CoordinatorClient(
+            config.coordinator, config.priority, config.min_workers, num_workers, emit, per_session=per_session
+        )
         try:
             self._slots = client.wait(check_open)
         except BaseException:
@@ -45,8 +56,9 @@ class RunShare:
     def drive(self, pool: WorkerPool) -> None:
         """From now on, keep the number of running workers within the share."""
         if self._client is not None:
-            pool.scale_workers(self._slots)
-            self._client.drive(pool)
+            if not self._per_session:
+                pool.scale_workers(self._slots)
+            self._client.drive(pool, self._slots)
 
     def scale(self, pool: WorkerPool, workers: int) -> None:
         """Run this number of workers; with a coordinator, request them."""
@@ -63,6 +75,10 @@ class RunShare:
         token = contextlib.nullcontext(0) if self._client is None else self._client.device_token(check_open)
         with self._devices.held(token) as device:
             yield device
+
+    def waited_seconds(self) -> float:
+        """Return for how many seconds the run has waited for slots, as in `ClusterEnv.stats`."""
+        return 0.0 if self._client is None else self._client.waited_seconds()
 
     def device_times(self) -> dict[str, float]:
         """Return how long devices were held and waited for, as in `ClusterEnv.stats`."""

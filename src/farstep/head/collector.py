@@ -268,6 +268,7 @@ class Collector:
             parked = tickets.presence.parked_or_retiring
             request = self._intake.request = replace(request, incarnations=incarnations, parked=parked)
             tickets.open(max_staleness, request.num_chunks, batches, request.feed, request.rollouts)
+            self.server.begin_session(one_batch=batches == 1)
             return request
 
     def row_schema(self) -> tuple[Schema, dict[str, Structure]]:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from farstep.config.launch import EngineConfig, LaunchConfig
 from farstep.core import Received
+from farstep.elastic.coordinator_client import SessionSlots
 from farstep.errors import (
     AgentError,
     ClosedError,
@@ -95,7 +96,8 @@ class Server:
         self.gpus_per_worker = config.gpus_per_node / per_node
         self.tickets = Tickets(workers, config.fewest_nodes * per_node)
         self._holds = False
-        """Whether no tickets are issued, because other runs use the slots of this run."""
+        """Whether no tickets are issued, because this run has no slots."""
+        self._session_slots: SessionSlots | None = None
         self._failure: FarstepError | None = None
         self._closed = False
         self._closer = 0
@@ -167,6 +169,19 @@ class Server:
         with self.locked():
             self.raise_failure()
             self._holds = True
+
+    def use_slots_per_session(self, slots: SessionSlots) -> None:
+        """From now on, return the slots at the end of each session, and request them for the next one. A session issues
+        no tickets until `scale_workers` is called."""
+        with self.locked():
+            self._session_slots, self._holds = slots, True
+            self._parking.release()
+            slots.end()
+
+    def begin_session(self, *, one_batch: bool) -> None:
+        """Request slots for the session of tickets that was opened."""
+        if self._session_slots is not None:
+            self._session_slots.begin(for_rollout=one_batch)
 
     def num_running(self) -> int:
         """Return the number of workers that may be using a core: all that are not parked; 0 if a `hold` has made all
@@ -479,3 +494,6 @@ class Server:
         if open_tickets:
             self.outbox.send_cancel(upto)
         self._parking.release()
+        if self._session_slots is not None:
+            self._holds = True
+            self._session_slots.end()

@@ -43,7 +43,8 @@ class LaunchedRun:
         events: EventLog,
         check_open: Callable[[], None],
     ) -> None:
-        self.share = RunShare(config, config.num_workers(env_config.envs_per_node), events.emit, check_open)
+        num_workers = config.num_workers(env_config.envs_per_node)
+        self.share = RunShare(config, num_workers, events.emit, check_open, per_session=env_config.release_idle)
         try:
             self.collector = Collector(env_config, config, seed, events)
         except BaseException:
@@ -66,7 +67,9 @@ class LaunchedRun:
 
     def stats(self) -> dict[str, Any]:
         """The counters for `ClusterEnv.stats`."""
-        return self.collector.snapshot() | {"devices": self.share.device_times()}
+        found = self.collector.snapshot()
+        found["slots"]["waited_seconds"] = self.share.waited_seconds()
+        return found | {"devices": self.share.device_times()}
 
     def diagnoses(self, metrics: Sequence[Mapping[str, float]]) -> list[Diagnosis]:
         """Return what `ClusterEnv.diagnose` does, then further causes that are independent of it."""
