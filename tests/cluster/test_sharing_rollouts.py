@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import threading
@@ -124,6 +125,11 @@ def _interrupt_when_waiting(name: str) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+def all_beyond(outs: list[Path], before: list[int]) -> bool:
+    """Whether each run has made more than two rollouts since `before`."""
+    return all(len(times(out)) > number + 2 for out, number in zip(outs, before, strict=True))
+
+
 def test_runs_continue_after_the_coordinator_was_killed_and_restarted(tmp_path: Path) -> None:
     folder, outs = tmp_path / "c", [tmp_path / "a", tmp_path / "b"]
     with contextlib.ExitStack() as stack:
@@ -133,7 +139,7 @@ def test_runs_continue_after_the_coordinator_was_killed_and_restarted(tmp_path: 
         processes = [stack.enter_context(started(*each)) for each in words]
         for _ in range(2):
             before = [len(times(out)) for out in outs]
-            wait_until(lambda before=before: all(len(times(out)) > n + 2 for out, n in zip(outs, before, strict=True)))
+            wait_until(functools.partial(all_beyond, outs, before))
             coordinator.kill()
             coordinator.wait()
             coordinator = stack.enter_context(started_coordinator(folder, "--slots", 1))

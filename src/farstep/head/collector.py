@@ -71,6 +71,7 @@ class Collector:
             self,
             events,
             release_idle=env_config.release_idle,
+            prewarm=env_config.prewarm,
         )
         self._num_workers = len(self.server.records)
         self.counters = Counters(self._num_workers)

@@ -39,6 +39,7 @@ from farstep.head.members.outbox import Outbox
 from farstep.head.members.parking import Parking
 from farstep.head.members.supervisor import Supervisor
 from farstep.head.members.worker_records import WorkerRecord, acting_servers, expected, split
+from farstep.head.prewarming import Prewarming
 from farstep.head.slow_call_warnings import WaitWarning, warn_while_slow
 from farstep.head.tickets.tickets import Tickets
 from farstep.launch import launcher_for
@@ -66,6 +67,7 @@ class Server:
         client: Handles the workers' answers.
         events: Receives the events of the run.
         release_idle: Whether to suspend workers while no session of tickets is open.
+        prewarm: Whether to resume them shortly before the next session is expected.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Server:
         events: EventLog,
         *,
         release_idle: bool = False,
+        prewarm: bool = False,
     ) -> None:
         refuse_nested_launch()
         self._pid = os.getpid()
@@ -98,6 +101,7 @@ class Server:
         self._holds = False
         """Whether no tickets are issued, because this run has no slots."""
         self._session_slots: SessionSlots | None = None
+        self._prewarming = Prewarming(self._resume_early, self._suspend_again) if prewarm else None
         self._failure: FarstepError | None = None
         self._closed = False
         self._closer = 0
@@ -174,14 +178,42 @@ class Server:
         """From now on, return the slots at the end of each session, and request them for the next one. A session issues
         no tickets until `scale_workers` is called."""
         with self.locked():
-            self._session_slots, self._holds = slots, True
-            self._parking.release()
-            slots.end()
+            self._session_slots = slots
+            self._give_back()
 
     def begin_session(self, *, one_batch: bool) -> None:
         """Request slots for the session of tickets that was opened."""
-        if self._session_slots is not None:
+        was_early = False
+        if (prewarming := self._prewarming) is not None:
+            prewarming.rollout_begins(time.monotonic())
+            was_early, prewarming.is_early = prewarming.is_early, False
+        if self._session_slots is not None and not was_early:
             self._session_slots.begin(for_rollout=one_batch)
+
+    def _resume_early(self) -> None:
+        """Resume all workers, and request slots, because the next session is expected soon."""
+        with self.locked():
+            if self._closed or self._failure is not None or self.tickets.is_open or self._prewarming is None:
+                return
+            self._prewarming.resumed()
+            for record in self.records:
+                self.supervisor.act_on(membership.Acquire(record.worker))
+            if self._session_slots is not None:
+                self._session_slots.begin(for_rollout=True)
+
+    def _suspend_again(self) -> None:
+        """Suspend workers that were resumed early, because no session was opened."""
+        with self.locked():
+            if self._closed or self.tickets.is_open or self._prewarming is None:
+                return
+            self._prewarming.is_early = False
+            self._give_back()
+
+    def _give_back(self) -> None:
+        self._parking.release()
+        if self._session_slots is not None:
+            self._holds = True
+            self._session_slots.end()
 
     def num_running(self) -> int:
         """Return the number of workers that may be using a core: all that are not parked; 0 if a `hold` has made all
@@ -193,7 +225,8 @@ class Server:
     def _want(self, workers: int) -> None:
         self._parking.want(workers)
         self.grant()
-        self._parking.release()
+        if self._prewarming is None or not self._prewarming.is_early:
+            self._parking.release()
 
     @contextlib.contextmanager
     def all_unparked(self) -> Iterator[None]:
@@ -224,6 +257,8 @@ class Server:
                 return
             self._closed, self._closer = True, threading.get_ident()
             try:
+                if self._prewarming is not None:
+                    self._prewarming.close()
                 self.supervisor.stop()
                 self.supervisor.resume_all()
                 self.outbox.send_stop()
@@ -484,8 +519,15 @@ class Server:
         if self._failure is not None or self._holds:
             return
         for issued in self.tickets.grant(self.available, self._client.version()):
+            if self._prewarming is not None:
+                self._prewarming.issued(time.monotonic())
             ticket, frames = self._client.make_ticket(issued)
             self.outbox.send(self.records[issued.worker], ticket, frames)
+
+    def note_first_chunk(self, busy_s: float) -> None:
+        """A worker has delivered its first chunk of a session, with which it was busy for `busy_s` seconds."""
+        if self._prewarming is not None:
+            self._prewarming.chunk_arrived(time.monotonic(), busy_s)
 
     def cancel(self) -> None:
         """End the session and cancel its open tickets."""
@@ -493,7 +535,6 @@ class Server:
         upto = self.tickets.cancel()
         if open_tickets:
             self.outbox.send_cancel(upto)
-        self._parking.release()
-        if self._session_slots is not None:
-            self._holds = True
-            self._session_slots.end()
+        self._give_back()
+        if self._prewarming is not None:
+            self._prewarming.rollout_ended(time.monotonic(), self.tickets.presence.num_present)
