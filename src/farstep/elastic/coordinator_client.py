@@ -50,14 +50,16 @@ _HEARTBEAT_S = 0.25
 _POLL_S = 0.02
 """Seconds between two checks whether workers are parked, while slots are to be released."""
 _CONNECT_S = 5.0
+_REPORT_S = 60.0
+"""Seconds between two reports of the number of workers, unless the user has changed it."""
 _ANSWERS = msgspec.msgpack.Decoder(Answer)
 
 
 class WorkerPool(Protocol):
     """The workers of a run."""
 
-    def scale_workers(self, workers: int) -> None:
-        """Run this number of workers, at least 1, and end a `hold`."""
+    def scale_workers(self, workers: int, *, quiet: bool = False) -> None:
+        """Run this number of workers, at least 1, and end a `hold`. `quiet`: emit no events."""
         ...
 
     def hold(self) -> None:
@@ -120,6 +122,8 @@ class CoordinatorClient:
         self._uses_session = True
         """Whether the run launches, or a session is open; always, if slots are not held per session."""
         self._waits = WaitLedger()
+        self._report_at = 0.0
+        """When the next change of the number of workers is reported."""
         self._is_compatible, self._welcomed = True, False
         """Whether the coordinator has answered on this connection, in the protocol of this process."""
         self._changed = threading.Condition()
@@ -197,7 +201,7 @@ class CoordinatorClient:
     def want(self, workers: int) -> None:
         """Tell the coordinator how many workers the run can use."""
         with self._changed:
-            self._workers = workers
+            self._workers, self._report_at = workers, 0.0
             if self._register.wanted:
                 self._request_slots()
 
@@ -368,8 +372,7 @@ class CoordinatorClient:
                 if answer.request == self._register.request and self._register.wanted:
                     self._allowed, self._round = answer.slots, answer.round
                     self._acknowledged = -1
-                    if answer.slots:
-                        self._waits.end(time.monotonic())
+                    (self._waits.end if answer.slots else self._waits.begin)(time.monotonic())
             case GrantDevice() if self._requests_device and answer.request == self._request:
                 self._device = answer.device
             case GrantDevice() if not self._requests_device:  # the coordinator ended before it knew
@@ -421,13 +424,21 @@ class CoordinatorClient:
                     return  # a session waits for its first slots, and the pool holds already
                 self._applied = allowed
             if allowed:
-                pool.scale_workers(allowed)
+                pool.scale_workers(allowed, quiet=self._is_quiet(time.monotonic()))
             else:
                 pool.hold()
         if not allowed:
             self._emit("scaled", f"paused: coordinator {self._name!r} has given all slots of this run to other runs")
         elif applied == 0:
             self._emit("scaled", f"continuing with {counted(allowed, 'worker')}")
+
+    def _is_quiet(self, now: float) -> bool:
+        """Return whether not to report another number of workers: if one was reported less than a minute ago. Runs that
+        return their slots between rollouts may change the share of other runs several times a second."""
+        if now < self._report_at:
+            return True
+        self._report_at = now + _REPORT_S
+        return False
 
     def _send(self, message: Message) -> None:
         """Send a message. If this fails, the thread connects again, which repeats what the coordinator must know."""

@@ -19,9 +19,10 @@ class WaitLedger:
         self._was_reported = False
 
     def begin(self, now: float) -> None:
-        """Record that the run waits from now on."""
-        self._since = now
-        self._report_at = now + (_REPORT_S if self._was_reported else 1.0)
+        """Record that the run waits from now on, unless it waits already."""
+        if self._since is None:
+            self._since = now
+            self._report_at = now + (_REPORT_S if self._was_reported else 1.0)
 
     def end(self, now: float) -> None:
         """Record that the run does not wait any more; otherwise do nothing."""

@@ -157,15 +157,15 @@ class Server:
             self.supervisor.launcher.scale(nodes)
             self._want(len(self.records))
 
-    def scale_workers(self, workers: int) -> None:
-        """Change the number of workers that run. The last workers are parked."""
+    def scale_workers(self, workers: int, *, quiet: bool = False) -> None:
+        """Change the number of workers that run. The last workers are parked. `quiet`: emit no events."""
         with self.locked():
             self.raise_failure()
             self._holds = False
             self.supervisor.launcher.make_room(workers)
             before = self.tickets.presence.wanted
-            self._want(workers)
-            if workers != before:
+            self._want(workers, quiet=quiet)
+            if workers != before and not quiet:
                 self.events.emit("scaled", f"scaled from {before} to {counted(workers, 'worker')}")
 
     def hold(self) -> None:
@@ -222,8 +222,8 @@ class Server:
             self.raise_failure()
             return 0 if self._holds and not self.tickets.in_flight else len(self.available.present())
 
-    def _want(self, workers: int) -> None:
-        self._parking.want(workers)
+    def _want(self, workers: int, *, quiet: bool = False) -> None:
+        self._parking.want(workers, quiet=quiet)
         self.grant()
         if self._prewarming is None or not self._prewarming.is_early:
             self._parking.release()

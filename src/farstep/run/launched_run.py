@@ -73,7 +73,7 @@ class LaunchedRun:
 
     def diagnoses(self, metrics: Sequence[Mapping[str, float]]) -> list[Diagnosis]:
         """Return what `ClusterEnv.diagnose` does, then further causes that are independent of it."""
-        return self._monitor.diagnoses(self.collector.snapshot(), self.collector.kl_threshold, metrics)
+        return self._monitor.diagnoses(self.stats(), self.collector.kl_threshold, metrics)
 
     def status_page(self, title: str) -> StatusPage:
         """Return the page that shows the run in a browser. The first call starts its server.
@@ -92,7 +92,7 @@ class LaunchedRun:
                 monitor = LaunchMonitor(collector.server)  # its own: a diagnosis covers the time since the last one
 
                 def diagnoses() -> list[Diagnosis]:
-                    return monitor.diagnoses(collector.snapshot(), collector.kl_threshold)
+                    return monitor.diagnoses(self.stats(), collector.kl_threshold)
 
                 events = collector.server.events.events
                 self._page = StatusPage(self.stats, events, diagnoses, collector.kl_threshold, title)
