@@ -124,7 +124,9 @@ class CoordinatorClient:
         self._waits = WaitLedger()
         self._report_at = 0.0
         """When the next change of the number of workers is reported."""
-        self._is_compatible, self._welcomed = True, False
+        self._is_compatible = True
+        """Whether no coordinator of another version has answered; otherwise the run does not connect again."""
+        self._welcomed = False
         """Whether the coordinator has answered on this connection, in the protocol of this process."""
         self._changed = threading.Condition()
         self._allowed = self._round = self._acknowledged = 0
@@ -143,7 +145,7 @@ class CoordinatorClient:
         """The threads of this run that use or want a device, in the order of their calls."""
         self._socket: socket.socket | None = None
         try:
-            self._socket = self._connected()
+            self._connect()
         except OSError as error:
             raise LaunchError(no_coordinator(name, error)) from None
         self._wake, self._woken = socket.socketpair()
@@ -152,20 +154,19 @@ class CoordinatorClient:
         self._thread = threading.Thread(target=self._run, name="farstep-coordinator", daemon=True)
         self._thread.start()
 
-    def _connected(self) -> socket.socket:
+    def _connect(self) -> None:
         client = connect(self._folder, _CONNECT_S)
-        self._welcomed = False
-        with self._changed:
+        with self._changed:  # otherwise a request of another thread could be neither repeated here nor sent there
             if not self._uses_session and self._register.wanted:
                 self._forget_slots()  # the coordinator was down when the session ended
-        try:
-            client.send(msgspec.msgpack.encode(self._register))
-            if self._requests_device:
-                client.send(msgspec.msgpack.encode(RequestDevice(self._register.workload, self._request)))
-        except OSError:
-            client.close()
-            raise
-        return client
+            try:
+                client.send(msgspec.msgpack.encode(self._register))
+                if self._requests_device:
+                    client.send(msgspec.msgpack.encode(RequestDevice(self._register.workload, self._request)))
+            except OSError:
+                client.close()
+                raise
+            self._socket, self._welcomed = client, False
 
     # ---- calls of the run's threads ----
 
@@ -262,8 +263,7 @@ class CoordinatorClient:
             self._wait_for(lambda: self._turns[0] is turn, check_open)
             with self._changed:
                 self._requests_device, self._request = True, self._request + 1
-                workload, request = self._register.workload, self._request
-            self._send(RequestDevice(workload, request))
+                self._send(RequestDevice(self._register.workload, self._request))
             self._wait_for(lambda: self._device is not None, check_open)
             assert self._device is not None
             yield self._device
@@ -326,7 +326,7 @@ class CoordinatorClient:
 
     def _reconnect(self) -> None:
         try:
-            self._socket = self._connected()
+            self._connect()
         except OSError:
             return
         self._emit("warned", f"connected to coordinator {self._name!r} again")
