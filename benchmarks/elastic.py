@@ -157,9 +157,7 @@ def shared(sizes: Sizes, calibration: dict[str, float]) -> Iterator[Case]:
     workers = sizes.shared_workers
     work = {"workers": workers, "step_ms": calibration["step_ms"], **sizes.work}
     common = {"kind": "shared", "workload": work, "seconds": sizes.shared_seconds, "cores": workers + 1}
-    settings = [("alone", 1, workers), ("two, slots for both", 2, 2 * workers)]
-    if workers > 1:  # otherwise they could not share the slots
-        settings.append(("two, slots for one", 2, workers))
+    settings = [("alone", 1, workers), ("two, slots for both", 2, 2 * workers), ("two, slots for one", 2, workers)]
     for name, runs, slots in settings:
         options = {**common, "runs": runs, "slots": slots, "release_idle": True}
         yield Case(part="shared", name=name, options=options, rounds=sizes.shared_rounds)

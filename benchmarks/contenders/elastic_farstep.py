@@ -200,9 +200,14 @@ def sac(case: Case) -> Found:
 # ---- backends ----
 
 
-def clock_source(workers: int, release_idle: bool = False) -> farstep.EnvConfig:
+def clock_source(workers: int, release_idle: bool = False, prewarm: bool = False) -> farstep.EnvConfig:
     return farstep.EnvConfig(
-        type="factory", env_name="costly:Clock", envs_per_node=workers, seed=1, release_idle=release_idle
+        type="factory",
+        env_name="costly:Clock",
+        envs_per_node=workers,
+        seed=1,
+        release_idle=release_idle,
+        prewarm=prewarm,
     )
 
 
@@ -243,12 +248,14 @@ def invocations(case: Case) -> Found:
     """Seconds from the request for a batch until the first step of the slowest worker, after each update.
 
     `how` says what workers did during the update: they waited (`held`), were suspended because the run had no rollout
-    in progress (`released`), or were parked by `env.scale`, all but one (`parked`).
+    in progress (`released`), also resumed before the predicted end of the update (`prewarmed`), or parked by
+    `env.scale`, all but one (`parked`).
     """
     how, workers, agent = case["how"], case["workers"], FixedAgent()
     config = farstep.LocalConfig(workers_per_node=workers, transport=case["transport"])
     waits = []
-    with farstep.ClusterEnv(clock_source(workers, how == "released"), config) as env:
+    source = clock_source(workers, how in ("released", "prewarmed"), how == "prewarmed")
+    with farstep.ClusterEnv(source, config) as env:
         env.collect(agent, steps=2)
         for _ in range(case["repeats"]):
             if how == "parked":

@@ -152,3 +152,28 @@ def test_released_workers_end_by_themselves_with_the_node_that_they_are_on(tmp_p
         assert env.collect(agent, steps=2).slots.tolist() == [0]
         assert env.stats()["slots"]["held"] == 0
         assert not env.events(["lost", "stuck", "restarted"])
+
+
+def test_workers_are_resumed_before_the_next_rollout_is_expected_and_suspended_if_it_does_not_come() -> None:
+    with releasing(prewarm=True) as env:
+        agent = TableAgent()
+
+        def resumed_early() -> bool:
+            env.collect(changed(agent), steps=2)
+            ends = time.monotonic() + 0.3  # each update takes about as long as the last one
+            held = 0
+            while time.monotonic() < ends and not held:
+                time.sleep(0.01)
+                held = env.stats()["slots"]["held"]
+            return held > 0
+
+        eventually(resumed_early)
+        eventually(all_stopped)
+        assert env.stats()["slots"]["held"] == 0
+        assert env.collect(changed(agent), steps=2).continues.all()
+        assert not env.events(["lost", "stuck", "warned"])
+
+
+def test_prewarming_needs_released_workers() -> None:
+    with pytest.raises(farstep.ConfigError, match="release_idle=True"):
+        releasing(release_idle=False, prewarm=True)

@@ -100,12 +100,32 @@ def test_two_runs_on_one_slot_take_turns_and_never_step_at_the_same_time(tmp_pat
         run = "tests.cluster.sharing_run"
         processes = [stack.enter_context(started(run, name, out, tmp_path / "lock")) for out in outs]
 
-        def turns() -> str:
-            order = sorted((end, index) for index, out in enumerate(outs) for end in times(out))
-            return "".join(str(index) for _, index in order)
-
-        wait_until(lambda: turns().count("01") >= 3 and turns().count("10") >= 3)
+        wait_until(lambda: turns_of(outs).count("01") >= 3 and turns_of(outs).count("10") >= 3)
         assert [process.poll() for process in processes] == [None, None]  # otherwise a step has found the lock taken
+
+
+def turns_of(outs: list[Path]) -> str:
+    """Return the runs in the order in which their rollouts ended, such as 0101."""
+    return "".join(str(index) for _, index in sorted((end, i) for i, out in enumerate(outs) for end in times(out)))
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_rollouts_of_two_releasing_runs_interleave_and_a_killed_run_does_not_stop_the_other(
+    tmp_path: Path, slots: int
+) -> None:
+    outs = [tmp_path / "a", tmp_path / "b"]
+    with contextlib.ExitStack() as stack:
+        name = stack.enter_context(serving(tmp_path / "c", slots))
+        words = [("tests.cluster.sharing_run", name, out, tmp_path / "lock", slots) for out in outs]
+        processes = [stack.enter_context(started(*each)) for each in words]
+        # With turns of 30 s, only returned slots can explain this.
+        wait_until(lambda: turns_of(outs).count("01") >= 5 and turns_of(outs).count("10") >= 5)
+        assert [process.poll() for process in processes] == [None, None]  # otherwise too many steps at the same time
+        processes[0].kill()  # anywhere: in a rollout, in between, or while it waits
+        killed = len(times(outs[1]))
+        wait_until(lambda: len(times(outs[1])) > killed + 5)
+        wait_until(lambda: len(runs(name)) == 1)
+        assert processes[1].poll() is None
 
 
 def test_slots_of_a_killed_run_are_reclaimed(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_tables_of_the_elastic_benchmark() -> None:
         return {"part": "shared", "name": name, "workloads": workloads, "cores": 3, **work}
 
     runs = [ppo(tables.RELEASED, 4.4, 1.1), ppo(tables.HELD, 8.0, 1.0), ppo(tables.RAY, 8.8, 1.2)]
-    runs += [shared("alone", 1.0), shared("two, slots for both", 1.2, 1.4)]
+    runs += [shared("alone", 1.0), shared("two, slots for one", 1.2, 1.4)]
     waits = [0.01, 0.04, 0.2, 0.03]
     runs.append({"part": "backends", "name": "released, shm, 0.5 s", "waits_s": waits, "workers": 2, **work})
     document = {"machine": {"cores": 2, "cpu": "a CPU"}, "runs": runs}

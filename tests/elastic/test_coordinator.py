@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from farstep.elastic.coordinator import (
+    SHARE_S,
     TURN_S,
     Answer,
     Coordinator,
@@ -24,6 +25,7 @@ from farstep.elastic.coordinator import (
     RequestDevice,
     RequestSlots,
     ReturnDevice,
+    ReturnSlots,
 )
 from farstep.errors import ConfigError
 
@@ -97,6 +99,7 @@ class Run:
         self.register, self.name, self.used = register, register.name, 0
         self.device: int | None = None
         self.requests, self.request = False, 0
+        self.rollout, self.has_returned = 0, False
         self.sent: deque[Message] = deque([register])
         self.received: deque[Answer] = deque()
 
@@ -112,11 +115,22 @@ class Run:
         self.requests, self.device = False, None
         self.sent.append(ReturnDevice(self.id))
 
+    def roll(self, wanted: int) -> None:
+        """Request slots for the next rollout."""
+        self.rollout, self.has_returned = self.rollout + 1, False
+        self.sent.append(RequestSlots(self.id, wanted, self.rollout, for_rollout=True))
+
+    def return_slots(self) -> None:
+        self.used, self.has_returned = 0, True
+        self.sent.append(ReturnSlots(self.id, self.rollout))
+
     def receive(self) -> None:
         answer = self.received.popleft()
         if answer.workload != self.id:
             return
         if isinstance(answer, GrantSlots):
+            if answer.request != self.rollout or self.has_returned:
+                return
             self.used = answer.slots
             self.sent.append(Released(self.id, answer.round))
         elif isinstance(answer, GrantDevice):
@@ -124,7 +138,13 @@ class Run:
                 self.device = answer.device
         elif isinstance(answer, NotRegistered):
             self.used, self.device, self.requests = 0, None, False
-            self.register = msgspec.structs.replace(self.register, workload=f"{self.id}/again")
+            self.register = msgspec.structs.replace(
+                self.register,
+                workload=f"{self.id}/again",
+                request=self.rollout,
+                wanted=0 if self.has_returned else self.register.wanted,
+                for_rollout=self.rollout > 0,
+            )
             self.sent.append(self.register)
 
 
@@ -191,7 +211,7 @@ def test_fewer_wanted_slots_are_given_to_others() -> None:
     a.sent.append(RequestSlots("a", 1))
     world.settle()
     assert world.used == {"a": 1, "b": 3}
-    a.sent.append(RequestSlots("a", 0))
+    a.return_slots()
     world.settle()
     assert world.used == {"a": 0, "b": 4}
 
@@ -243,6 +263,132 @@ def test_large_minimum_is_not_overtaken() -> None:
     assert (large.used, small.used) == (0, 0)
     world.wait(TURN_S + LEASE_S)
     assert large.used == 4
+
+
+def test_rollouts_of_two_runs_alternate_and_each_uses_all_slots() -> None:
+    world = World(slots=4)
+    a, b = world.join("a", wanted=4), world.join("b", wanted=4)
+    world.settle()
+    a.return_slots()
+    b.return_slots()
+    a.roll(4)
+    world.settle()
+    for rolling, learning in [(a, b), (b, a)] * 3:
+        assert world.used == {rolling.id: 4, learning.id: 0}
+        learning.roll(4)
+        world.wait(TURN_S / 2)
+        assert world.used == {rolling.id: 4, learning.id: 0}  # a rollout keeps its slots for a turn
+        rolling.return_slots()
+        world.settle()
+
+
+def test_returned_slots_go_to_a_run_that_never_returns_its_own_and_come_back() -> None:
+    world = World(slots=4)
+    a, b = world.join("a", wanted=4), world.join("b", wanted=4)
+    world.settle()
+    for _ in range(3):
+        a.return_slots()
+        world.settle()
+        assert world.used == {"a": 0, "b": 4}
+        a.roll(4)
+        world.settle()
+        assert world.used == {"a": 2, "b": 2}
+    assert b.rollout == 0
+
+
+def test_rollout_that_takes_longer_than_a_turn_shares_its_slots() -> None:
+    world = World(slots=4)
+    a, b = world.join("a", wanted=4), world.join("b", wanted=4)
+    world.settle()
+    a.return_slots()
+    b.return_slots()
+    a.roll(4)
+    world.settle()
+    b.roll(4)
+    world.wait(TURN_S + LEASE_S)
+    assert world.used == {"a": 2, "b": 2}
+    b.return_slots()
+    world.wait(LEASE_S)
+    assert world.used == {"a": 2, "b": 0}  # workers that join a rollout late would only make it longer
+
+
+def test_rollout_waits_for_its_share_but_not_for_long() -> None:
+    world = World(slots=4)
+    a, b = world.join("a"), world.join("b", wanted=3)
+    world.settle()
+    a.return_slots()
+    world.settle()
+    a.roll(4)
+    world.deliver(a)  # its share is two, and `b` has not released one of its three slots yet
+    world.post(world.coordinator.tick(world.now + SHARE_S / 2))
+    assert not a.received and b.used == 3
+    world.post(world.coordinator.tick(world.now + SHARE_S))
+    assert [answer.slots for answer in a.received if isinstance(answer, GrantSlots)] == [1]
+
+
+def test_large_minimum_is_not_overtaken_by_rollouts() -> None:
+    world = World(slots=4)
+    large, small = world.join("large", minimum=3, wanted=3), [world.join(name) for name in "ab"]
+    world.settle()
+    large.return_slots()
+    for run in small:
+        run.return_slots()
+        run.roll(1)
+    world.settle()
+    large.roll(3)
+    world.settle()
+    for index in range(6):  # they never return both slots at the same time
+        small[index % 2].return_slots()
+        small[index % 2].roll(1)
+        world.settle()
+    assert large.used == 3
+
+
+@pytest.mark.parametrize("received_first", [False, True])
+def test_grant_of_a_rollout_that_was_interrupted_is_not_used(received_first: bool) -> None:
+    world = World(slots=2)
+    a = world.join("a", wanted=2)
+    world.settle()
+    a.return_slots()
+    a.roll(2)
+    while a.sent:
+        world.deliver(a)
+    if received_first:
+        while a.received:
+            a.receive()
+    a.return_slots()
+    b = world.join("b", wanted=2)
+    world.settle()
+    assert world.used == {"a": 0, "b": 2}
+    a.sent.append(RequestSlots(a.id, 2, a.rollout, for_rollout=True))  # sent late: `a` has returned it
+    world.settle()
+    assert world.used == {"a": 0, "b": 2} and b.used == 2
+
+
+def test_slots_that_a_run_returned_while_the_coordinator_was_down_are_free() -> None:
+    world = World(slots=2)
+    a, b = world.join("a", wanted=2), world.join("b", wanted=2)
+    world.settle()
+    a.return_slots()
+    b.return_slots()
+    a.roll(2)
+    world.settle()
+    world.restart()
+    b.roll(2)
+    a.return_slots()
+    a.sent.clear()  # lost
+    a.sent.append(msgspec.structs.replace(a.register, wanted=0, request=a.rollout))
+    world.settle()
+    assert world.used == {"a": 0, "b": 2}
+    world.restart()
+    a.roll(2)
+    a.sent.clear()
+    a.sent.append(msgspec.structs.replace(a.register, wanted=2, request=a.rollout, for_rollout=True))
+    world.settle()
+    assert world.used == {"a": 0, "b": 2}
+    b.return_slots()
+    world.settle()
+    assert world.used == {"a": 2, "b": 0}
 
 
 def test_devices_are_handed_out_in_the_order_of_the_requests() -> None:
@@ -312,11 +458,13 @@ def test_random_histories_never_over_commit_and_starve_no_run(seed: int) -> None
             run.sent.append(Leave(run.id))
             run.used, run.device = 0, None
             crashed.add(run.name)
-        elif kind < 0.14:
-            run.sent.append(RequestSlots(run.id, draw.randint(0, 5)))
-        elif kind < 0.2:
+        elif kind < 0.11 and not run.has_returned:
+            run.sent.append(RequestSlots(run.id, draw.randint(1, 5), run.rollout, for_rollout=run.rollout > 0))
+        elif kind < 0.17:
+            run.roll(draw.randint(1, 5)) if run.has_returned else run.return_slots()
+        elif kind < 0.21:
             (run.return_device if run.requests else run.request_device)()
-        elif kind < 0.22:
+        elif kind < 0.23:
             world.restart()
         elif kind < 0.4:
             run.sent.append(Heartbeat(run.id))
@@ -332,11 +480,20 @@ def test_random_histories_never_over_commit_and_starve_no_run(seed: int) -> None
         del world.runs[name]
     world.wait(LEASE_S)  # until all have noticed that their leases have ended
     for run in world.runs.values():
-        run.sent.append(RequestSlots(run.id, 4))
+        run.return_slots()
+        run.roll(4)
     world.wait(2 * LEASE_S)
     assert {workload.name for workload in world.coordinator.workloads} == world.runs.keys()
     before = {workload.id: workload.slot_s for workload in world.coordinator.workloads}
-    world.wait(3 * TURN_S * len(world.runs) + LEASE_S)
+    returns = draw.random() < 0.5
+    end = world.now + 3 * TURN_S * len(world.runs) + LEASE_S
+    while world.now < end:
+        world.wait(draw.uniform(0.1, LEASE_S))
+        for run in world.runs.values():  # runs that return their slots do not starve those that do not, or each other
+            if returns and run.used and int(run.name) % 3:
+                run.return_slots()
+                run.roll(4)
+    world.settle()
     assert all(workload.slot_s > before[workload.id] for workload in world.coordinator.workloads)
     for run in list(world.runs.values()):
         run.sent.append(Leave(run.id))

@@ -132,6 +132,7 @@ FIRES: list[tuple[str, Window, str]] = [
     ("kl_threshold without effect", window(kl_threshold=0.5, metrics=pulling(1.0)), "100 % of their opportunities"),
     ("kl_threshold without effect", window(stats(pulls={"total": 0}), kl_threshold=0.5), "for 100 versions"),
     ("kl_threshold without effect", window(stats(pulls={"total": 199}), kl_threshold=0.5), "at 100 %|at 99 %"),
+    ("waiting for slots", window(stats(slots={"waited_seconds": 0.5 * SECONDS})), "50 % of the time for slots"),
     ("too many threads", window(machine=machine(head=(1, 0), a=(5, 0), b=(6, 0))), "12.0 threads .* 4 cores.*b runs 6"),
     (
         "too few cores",

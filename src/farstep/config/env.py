@@ -200,6 +200,9 @@ class EnvConfig(_Config):
     release_idle: bool = False
     """Suspend all workers while no rollout is in progress, so that the learner and other programs get their cores. They
     keep their memory and continue with the next call that needs them. Batches are the same."""
+    prewarm: bool = False
+    """With `release_idle`: while updates take about the same time, let workers continue, and request slots of the
+    coordinator, shortly before the next rollout is expected."""
 
     @property
     def label(self) -> str:
@@ -257,9 +260,14 @@ class EnvConfig(_Config):
             self._check_threshold(self.kl_threshold)
         if self.sync is not None:
             check_rule("EnvConfig.sync", self.sync)
-        for name in ("seed_episodes", "release_idle"):
+        for name in ("seed_episodes", "release_idle", "prewarm"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"EnvConfig.{name} is {getattr(self, name)!r}; expected True or False.")
+        if self.prewarm and not self.release_idle:
+            raise ConfigError(
+                "EnvConfig has prewarm=True, which has no effect on workers that are never released; also give "
+                "release_idle=True."
+            )
 
     @property
     def serving(self) -> ServedInference | None:

@@ -8,13 +8,17 @@ A slot is one running worker. The sum of all slots that runs hold never exceeds 
     Heartbeat ──────────────────►                                a run that is silent for `lease_s` loses all it holds
                   ◄────────────── GrantSlots(slots=1, round=2)    another run registered
     Released(round=2) ──────────►                                only now are 2 slots free for the other run
+    ReturnSlots(request=0) ─────►                                the run uses no slots until its next request
+    RequestSlots(request=1) ────►                                its next rollout; waits behind earlier requests
+                  ◄────────────── GrantSlots(request=1, round=4)
     RequestDevice ──────────────►
                   ◄────────────── GrantDevice(device=0)           in the order of the requests
     ReturnDevice ───────────────►
     Leave ──────────────────────►
 
 Every change of an allowance increments `round`, and `Released` repeats it. An acknowledgement of an earlier round is
-ignored: a later `GrantSlots`, which may permit more slots, is already on its way to the run.
+ignored: a later `GrantSlots`, which may permit more slots, is already on its way to the run. In the same way, a run
+ignores a `GrantSlots` for a request that it has returned.
 """
 
 from __future__ import annotations
@@ -26,8 +30,12 @@ import msgspec
 
 from farstep.errors import ConfigError, counted
 
+PROTOCOL = 2
+"""Version of the messages and of the saved state. Increment it with every change."""
 TURN_S = 30.0
 """Default of `turn_s`."""
+SHARE_S = 1.0
+"""Seconds that a rollout waits for its whole share; afterwards it starts with what is free, at least its minimum."""
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
 """Text that is safe in one line of a terminal."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
@@ -43,13 +51,30 @@ class Register(msgspec.Struct, tag="register", frozen=True):
     priority: Priority
     minimum: Positive
     wanted: Count
+    """0: the run has returned its slots."""
+    request: Count = 0
+    for_rollout: bool = False
+    protocol: Count = 1
+    """`PROTOCOL` of the run; version 1 has no such field."""
 
 
 class RequestSlots(msgspec.Struct, tag="request-slots", frozen=True):
-    """A run can use another number of slots; 0: none for now."""
+    """A run wants slots, or another number of slots than before."""
 
     workload: Name
-    wanted: Count
+    wanted: Positive
+    request: Count = 0
+    """Larger than in all requests that the run has returned."""
+    for_rollout: bool = False
+    """Whether the run returns the slots after one rollout. Then it gets its share at once, and keeps exactly this until
+    it returns it, or until its turn is over."""
+
+
+class ReturnSlots(msgspec.Struct, tag="return-slots", frozen=True):
+    """A run uses no slots any more, and wants none before its next request."""
+
+    workload: Name
+    request: Count
 
 
 class Released(msgspec.Struct, tag="released", frozen=True):
@@ -90,6 +115,7 @@ class GrantSlots(msgspec.Struct, tag="grant-slots", frozen=True):
     workload: Name
     slots: Count
     round: Count
+    request: Count = 0
 
 
 class GrantDevice(msgspec.Struct, tag="grant-device", frozen=True):
@@ -107,15 +133,24 @@ class NotRegistered(msgspec.Struct, tag="not-registered", frozen=True):
     workload: Name
 
 
+class Welcome(msgspec.Struct, tag="welcome", frozen=True):
+    """The first answer to `Register` on each connection."""
+
+    workload: Name
+    protocol: Count
+
+
 class Refused(msgspec.Struct, tag="refused", frozen=True):
     """The coordinator cannot do what a run requests, and never will."""
 
-    workload: Name
+    workload: str
     reason: str
+    device: bool = False
+    """Whether only a device was refused."""
 
 
-Message: TypeAlias = Register | RequestSlots | Released | Heartbeat | Leave | RequestDevice | ReturnDevice
-Answer: TypeAlias = GrantSlots | GrantDevice | NotRegistered | Refused
+Message: TypeAlias = Register | RequestSlots | ReturnSlots | Released | Heartbeat | Leave | RequestDevice | ReturnDevice
+Answer: TypeAlias = Welcome | GrantSlots | GrantDevice | NotRegistered | Refused
 
 
 class Workload(msgspec.Struct):
@@ -132,8 +167,11 @@ class Workload(msgspec.Struct):
     allowed: Count = 0
     """Slots of the newest `GrantSlots`. If `held` is larger, the run has not acknowledged yet."""
     round: Count = 0
+    slot_request: Count = 0
+    """Number of the run's newest request for slots."""
+    for_rollout: bool = False
     since: float = 0.0
-    """When the run was admitted, or when it began to wait."""
+    """When the run got slots; until then, when it was admitted; before that, when it began to wait."""
     slot_s: float = 0.0
     """Sum of the seconds that each slot was held."""
     request: Count = 0
@@ -147,12 +185,17 @@ class _State(msgspec.Struct):
     """All that a coordinator must remember."""
 
     now: float
+    protocol: Count = 1
     workloads: list[Workload] = []
     admitted: list[str] = []
     queue: list[str] = []
     devices: list[str] = []
     """For each device the id of the run that holds it; empty if it is free."""
     device_queue: list[str] = []
+
+
+def _grant(workload: Workload) -> GrantSlots:
+    return GrantSlots(workload.id, workload.allowed, workload.round, workload.slot_request)
 
 
 class Coordinator:
@@ -162,6 +205,9 @@ class Coordinator:
     admitted run gets its minimum. The other slots go, one by one, to the run with the fewest slots per priority that
     wants more (weighted max-min fairness). If the minimum of a waiting run does not fit, admitted runs whose turn of
     `turn_s` times their priority is over release all their slots and wait at the end of the queue.
+
+    A run may instead request slots for one rollout, and return them while its learner works. Such a grant stays as it
+    is for a turn, so that the other slots are divided among the other runs; each request goes to the end of the queue.
 
     Args:
         slots: Number of slots.
@@ -175,7 +221,7 @@ class Coordinator:
         self, slots: int, devices: int = 0, lease_s: float = 10.0, turn_s: float = TURN_S, now: float = 0.0
     ) -> None:
         self.slots, self.lease_s, self._turn_s = slots, lease_s, turn_s
-        self._state = _State(now, devices=[""] * devices)
+        self._state = _State(now, PROTOCOL, devices=[""] * devices)
         self._by_id: dict[str, Workload] = {}
 
     # ---- what happens ----
@@ -192,7 +238,7 @@ class Coordinator:
         """
         answers = self.tick(now)
         if reason := self._why_not(message):
-            return [*answers, Refused(message.workload, reason)]
+            return [*answers, Refused(message.workload, reason, isinstance(message, RequestDevice))]
         if isinstance(message, Register):
             self._register(message, now)
         workload = self._by_id.get(message.workload)
@@ -200,12 +246,15 @@ class Coordinator:
             return [*answers, *([] if isinstance(message, Leave) else [NotRegistered(message.workload)])]
         workload.lease_ends = now + self.lease_s
         if isinstance(message, Register):
-            answers.append(GrantSlots(workload.id, workload.allowed, workload.round))
+            answers.append(_grant(workload))
             if workload.id in self._state.devices:
                 device = self._state.devices.index(workload.id)
                 answers.append(GrantDevice(workload.id, device, workload.request))
         elif isinstance(message, RequestSlots):
-            workload.wanted = max(message.wanted, workload.minimum) if message.wanted else 0
+            self._request_slots(workload, message)
+        elif isinstance(message, ReturnSlots):
+            if message.request >= workload.slot_request:
+                self._return_slots(workload, message.request)
         elif isinstance(message, Released):
             if message.round == workload.round:
                 workload.held = workload.allowed
@@ -251,52 +300,72 @@ class Coordinator:
         return ""
 
     def _register(self, message: Register, now: float) -> None:
-        if (known := self._by_id.get(message.workload)) is not None:
-            known.name, known.priority = message.name, message.priority
-            known.minimum, known.wanted = message.minimum, max(message.minimum, message.wanted)
-            return
-        wanted = max(message.minimum, message.wanted)
-        workload = Workload(
-            message.workload, message.name, message.priority, message.minimum, wanted, now + self.lease_s, since=now
-        )
-        self._by_id[workload.id] = workload
-        self._state.workloads.append(workload)
+        workload = self._by_id.get(message.workload)
+        if workload is None:
+            workload = Workload(message.workload, message.name, message.priority, message.minimum, 0, 0.0, since=now)
+            self._by_id[workload.id] = workload
+            self._state.workloads.append(workload)
+        elif message.request != workload.slot_request or not message.wanted:
+            self._return_slots(workload, message.request)  # the coordinator ended before it knew
+        workload.name, workload.priority, workload.minimum = message.name, message.priority, message.minimum
+        workload.slot_request, workload.for_rollout = message.request, message.for_rollout
+        workload.wanted = max(message.minimum, message.wanted) if message.wanted else 0
 
     def _remove(self, workload: Workload) -> None:
         self._return_device(workload.id)
+        self._return_slots(workload, workload.slot_request)
         del self._by_id[workload.id]
         self._state.workloads.remove(workload)
+
+    # ---- slots ----
+
+    def _request_slots(self, workload: Workload, message: RequestSlots) -> None:
+        if message.request < workload.slot_request or (
+            message.request == workload.slot_request and not workload.wanted
+        ):
+            return  # returned already
+        if message.request > workload.slot_request:
+            self._return_slots(workload, message.request)
+        workload.wanted, workload.for_rollout = max(message.wanted, workload.minimum), message.for_rollout
+
+    def _return_slots(self, workload: Workload, request: int) -> None:
+        workload.held = workload.allowed = workload.wanted = 0
+        workload.round, workload.slot_request = workload.round + 1, request
         for ids in (self._state.admitted, self._state.queue):
             if workload.id in ids:
                 ids.remove(workload.id)
-
-    # ---- slots ----
 
     def _divide(self, now: float) -> list[Answer]:
         self._queue_up(now)
         self._end_turns(now)
         self._admit(now)
-        targets = self._targets()
+        targets = self._targets(now)
         answers: list[Answer] = []
         free = self.slots - sum(w.held for w in self._by_id.values())
-        for workload in self._by_id.values():
+        others = [id_ for id_ in self._by_id if id_ not in targets]
+        for workload in map(self._by_id.__getitem__, [*targets, *others]):
             target = targets.get(workload.id, 0)
-            if target > workload.held and free > 0 and workload.held + free >= min(target, workload.minimum):
-                more = min(free, target - workload.held)
-                workload.held, free = workload.held + more, free - more
+            missing = max(0, target - workload.held)
+            if workload.held + free >= self._needed(workload, target, now):
+                workload.held += min(free, missing)
+            free -= min(free, missing)  # if they do not suffice yet, no later run gets them
             allowed = min(target, workload.held)
-            if 0 < allowed < workload.minimum:
+            if allowed < self._needed(workload, target, now):
                 allowed = 0  # a run that was asked to release all gets at least its minimum again, or nothing
             if allowed != workload.allowed:
+                workload.since = workload.since if workload.allowed else now
                 workload.allowed, workload.round = allowed, workload.round + 1
-                answers.append(GrantSlots(workload.id, allowed, workload.round))
+                answers.append(_grant(workload))
         return answers + self._hand_out_devices()
 
+    def _needed(self, workload: Workload, target: int, now: float) -> int:
+        """Return with how many slots a run can start or continue."""
+        waits_for_share = workload.for_rollout and not workload.allowed and now - workload.since < SHARE_S
+        return target if waits_for_share else min(target, workload.minimum)
+
     def _queue_up(self, now: float) -> None:
-        """Let runs wait that want slots; those that want none are neither admitted nor waiting."""
+        """Let runs wait that want slots."""
         state = self._state
-        for ids in (state.admitted, state.queue):
-            ids[:] = [each for each in ids if self._by_id[each].wanted]
         for workload in self._by_id.values():
             if workload.wanted and workload.id not in state.admitted and workload.id not in state.queue:
                 workload.since = now
@@ -309,7 +378,7 @@ class Coordinator:
             return
         ended: list[Workload] = []
         for workload in map(self._by_id.__getitem__, state.admitted):
-            if missing > 0 and now - workload.since >= self._turn_s * workload.priority:
+            if missing > 0 and workload.allowed and self._turn_is_over(workload, now):
                 ended.append(workload)
                 missing -= workload.minimum
         if missing > 0:
@@ -329,19 +398,37 @@ class Coordinator:
         """Return how many slots are missing for a run's minimum, if all admitted runs had only theirs."""
         return sum(self._by_id[each].minimum for each in self._state.admitted) + workload.minimum - self.slots
 
-    def _targets(self) -> dict[str, int]:
-        """Return the fair share of each admitted run."""
+    def _turn_is_over(self, workload: Workload, now: float) -> bool:
+        return now - workload.since >= self._turn_s * workload.priority
+
+    def _targets(self, now: float) -> dict[str, int]:
+        """Return the fair share of each admitted run, in the order of admission; 0 if its minimum has to wait."""
         runs = [self._by_id[each] for each in self._state.admitted]
-        targets = {run.id: run.minimum for run in runs}
+        most = [min(run.wanted, run.allowed) if run.for_rollout and run.allowed else run.wanted for run in runs]
+        targets = dict.fromkeys(self._state.admitted, 0)
+        for run, slots in zip(runs, most, strict=True):
+            if run.for_rollout and run.allowed and not self._turn_is_over(run, now):
+                targets[run.id] = slots
+        if sum(targets.values()) > self.slots:  # the coordinator was restarted with fewer slots
+            targets = dict.fromkeys(targets, 0)
         free = self.slots - sum(targets.values())
-        heap = [(run.minimum / run.priority, i) for i, run in enumerate(runs) if run.minimum < run.wanted]
+        heap: list[tuple[float, int]] = []
+        for i, run in sorted(enumerate(runs), key=lambda each: not each[1].allowed):
+            if targets[run.id]:
+                continue
+            if run.minimum > free:
+                break  # no later run overtakes it
+            targets[run.id] = run.minimum
+            free -= run.minimum
+            if run.minimum < most[i]:
+                heap.append((run.minimum / run.priority, i))
         heapq.heapify(heap)
         while free > 0 and heap:
             _, i = heapq.heappop(heap)
             run = runs[i]
             targets[run.id] += 1
             free -= 1
-            if targets[run.id] < run.wanted:
+            if targets[run.id] < most[i]:
                 heapq.heappush(heap, (targets[run.id] / run.priority, i))
         return targets
 
@@ -423,6 +510,12 @@ class Coordinator:
             state = msgspec.json.decode(saved, type=_State)
         except msgspec.MsgspecError as error:
             raise ConfigError(f"the state of the coordinator cannot be read: {error}.") from None
+        if state.protocol != PROTOCOL and state.workloads:
+            raise ConfigError(
+                f"the runs of this coordinator use version {state.protocol} of its protocol; this farstep has version "
+                f"{PROTOCOL}. Start the coordinator with the farstep of the runs until they have ended."
+            )
+        state.protocol = PROTOCOL
         coordinator = cls(slots, devices, lease_s, turn_s, state.now)
         coordinator._by_id = {workload.id: workload for workload in state.workloads}
         named = {*state.admitted, *state.queue, *state.device_queue, *filter(None, state.devices)}

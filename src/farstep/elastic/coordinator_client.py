@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from farstep.elastic.coordinator import (
+    PROTOCOL,
     Answer,
     GrantDevice,
     GrantSlots,
@@ -31,8 +32,17 @@ from farstep.elastic.coordinator import (
     RequestDevice,
     RequestSlots,
     ReturnDevice,
+    ReturnSlots,
+    Welcome,
 )
-from farstep.elastic.coordinator_server import PACKET_BYTES, connect, coordinator_folder, no_coordinator
+from farstep.elastic.coordinator_server import (
+    PACKET_BYTES,
+    connect,
+    coordinator_folder,
+    no_coordinator,
+    other_version,
+)
+from farstep.elastic.wait_ledger import WaitLedger
 from farstep.errors import ClosedError, ConfigError, FarstepError, LaunchError, counted
 from farstep.event import Emit
 
@@ -40,14 +50,16 @@ _HEARTBEAT_S = 0.25
 _POLL_S = 0.02
 """Seconds between two checks whether workers are parked, while slots are to be released."""
 _CONNECT_S = 5.0
+_REPORT_S = 60.0
+"""Seconds between two reports of the number of workers, unless the user has changed it."""
 _ANSWERS = msgspec.msgpack.Decoder(Answer)
 
 
 class WorkerPool(Protocol):
     """The workers of a run."""
 
-    def scale_workers(self, workers: int) -> None:
-        """Run this number of workers, at least 1, and end a `hold`."""
+    def scale_workers(self, workers: int, *, quiet: bool = False) -> None:
+        """Run this number of workers, at least 1, and end a `hold`. `quiet`: emit no events."""
         ...
 
     def hold(self) -> None:
@@ -56,6 +68,30 @@ class WorkerPool(Protocol):
 
     def num_running(self) -> int:
         """Return the number of workers that may be using a core."""
+        ...
+
+    def use_slots_per_session(self, slots: SessionSlots) -> None:
+        """Call `slots.begin` and `slots.end` for each session, and hold until `scale_workers` is called in between."""
+        ...
+
+    def fail(self, error: FarstepError) -> None:
+        """End the run with an error."""
+        ...
+
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        """Hold the lock of the pool, under which it also calls `SessionSlots`."""
+        ...
+
+
+class SessionSlots(Protocol):
+    """The slots of a run that needs them only while a session of tickets is open. Both methods return at once."""
+
+    def begin(self, *, for_rollout: bool) -> None:
+        """Request slots for a session: for one rollout, or for an unlimited number."""
+        ...
+
+    def end(self) -> None:
+        """Return the slots: all workers are idle."""
         ...
 
 
@@ -70,14 +106,28 @@ class CoordinatorClient:
         minimum: Number of workers without which the run waits.
         wanted: Number of workers that the run can use.
         emit: Receives events.
+        per_session: Whether the run holds slots only while it launches and while a session of tickets is open.
 
     Raises:
         LaunchError: No coordinator can be reached.
     """
 
-    def __init__(self, name: str, priority: int, minimum: int, wanted: int, emit: Emit) -> None:
+    def __init__(
+        self, name: str, priority: int, minimum: int, wanted: int, emit: Emit, *, per_session: bool = False
+    ) -> None:
         self._name, self._folder, self._emit = name, coordinator_folder(name), emit
-        self._register = Register(secrets.token_hex(16), _run_name(), priority, minimum, wanted)
+        self._workers, self._per_session = wanted, per_session
+        first = minimum if per_session else wanted  # all workers start at launch, whatever the number of slots
+        self._register = Register(secrets.token_hex(16), _run_name(), priority, minimum, first, protocol=PROTOCOL)
+        self._uses_session = True
+        """Whether the run launches, or a session is open; always, if slots are not held per session."""
+        self._waits = WaitLedger()
+        self._report_at = 0.0
+        """When the next change of the number of workers is reported."""
+        self._is_compatible = True
+        """Whether no coordinator of another version has answered; otherwise the run does not connect again."""
+        self._welcomed = False
+        """Whether the coordinator has answered on this connection, in the protocol of this process."""
         self._changed = threading.Condition()
         self._allowed = self._round = self._acknowledged = 0
         self._pool: WorkerPool | None = None
@@ -85,7 +135,8 @@ class CoordinatorClient:
         """Whether workers were started, or are being started."""
         self._applied: int | None = None
         """What the pool was last scaled to."""
-        self._refused = ""
+        self._refused = self._no_device = ""
+        """Why the coordinator refuses this run, or to lend it a device."""
         self._closed = False
         self._device: int | None = None
         self._request = 0
@@ -94,7 +145,7 @@ class CoordinatorClient:
         """The threads of this run that use or want a device, in the order of their calls."""
         self._socket: socket.socket | None = None
         try:
-            self._socket = self._connected()
+            self._connect()
         except OSError as error:
             raise LaunchError(no_coordinator(name, error)) from None
         self._wake, self._woken = socket.socketpair()
@@ -103,16 +154,19 @@ class CoordinatorClient:
         self._thread = threading.Thread(target=self._run, name="farstep-coordinator", daemon=True)
         self._thread.start()
 
-    def _connected(self) -> socket.socket:
+    def _connect(self) -> None:
         client = connect(self._folder, _CONNECT_S)
-        try:
-            client.send(msgspec.msgpack.encode(self._register))
-            if self._requests_device:
-                client.send(msgspec.msgpack.encode(RequestDevice(self._register.workload, self._request)))
-        except OSError:
-            client.close()
-            raise
-        return client
+        with self._changed:  # otherwise a request of another thread could be neither repeated here nor sent there
+            if not self._uses_session and self._register.wanted:
+                self._forget_slots()  # the coordinator was down when the session ended
+            try:
+                client.send(msgspec.msgpack.encode(self._register))
+                if self._requests_device:
+                    client.send(msgspec.msgpack.encode(RequestDevice(self._register.workload, self._request)))
+            except OSError:
+                client.close()
+                raise
+            self._socket, self._welcomed = client, False
 
     # ---- calls of the run's threads ----
 
@@ -125,41 +179,90 @@ class CoordinatorClient:
         Raises:
             ConfigError: The minimum is larger than what the coordinator has.
         """
-        told = time.monotonic() + 1.0
         with self._changed:
+            self._waits.begin(time.monotonic())
             while not self._allowed:
                 check_open()
                 if self._refused:
-                    raise ConfigError(f"coordinator {self._name!r} refuses this run: {self._refused}.")
+                    raise self._refusal()
                 self._changed.wait(_HEARTBEAT_S)
-                if not self._allowed and time.monotonic() > told:
-                    told += 60.0
-                    command = f"farstep coordinator status{_option(self._name)}"
-                    self._emit("warned", f"waiting for {self.waiting_for}; '{command}' lists them")
+                self._report_wait()
+            self._waits.end(time.monotonic())
             self._uses_slots = True
             return self._allowed
 
     @property
     def waiting_for(self) -> str:
-        """The slots that the run waits for; empty while it may use some."""
-        needed = counted(self._register.minimum, "slot")
-        return "" if self._allowed else f"{needed} of coordinator {self._name!r}, which other runs are using"
+        """The slots that the run waits for; empty while it needs none or may use some."""
+        if self._allowed or not self._register.wanted:
+            return ""
+        return f"{counted(self._register.minimum, 'slot')} of coordinator {self._name!r}, which other runs are using"
 
     def snapshot(self) -> dict[str, Any]:
         """Return what the run wants and has got, as in `ClusterEnv.stats`."""
         return {"name": self._name, "granted": self._allowed, "wanted": self._register.wanted}
 
-    def drive(self, pool: WorkerPool) -> None:
-        """From now on, scale this pool."""
+    def drive(self, pool: WorkerPool, workers: int) -> None:
+        """From now on, scale this pool, which runs this number of workers."""
         with self._changed:
-            self._pool = pool
+            self._pool, self._applied = pool, workers
+        if self._per_session:
+            pool.use_slots_per_session(self)
         self._wake_up()
 
     def want(self, workers: int) -> None:
         """Tell the coordinator how many workers the run can use."""
         with self._changed:
-            self._register = msgspec.structs.replace(self._register, wanted=workers)
-        self._send(RequestSlots(self._register.workload, workers))
+            self._workers, self._report_at = workers, 0.0
+            if self._register.wanted:
+                self._request_slots()
+
+    def begin(self, *, for_rollout: bool) -> None:
+        """Request slots for a session (see `SessionSlots`)."""
+        with self._changed:
+            self._uses_session, self._applied = True, None
+            if not self._register.wanted:
+                self._waits.begin(time.monotonic())
+                number = self._register.request + 1
+                self._register = msgspec.structs.replace(self._register, request=number, for_rollout=for_rollout)
+                self._request_slots()
+                return
+        self._wake_up()  # the coordinator was down when the last session ended, so its slots were not returned
+
+    def _request_slots(self) -> None:
+        self._register = register = msgspec.structs.replace(self._register, wanted=self._workers)
+        self._send(RequestSlots(register.workload, register.wanted, register.request, register.for_rollout))
+
+    def end(self) -> None:
+        """Return the slots of a session (see `SessionSlots`)."""
+        with self._changed:
+            self._uses_session, self._applied = False, None
+            self._waits.end(time.monotonic())
+            if self._socket is not None:
+                self._forget_slots()
+                self._send(ReturnSlots(self._register.workload, self._register.request))
+
+    def _forget_slots(self) -> None:
+        self._register = msgspec.structs.replace(self._register, wanted=0)
+        self._allowed, self._acknowledged = 0, self._round
+
+    def waited_seconds(self) -> float:
+        """Return for how many seconds the run has waited for slots."""
+        with self._changed:
+            return self._waits.seconds(time.monotonic())
+
+    def _report_wait(self) -> None:
+        if not self._allowed and self._waits.report_is_due(time.monotonic()):
+            needed = counted(self._register.minimum, "slot")
+            where = (
+                f"which other runs are using; 'farstep coordinator status{_option(self._name)}' lists them"
+                if self._socket is not None
+                else f"which does not run; start it with 'farstep coordinator start --slots N{_option(self._name)}'"
+            )
+            self._emit("warned", f"waiting for {needed} of coordinator {self._name!r}, {where}")
+
+    def _refusal(self) -> ConfigError:
+        return ConfigError(f"coordinator {self._name!r} refuses this run: {self._refused}.")
 
     @contextlib.contextmanager
     def device_token(self, check_open: Callable[[], None]) -> Iterator[int]:
@@ -171,8 +274,7 @@ class CoordinatorClient:
             self._wait_for(lambda: self._turns[0] is turn, check_open)
             with self._changed:
                 self._requests_device, self._request = True, self._request + 1
-                workload, request = self._register.workload, self._request
-            self._send(RequestDevice(workload, request))
+                self._send(RequestDevice(self._register.workload, self._request))
             self._wait_for(lambda: self._device is not None, check_open)
             assert self._device is not None
             yield self._device
@@ -192,8 +294,8 @@ class CoordinatorClient:
                 check_open()
                 if self._closed:
                     raise ClosedError("the ClusterEnv was closed while a learner waited for a device.")
-                if self._refused:
-                    raise ConfigError(f"coordinator {self._name!r} refuses to lend a device: {self._refused}.")
+                if reason := self._no_device or self._refused:
+                    raise ConfigError(f"coordinator {self._name!r} refuses to lend a device: {reason}.")
                 self._changed.wait(_HEARTBEAT_S)
 
     def close(self) -> None:
@@ -213,7 +315,7 @@ class CoordinatorClient:
     def _run(self) -> None:
         heartbeat = 0.0
         while not self._closed:
-            if self._socket is None:
+            if self._socket is None and self._is_compatible:
                 self._reconnect()
             is_pending = self._acknowledged != self._round
             sources = [self._woken, *([] if self._socket is None else [self._socket])]
@@ -224,6 +326,8 @@ class CoordinatorClient:
             if self._socket in readable:
                 self._receive()
             self._apply()
+            with self._changed:
+                self._report_wait()
             if (now := time.monotonic()) > heartbeat + _HEARTBEAT_S:
                 heartbeat = now
                 self._send(Heartbeat(self._register.workload))
@@ -233,7 +337,7 @@ class CoordinatorClient:
 
     def _reconnect(self) -> None:
         try:
-            self._socket = self._connected()
+            self._connect()
         except OSError:
             return
         self._emit("warned", f"connected to coordinator {self._name!r} again")
@@ -241,8 +345,14 @@ class CoordinatorClient:
     def _receive(self) -> None:
         assert self._socket is not None
         try:
-            answer = _ANSWERS.decode(self._socket.recv(PACKET_BYTES))
-        except (OSError, msgspec.MsgspecError):
+            packet = self._socket.recv(PACKET_BYTES)
+            answer = _ANSWERS.decode(packet) if packet else None
+        except OSError:
+            answer = None
+        except msgspec.MsgspecError as error:
+            self._abandon(f"its answer cannot be read ({error}), so it may be of another version of farstep")
+            return
+        if answer is None:
             self._disconnect()
             return
         with self._changed:
@@ -250,25 +360,47 @@ class CoordinatorClient:
                 self._handle(answer)
                 self._changed.notify_all()
 
+    def _abandon(self, reason: str) -> None:
+        """Do without a coordinator of another version."""
+        with self._changed:
+            self._send(Leave(self._register.workload))
+            if self._socket is not None:
+                self._socket.close()
+            self._socket, self._is_compatible, self._refused = None, False, reason
+            self._changed.notify_all()
+        if self._uses_slots:  # otherwise `wait` raises
+            self._emit("warned", f"coordinator {self._name!r} cannot be used any more: {reason}")
+
     def _handle(self, answer: Answer) -> None:
         match answer:
+            case Welcome(protocol=protocol) if protocol == PROTOCOL:
+                self._welcomed = True
+            case Refused() if not self._welcomed:
+                self._abandon(answer.reason)
+            case _ if not self._welcomed:  # version 1 has no `Welcome`
+                self._abandon(other_version(answer.protocol if isinstance(answer, Welcome) else 1))
             case GrantSlots():
-                self._allowed, self._round = answer.slots, answer.round
-                self._acknowledged = -1
+                if answer.request == self._register.request and self._register.wanted:
+                    self._allowed, self._round = answer.slots, answer.round
+                    self._acknowledged = -1
+                    (self._waits.end if answer.slots else self._waits.begin)(time.monotonic())
             case GrantDevice() if self._requests_device and answer.request == self._request:
                 self._device = answer.device
             case GrantDevice() if not self._requests_device:  # the coordinator ended before it knew
                 self._send(ReturnDevice(self._register.workload))
+            case Refused(device=True):
+                self._no_device = answer.reason
             case Refused():
                 self._refused = answer.reason
             case NotRegistered():
                 self._allowed, self._device = 0, None
                 self._register = msgspec.structs.replace(self._register, workload=secrets.token_hex(16))
-                self._emit(
-                    "warned",
-                    f"coordinator {self._name!r} heard nothing from this run for longer than its lease, and gave its "
-                    "slots to others; waiting for slots again",
-                )
+                if self._register.wanted:
+                    self._emit(
+                        "warned",
+                        f"coordinator {self._name!r} heard nothing from this run for longer than its lease, and gave "
+                        "its slots to others; waiting for slots again",
+                    )
                 self._send(self._register)
                 if self._requests_device:
                     self._send(RequestDevice(self._register.workload, self._request))
@@ -281,6 +413,9 @@ class CoordinatorClient:
             running = 0 if not self._uses_slots else allowed + 1
         else:
             try:
+                if self._refused and self._uses_session and not allowed:
+                    with pool.locked():
+                        pool.fail(self._refusal())
                 if allowed != self._applied:
                     self._scale(pool, allowed)
                 running = pool.num_running()
@@ -291,14 +426,30 @@ class CoordinatorClient:
             self._send(Released(self._register.workload, this_round))
 
     def _scale(self, pool: WorkerPool, allowed: int) -> None:
-        if allowed:
-            pool.scale_workers(allowed)
-            if self._applied == 0:
-                self._emit("scaled", f"continuing with {counted(allowed, 'worker')}")
-        else:
-            pool.hold()
+        with pool.locked():  # no session begins or ends meanwhile
+            with self._changed:
+                applied = self._applied
+                if self._allowed != allowed or not self._uses_session:
+                    return
+                if not allowed and applied is None:
+                    return  # a session waits for its first slots, and the pool holds already
+                self._applied = allowed
+            if allowed:
+                pool.scale_workers(allowed, quiet=self._is_quiet(time.monotonic()))
+            else:
+                pool.hold()
+        if not allowed:
             self._emit("scaled", f"paused: coordinator {self._name!r} has given all slots of this run to other runs")
-        self._applied = allowed
+        elif applied == 0:
+            self._emit("scaled", f"continuing with {counted(allowed, 'worker')}")
+
+    def _is_quiet(self, now: float) -> bool:
+        """Return whether not to report another number of workers: if one was reported less than a minute ago. Runs that
+        return their slots between rollouts may change the share of other runs several times a second."""
+        if now < self._report_at:
+            return True
+        self._report_at = now + _REPORT_S
+        return False
 
     def _send(self, message: Message) -> None:
         """Send a message. If this fails, the thread connects again, which repeats what the coordinator must know."""
@@ -315,10 +466,11 @@ class CoordinatorClient:
         self._socket.close()
         self._socket = None
         if not self._closed:
+            keeps = "keeps its slots" if self._register.wanted and self._allowed else "has no slots now"
             self._emit(
                 "warned",
-                f"coordinator {self._name!r} has ended; this run keeps its slots and connects again when you start it "
-                "with the same name",
+                f"coordinator {self._name!r} has ended; this run {keeps} and connects again when you start it with the "
+                "same name",
             )
 
     def _wake_up(self) -> None:

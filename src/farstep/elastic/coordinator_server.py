@@ -2,7 +2,7 @@
 
 $XDG_STATE_HOME/farstep/coordinators/NAME/     mode 0700
 ├── socket        mode 0600; only processes of the same user are accepted
-├── state.json    replaced atomically before an answer is sent, so that no grant is forgotten
+├── state.json    written before an answer is sent, so that no grant is forgotten
 └── lock          locked while a coordinator runs
 """
 
@@ -20,8 +20,19 @@ from pathlib import Path
 
 import msgspec
 
-from farstep.checkpoint.files import sync_folder, write_file
-from farstep.elastic.coordinator import TURN_S, Answer, Coordinator, Heartbeat, Message, Register, Workload
+from farstep.elastic.coordinator import (
+    PROTOCOL,
+    TURN_S,
+    Answer,
+    Coordinator,
+    Heartbeat,
+    Message,
+    Refused,
+    Register,
+    Welcome,
+    Workload,
+)
+from farstep.elastic.state_file import StateFile
 from farstep.errors import ConfigError, LaunchError, counted
 
 PACKET_BYTES = 2**16
@@ -34,6 +45,8 @@ _CREDENTIALS = struct.Struct("3i")
 
 class StatusRequest(msgspec.Struct, tag="status", frozen=True):
     """Requests one `WorkloadStatus` per run, and then a `Status`."""
+
+    protocol: int = 1
 
 
 class WorkloadStatus(msgspec.Struct, tag="workload-status", frozen=True):
@@ -53,6 +66,7 @@ class Status(msgspec.Struct, tag="status-end", frozen=True):
     devices: int
     lease_s: float
     pid: int
+    protocol: int = 1
 
 
 _REQUESTS = msgspec.msgpack.Decoder(Message | StatusRequest)
@@ -110,6 +124,7 @@ class CoordinatorServer:
     ) -> None:
         self._folder, self._connections = folder, dict[str, socket.socket]()
         self._saved_at = 0.0
+        self._file = StateFile(folder)
         with contextlib.ExitStack() as opened:
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -147,15 +162,12 @@ class CoordinatorServer:
 
     def _restored(self, slots: int, devices: int, lease_s: float, turn_s: float) -> Coordinator:
         now = time.monotonic()
-        file = self._folder / "state.json"
-        try:
-            saved = file.read_bytes()
-        except FileNotFoundError:
+        if (saved := self._file.read()) is None:
             return Coordinator(slots, devices, lease_s, turn_s, now)
         try:
             coordinator = Coordinator.load(saved, slots, devices, lease_s, turn_s)
         except ConfigError as error:
-            raise ConfigError(f"{error} If none of its runs is alive, remove {file}.") from None
+            raise ConfigError(f"{error} If none of its runs is alive, remove {self._folder / 'state.json'}.") from None
         coordinator.renew(now)
         return coordinator
 
@@ -178,7 +190,8 @@ class CoordinatorServer:
                     elif now > self._saved_at + _SAVE_EVERY_S:
                         self._save()
             finally:
-                self._save()
+                self._file.replace(self.coordinator.save())
+                self._file.close()
                 for key in list(self._selector.get_map().values()):
                     if key.fileobj not in (self._listener, self._woken):
                         self._close(key.fileobj)  # type: ignore[arg-type]
@@ -201,19 +214,27 @@ class CoordinatorServer:
             self._selector.register(client, selectors.EVENT_READ, lambda: self._read(client))
 
     def _read(self, client: socket.socket) -> None:
+        packet = b""
         try:
             packet = client.recv(PACKET_BYTES)
             message = _REQUESTS.decode(packet)
         except BlockingIOError:
             return
         except (OSError, msgspec.MsgspecError):  # an empty packet is the end of the connection
-            self._close(client)
+            if other := _other_protocol(packet):
+                self._refuse(client, *other)
+            else:
+                self._close(client)
+            return
+        if isinstance(message, (Register, StatusRequest)) and message.protocol != PROTOCOL:
+            self._refuse(client, getattr(message, "workload", ""), message.protocol)
             return
         if isinstance(message, StatusRequest):
             self._send_status(client)
             return
         if isinstance(message, Register):
             self._connections[message.workload] = client
+            self._send_packet(client, Welcome(message.workload, PROTOCOL))
         answers = self.coordinator.handle(message, time.monotonic())
         if answers or not isinstance(message, Heartbeat):
             self._save()
@@ -236,12 +257,27 @@ class CoordinatorServer:
         self._connections = {id_: other for id_, other in self._connections.items() if other is not client}
         client.close()
 
+    def _refuse(self, client: socket.socket, workload: str, protocol: int) -> None:
+        """Refuse a client of another version, and ignore what else it sends: it would not understand the answers."""
+        self._selector.modify(client, selectors.EVENT_READ, lambda: self._ignore(client))
+        reason = (
+            f"the coordinator uses version {PROTOCOL} of its protocol, and this process version {protocol}; run both "
+            "with the same version of farstep, or start another coordinator for this process"
+        )
+        self._send_packet(client, Refused(workload, reason))
+
+    def _ignore(self, client: socket.socket) -> None:
+        try:
+            if client.recv(PACKET_BYTES):
+                return
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        self._close(client)
+
     def _save(self) -> None:
-        partial = self._folder / ".state.json.partial"
-        partial.unlink(missing_ok=True)
-        write_file(partial, [self.coordinator.save()])
-        partial.replace(self._folder / "state.json")
-        sync_folder(self._folder)
+        self._file.append(self.coordinator.save())
         self._saved_at = time.monotonic()
 
     def _send_status(self, client: socket.socket) -> None:
@@ -257,7 +293,20 @@ class CoordinatorServer:
                     waiting.index(workload.id) + 1 if workload.id in waiting else None,
                 ),
             )
-        self._send_packet(client, Status(coordinator.slots, len(coordinator.devices), coordinator.lease_s, os.getpid()))
+        devices = len(coordinator.devices)
+        self._send_packet(client, Status(coordinator.slots, devices, coordinator.lease_s, os.getpid(), PROTOCOL))
+
+
+def _other_protocol(packet: bytes) -> tuple[str, int] | None:
+    """Return the id and the version of a client of another version whose first message cannot be decoded."""
+    try:
+        match msgspec.msgpack.decode(packet):
+            case {"type": "register" | "status", "protocol": int(protocol), **rest} if protocol != PROTOCOL:
+                workload = rest.get("workload", "")
+                return (workload if isinstance(workload, str) else ""), protocol
+    except msgspec.MsgspecError:
+        pass
+    return None
 
 
 def connect(folder: Path, timeout_s: float) -> socket.socket:
@@ -287,18 +336,30 @@ def no_coordinator(name: str, error: OSError) -> str:
 
 def read_status(name: str, timeout_s: float = 5.0) -> tuple[Status, list[WorkloadStatus]]:
     """Request the status of a coordinator. Raise `LaunchError` if none runs."""
-    decoder = msgspec.msgpack.Decoder(WorkloadStatus | Status)
+    decoder = msgspec.msgpack.Decoder(WorkloadStatus | Status | Refused)
     runs: list[WorkloadStatus] = []
     try:
         with connect(coordinator_folder(name), timeout_s) as client:
-            client.send(msgspec.msgpack.encode(StatusRequest()))
+            client.send(msgspec.msgpack.encode(StatusRequest(PROTOCOL)))
             while isinstance(answer := decoder.decode(client.recv(PACKET_BYTES)), WorkloadStatus):
                 runs.append(answer)
     except OSError as error:
         raise LaunchError(no_coordinator(name, error)) from None
     except msgspec.MsgspecError as error:
         raise LaunchError(f"the coordinator gave no valid answer ({error}); is it of another version?") from None
+    if isinstance(answer, Refused):
+        raise LaunchError(f"the coordinator refuses to answer: {answer.reason}.")
+    if answer.protocol != PROTOCOL:
+        raise LaunchError(f"the coordinator cannot be asked for its status: {other_version(answer.protocol)}.")
     return answer, runs
+
+
+def other_version(protocol: int) -> str:
+    """Return the reason why a coordinator of another version cannot be used."""
+    return (
+        f"it uses version {protocol} of its protocol, and this process version {PROTOCOL}; restart it with the version "
+        "of farstep that this process uses, when its runs have ended"
+    )
 
 
 def status_text(status: Status, runs: list[WorkloadStatus]) -> Iterator[str]:

@@ -44,6 +44,10 @@ class WorkloadMonitor:
         self._starts.append(start_s)
         self._updates.append(update_s)
 
+    def longest_update(self) -> float:
+        """Return the longest update of the window in seconds; 0 if there is none."""
+        return max(self._updates, default=0.0)
+
     @property
     def is_stable(self) -> bool:
         """Whether the window is full and the durations of its updates are similar."""

@@ -20,17 +20,20 @@ class RunShare:
         config: Names the coordinator, if there is one, and the run's priority and minimum.
         num_workers: Number of workers that the run can use.
         emit: Receives events.
+        per_session: Whether the run holds slots only while it launches and while a session of tickets is open.
 
     Raises:
         LaunchError: The coordinator cannot be reached.
     """
 
-    def __init__(self, config: LaunchConfig, num_workers: int, emit: Emit) -> None:
-        self._min_workers = config.min_workers
+    def __init__(self, config: LaunchConfig, num_workers: int, emit: Emit, *, per_session: bool = False) -> None:
+        self._min_workers, self._per_session = config.min_workers, per_session
         self._devices = DeviceLedger()
         self._client: CoordinatorClient | None = None
         if config.coordinator is not None:
-            self._client = CoordinatorClient(config.coordinator, config.priority, config.min_workers, num_workers, emit)
+            self._client = CoordinatorClient(
+                config.coordinator, config.priority, config.min_workers, num_workers, emit, per_session=per_session
+            )
 
     def wait(self, check_open: Callable[[], None]) -> None:
         """Wait for the coordinator's slots.
@@ -52,8 +55,9 @@ class RunShare:
     def drive(self, pool: WorkerPool) -> None:
         """From now on, keep the number of running workers within the share."""
         if self._client is not None:
-            pool.scale_workers(self._slots)
-            self._client.drive(pool)
+            if not self._per_session:
+                pool.scale_workers(self._slots)
+            self._client.drive(pool, self._slots)
 
     def scale(self, pool: WorkerPool, workers: int) -> None:
         """Run this number of workers; with a coordinator, request them."""
@@ -75,6 +79,10 @@ class RunShare:
         """Return the use of devices and what the coordinator has granted, as in `ClusterEnv.stats`."""
         granted = {} if self._client is None else self._client.snapshot()
         return {"devices": self._devices.snapshot(), "coordinator": granted}
+
+    def waited_seconds(self) -> float:
+        """Return for how many seconds the run has waited for slots, as in `ClusterEnv.stats`."""
+        return 0.0 if self._client is None else self._client.waited_seconds()
 
     def close(self) -> None:
         """Give everything back. Call it after the workers have ended."""

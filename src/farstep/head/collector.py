@@ -69,6 +69,7 @@ class Collector:
             self,
             events,
             release_idle=env_config.release_idle,
+            prewarm=env_config.prewarm,
         )
         self._num_workers = len(self.server.records)
         self.counters = Counters(self._num_workers)
@@ -266,6 +267,7 @@ class Collector:
             parked = tickets.presence.parked_or_retiring
             request = self._intake.request = replace(request, incarnations=incarnations, parked=parked)
             tickets.open(max_staleness, request.num_chunks, batches, request.feed, request.rollouts)
+            self.server.begin_session(one_batch=batches == 1)
             return request
 
     def row_schema(self) -> tuple[Schema, dict[str, Structure]]:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from farstep.config.launch import EngineConfig, LaunchConfig
 from farstep.core import Received
+from farstep.elastic.coordinator_client import SessionSlots
 from farstep.errors import (
     AgentError,
     ClosedError,
@@ -38,6 +39,7 @@ from farstep.head.members.outbox import Outbox
 from farstep.head.members.parking import Parking
 from farstep.head.members.supervisor import Supervisor
 from farstep.head.members.worker_records import WorkerRecord, acting_servers, expected, split
+from farstep.head.prewarming import Prewarming
 from farstep.head.slow_call_warnings import WaitWarning, warn_while_slow
 from farstep.head.tickets.tickets import Tickets
 from farstep.launch import launcher_for
@@ -65,6 +67,7 @@ class Server:
         client: Handles the workers' answers.
         events: Receives the events of the run.
         release_idle: Whether to suspend workers while no session of tickets is open.
+        prewarm: Whether to resume them shortly before the next session is expected.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Server:
         events: EventLog,
         *,
         release_idle: bool = False,
+        prewarm: bool = False,
     ) -> None:
         refuse_nested_launch()
         self._pid = os.getpid()
@@ -98,7 +102,9 @@ class Server:
         self.gpus_per_worker = config.gpus_per_node / per_node
         self.tickets = Tickets(workers, config.fewest_nodes * per_node)
         self._holds = False
-        """Whether no tickets are issued, because other runs use the slots of this run."""
+        """Whether no tickets are issued, because this run has no slots."""
+        self._session_slots: SessionSlots | None = None
+        self._prewarming = Prewarming(self._resume_early, self._suspend_again) if prewarm else None
         self._failure: FarstepError | None = None
         self._closed = False
         self._closer = 0
@@ -155,15 +161,15 @@ class Server:
             self.supervisor.launcher.scale(nodes)
             self._want(len(self.records))
 
-    def scale_workers(self, workers: int) -> None:
-        """Change the number of workers that run. The last workers are parked."""
+    def scale_workers(self, workers: int, *, quiet: bool = False) -> None:
+        """Change the number of workers that run. The last workers are parked. `quiet`: emit no events."""
         with self.locked():
             self.raise_failure()
             self._holds = False
             self.supervisor.launcher.make_room(workers)
             before = self.tickets.presence.wanted
-            self._want(workers)
-            if workers != before:
+            self._want(workers, quiet=quiet)
+            if workers != before and not quiet:
                 self.events.emit("scaled", f"scaled from {before} to {counted(workers, 'worker')}")
 
     def hold(self) -> None:
@@ -172,6 +178,47 @@ class Server:
             self.raise_failure()
             self._holds = True
 
+    def use_slots_per_session(self, slots: SessionSlots) -> None:
+        """From now on, return the slots at the end of each session, and request them for the next one. A session issues
+        no tickets until `scale_workers` is called."""
+        with self.locked():
+            self._session_slots = slots
+            self._give_back()
+
+    def begin_session(self, *, one_batch: bool) -> None:
+        """Request slots for the session of tickets that was opened."""
+        was_early = False
+        if (prewarming := self._prewarming) is not None:
+            prewarming.rollout_begins(time.monotonic())
+            was_early, prewarming.is_early = prewarming.is_early, False
+        if self._session_slots is not None and not was_early:
+            self._session_slots.begin(for_rollout=one_batch)
+
+    def _resume_early(self) -> None:
+        """Resume all workers, and request slots, because the next session is expected soon."""
+        with self.locked():
+            if self._closed or self._failure is not None or self.tickets.is_open or self._prewarming is None:
+                return
+            self._prewarming.resumed()
+            for record in self.records:
+                self.supervisor.act_on(membership.Acquire(record.worker))
+            if self._session_slots is not None:
+                self._session_slots.begin(for_rollout=True)
+
+    def _suspend_again(self) -> None:
+        """Suspend workers that were resumed early, because no session was opened."""
+        with self.locked():
+            if self._closed or self.tickets.is_open or self._prewarming is None:
+                return
+            self._prewarming.is_early = False
+            self._give_back()
+
+    def _give_back(self) -> None:
+        self._parking.release()
+        if self._session_slots is not None:
+            self._holds = True
+            self._session_slots.end()
+
     def num_running(self) -> int:
         """Return the number of workers that may be using a core: all that are not parked; 0 if a `hold` has made all
         of them idle."""
@@ -179,10 +226,11 @@ class Server:
             self.raise_failure()
             return 0 if self._holds and not self.tickets.in_flight else len(self.available.present())
 
-    def _want(self, workers: int) -> None:
-        self._parking.want(workers)
+    def _want(self, workers: int, *, quiet: bool = False) -> None:
+        self._parking.want(workers, quiet=quiet)
         self.grant()
-        self._parking.release()
+        if self._prewarming is None or not self._prewarming.is_early:
+            self._parking.release()
 
     @contextlib.contextmanager
     def all_unparked(self) -> Iterator[None]:
@@ -213,6 +261,8 @@ class Server:
                 return
             self._closed, self._closer = True, threading.get_ident()
             try:
+                if self._prewarming is not None:
+                    self._prewarming.close()
                 self.supervisor.stop()
                 self.supervisor.resume_all()
                 self.outbox.send_stop()
@@ -480,8 +530,15 @@ class Server:
         if self._failure is not None or self._holds:
             return
         for issued in self.tickets.grant(self.available, self._client.version()):
+            if self._prewarming is not None:
+                self._prewarming.issued(time.monotonic())
             ticket, frames = self._client.make_ticket(issued)
             self.outbox.send(self.records[issued.worker], ticket, frames)
+
+    def note_first_chunk(self, busy_s: float) -> None:
+        """A worker has delivered its first chunk of a session, with which it was busy for `busy_s` seconds."""
+        if self._prewarming is not None:
+            self._prewarming.chunk_arrived(time.monotonic(), busy_s)
 
     def cancel(self) -> None:
         """End the session and cancel its open tickets."""
@@ -489,4 +546,6 @@ class Server:
         upto = self.tickets.cancel()
         if open_tickets:
             self.outbox.send_cancel(upto)
-        self._parking.release()
+        self._give_back()
+        if self._prewarming is not None:
+            self._prewarming.rollout_ended(time.monotonic(), self.tickets.presence.num_present)

@@ -59,11 +59,13 @@ class LaunchedRun:
 
     def stats(self) -> dict[str, Any]:
         """The counters for `ClusterEnv.stats`."""
-        return self.collector.snapshot() | self.share.snapshot()
+        found = self.collector.snapshot()
+        found["slots"]["waited_seconds"] = self.share.waited_seconds()
+        return found | self.share.snapshot()
 
     def diagnoses(self, metrics: Sequence[Mapping[str, float]]) -> list[Diagnosis]:
         """Return what `ClusterEnv.diagnose` does, then further causes that are independent of it."""
-        return self._monitor.diagnoses(self.collector.snapshot(), self.collector.kl_threshold, metrics)
+        return self._monitor.diagnoses(self.stats(), self.collector.kl_threshold, metrics)
 
     def close(self) -> None:
         """End the workers, and then give their slots back."""
@@ -101,7 +103,7 @@ class LaunchProgress:
         if run is None or not run.is_started:
             workers = "workers to start" if run is None else run.collector.server.waiting_for()
             return [Diagnosis(cause="starting", text=f"The run is waiting for {workers}.")]
-        return run.page_monitor.diagnoses(run.collector.snapshot(), self.kl_threshold)
+        return run.page_monitor.diagnoses(run.stats(), self.kl_threshold)
 
     def forget(self) -> None:
         """Show the run as before its launch, because the launch was interrupted."""
@@ -171,7 +173,8 @@ class Launch:
     def _launched(self) -> LaunchedRun:
         """Wait for the run's share, and return the run, before its start."""
         env_config, config, _, events = self._options
-        share = RunShare(config, config.num_workers(env_config.envs_per_node), events.emit)
+        num_workers = config.num_workers(env_config.envs_per_node)
+        share = RunShare(config, num_workers, events.emit, per_session=env_config.release_idle)
         self._progress.share = share
         try:
             share.wait(self.check_open)

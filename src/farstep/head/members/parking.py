@@ -54,11 +54,13 @@ class Parking:
         self._reported: set[int] = set()
         """Workers that an event has reported as parked since they last ran."""
 
-    def want(self, workers: int) -> None:
-        """Park all workers from number `workers` on, and unpark the others."""
+    def want(self, workers: int, *, quiet: bool = False) -> None:
+        """Park all workers from number `workers` on, and unpark the others. `quiet`: emit no events."""
         self._tickets.presence.wanted = workers
         for record in self._records:
             if record.worker >= workers:
+                if quiet:
+                    self._reported.add(record.worker)
                 self._supervisor.act_on(membership.Park(record.worker))
                 continue
             self._reported.discard(record.worker)

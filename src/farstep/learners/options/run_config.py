@@ -56,6 +56,8 @@ class RunConfig:
     release_idle: bool = False
     """Suspend all workers during updates of a learner that waits for its rollouts, such as ppo; learners that collect
     all the time release none."""
+    prewarm: bool = False
+    """With --release-idle: let workers continue shortly before the update is expected to end."""
     inference: str = "local"
     """Where actions are computed: `local` (in each worker), `served` (one acting server per node acts for its workers),
     or options of the acting server as JSON: '{"device": "cuda"}'."""
@@ -137,6 +139,7 @@ class RunConfig:
             "seed": self.seed,
             "kl_threshold": self.kl_threshold,
             "release_idle": self.release_idle,
+            "prewarm": self.prewarm,
             "inference": self._inference(),
         }
         if self.stagger is not None:

@@ -86,6 +86,14 @@ RULES: tuple[Rule, ...] = (
         find.threshold_without_effect,
     ),
     Rule(
+        "waiting for slots",
+        "limit",
+        "The run waits for slots of its coordinator for at least 30 % of the time (slots/waited_seconds)",
+        "'farstep coordinator status' shows which runs hold them. Raise priority, lower min_workers, or give the "
+        "coordinator more slots. Runs with release_idle (--release-idle) return their slots during updates.",
+        find.waiting_for_slots,
+    ),
+    Rule(
         "too many threads",
         "limit",
         "More than two threads per core are running or ready to run, because processes use several threads each",

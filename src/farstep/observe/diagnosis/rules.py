@@ -289,6 +289,17 @@ def _blocked(window: Window) -> dict[str, float]:
     return {"blocked_insert": insert, "blocked_sample": sample, "ratio": ratio}
 
 
+def waiting_for_slots(window: Window) -> Finding | None:
+    """Other runs use the slots of the coordinator."""
+    share = window.grown("slots", "waited_seconds") / window.seconds
+    if share < _WASTE:
+        return None
+    return Finding(
+        f"The run waits {percent(share)} of the time for slots of its coordinator, which other runs are using.",
+        {"slots/waited": share},
+    )
+
+
 def small_buffer(window: Window) -> Finding | None:
     """Chunks wait for room in the buffer, and by turns the learner waits for rows."""
     full, waits = window.grown("buffer", "full_s") / window.seconds, window.learner["wait"]

@@ -138,6 +138,12 @@ STATS_GROUPS = (
                 kind="counter",
                 unit="seconds",
             ),
+            _head(
+                "slots/waited_seconds",
+                "time in which the run waited for slots of its [coordinator](sharing.md); 0 without one",
+                kind="counter",
+                unit="seconds",
+            ),
         ),
     ),
     Namespace(

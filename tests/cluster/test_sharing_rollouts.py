@@ -1,0 +1,162 @@
+"""Runs that return their slots to a coordinator between rollouts: who gets them, and what ends a wait for them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import farstep
+from farstep.learners.loop.journal import Journal
+from farstep.testing import TableAgent
+from tests.cluster.checks import arrays_of, assert_same
+from tests.cluster.test_sharing import (
+    PATIENCE_S,
+    SOURCE,
+    held,
+    runs,
+    serving,
+    started,
+    started_coordinator,
+    times,
+    turns_of,
+    wait_until,
+)
+
+
+def releasing(name: str, workers: int = 2, **options: Any) -> farstep.ClusterEnv:
+    config = farstep.LocalConfig(workers_per_node=workers, coordinator=name, **options)
+    return farstep.ClusterEnv({**SOURCE, "release_idle": True}, config)
+
+
+def keeping(name: str, workers: int = 2, **options: Any) -> farstep.ClusterEnv:
+    config = farstep.LocalConfig(workers_per_node=workers, coordinator=name, **options)
+    return farstep.ClusterEnv(SOURCE, config)
+
+
+@contextlib.contextmanager
+def waiting(env: farstep.ClusterEnv, name: str) -> Any:
+    """Context manager: a thread collects with `env`, and waits for slots. Yields what it raises."""
+    raised: list[BaseException] = []
+
+    def collect() -> None:
+        try:
+            env.collect(TableAgent(), steps=2)
+        except farstep.FarstepError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    wait_until(lambda: any("queue" in run.state or "waiting" in run.state for run in runs(name)))
+    try:
+        yield raised
+    finally:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+def test_slots_are_held_only_during_rollouts_and_scaling_changes_the_next_request(tmp_path: Path) -> None:
+    agent = TableAgent()
+    with serving(tmp_path / "c", slots=4) as name, releasing(name, workers=4) as env:
+        wait_until(lambda: held(name) == [0])
+        assert len(env.collect(agent, steps=4).slots) == 4
+        wait_until(lambda: held(name) == [0])
+        assert runs(name)[0].state == "wants no slots"
+        env.scale(workers=1)
+        assert len(env.collect(agent, steps=4).slots) == 1
+        env.scale(workers=3)
+        assert len(env.collect(agent, steps=4).slots) == 3
+        stream = env.stream(agent, steps=4)
+        next(stream)
+        assert held(name) == [3]
+        env.scale(workers=2)
+        wait_until(lambda: held(name) == [2])
+        stream.close()
+        wait_until(lambda: held(name) == [0])
+        assert not env.events(["lost", "stuck", "warned"])
+        assert env.stats()["slots"]["waited_seconds"] >= 0
+
+
+def test_run_that_keeps_its_slots_lends_a_share_for_each_rollout(tmp_path: Path) -> None:
+    agent = TableAgent()
+    with serving(tmp_path / "c", slots=2) as name, keeping(name) as other, releasing(name) as env:
+        stream = other.stream(agent, steps=2)
+        next(stream)
+        for _ in range(2):
+            wait_until(lambda: held(name) == [2, 0])
+            assert env.collect(agent, steps=2).slots.tolist() == [0, 1]  # one worker
+            next(stream)
+        stream.close()
+
+
+def test_close_ends_a_wait_for_slots(tmp_path: Path) -> None:
+    with serving(tmp_path / "c", slots=1) as name, releasing(name, workers=1) as env, keeping(name, workers=1):
+        with waiting(env, name) as raised:
+            assert urllib.request.urlopen(env.status_url, timeout=PATIENCE_S).status == 200
+            wait_until(lambda: "waiting for 1 slot" in "".join(event.text for event in env.events("warned")))
+            assert env.stats()["slots"]["waited_seconds"] > 0
+            env.close()
+        assert isinstance(raised[0], farstep.ClosedError)
+        wait_until(lambda: held(name) == [1])
+
+
+def test_ctrl_c_ends_a_wait_for_slots_and_the_next_rollout_waits_again(tmp_path: Path) -> None:
+    agent = TableAgent()
+    with serving(tmp_path / "c", slots=1) as name, releasing(name, workers=1) as env:
+        with keeping(name, workers=1):
+            interrupt = threading.Thread(target=_interrupt_when_waiting, args=[name])
+            interrupt.start()
+            with pytest.raises(KeyboardInterrupt):
+                env.collect(agent, steps=2)
+            interrupt.join(PATIENCE_S)
+            wait_until(lambda: runs(name)[0].state == "wants no slots")
+        assert len(env.collect(agent, steps=2).slots) == 4
+
+
+def _interrupt_when_waiting(name: str) -> None:
+    wait_until(lambda: "queue" in runs(name)[0].state)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def all_beyond(outs: list[Path], before: list[int]) -> bool:
+    """Whether each run has made more than two rollouts since `before`."""
+    return all(len(times(out)) > number + 2 for out, number in zip(outs, before, strict=True))
+
+
+def test_runs_continue_after_the_coordinator_was_killed_and_restarted(tmp_path: Path) -> None:
+    folder, outs = tmp_path / "c", [tmp_path / "a", tmp_path / "b"]
+    with contextlib.ExitStack() as stack:
+        coordinator = stack.enter_context(started_coordinator(folder, "--slots", 1))
+        assert coordinator.stdout is not None and "1 slot" in coordinator.stdout.readline()
+        words = [("tests.cluster.sharing_run", folder, out, tmp_path / "lock", 1) for out in outs]
+        processes = [stack.enter_context(started(*each)) for each in words]
+        for _ in range(2):
+            before = [len(times(out)) for out in outs]
+            wait_until(functools.partial(all_beyond, outs, before))
+            coordinator.kill()
+            coordinator.wait()
+            coordinator = stack.enter_context(started_coordinator(folder, "--slots", 1))
+            assert coordinator.stdout is not None and "restored 2 runs" in coordinator.stdout.readline()
+        length = len(turns_of(outs))
+        wait_until(lambda: turns_of(outs)[length:].count("01") > 2)
+        assert [process.poll() for process in processes] == [None, None]  # otherwise too many steps at the same time
+
+
+def test_run_that_releases_is_resumed_by_one_that_does_not(tmp_path: Path) -> None:
+    agent, journal = TableAgent(), Journal()
+    with serving(tmp_path / "c", slots=2) as name:
+        with releasing(name) as env:
+            journal.add(env.collect(agent, steps=3))
+            saved, actions = env.save(), journal.actions()
+            assert held(name) == [0]
+            expected = arrays_of(env.collect(agent, steps=3))
+        with keeping(name) as env:
+            env.resume(agent, saved, actions)
+            assert_same(arrays_of(env.collect(agent, steps=3)), expected)
