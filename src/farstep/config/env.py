@@ -191,7 +191,8 @@ class EnvConfig(_Config):
     inference: OrMapping[Inference | ServedInference] = or_mapping("local")
     """Where and how actions are computed. `local`: each worker has a copy of the agent, and replaces its `act` by a
     faster version if both return the same values; `auto` means the same. `eager`: the same, but always call `act`.
-    `served`: one acting server per node acts for its workers; a mapping has its options: `{"device": "cuda"}`."""
+    `served`: one acting server per node acts for its workers; a mapping has its options: `{"device": "cuda"}`, or
+    `{"where": "head"}` for one server on the machine of the head."""
     stagger: OrMapping[Stagger | None] = or_mapping(None)
     """Spread environments over the horizon; a mapping is accepted: `{"horizon": 1000}`. None: all start together."""
     info_keys: Sequence[str] = ()

@@ -220,6 +220,45 @@ class Probe(msgspec.Struct, tag="probe"):
     """The names of the arrays in the frames."""
 
 
+class AdmitClient(msgspec.Struct, tag="admit-client"):
+    """Head to an acting server that listens on the network: accept this worker, with a key pair for the two processes.
+
+    The server refuses a `Join` of the worker that differs from these values.
+    """
+
+    worker: Count
+    incarnation: Count
+    first: Count
+    """The worker's first slot."""
+    num_envs: Count
+    obs: bytes
+    """How observations are nested, encoded by `codec.pack`."""
+    obs_schema: Schema
+    action_schema: Schema
+    public: bytes
+    secret: bytes
+
+
+class DropClient(msgspec.Struct, tag="drop-client"):
+    """Head to an acting server that listens on the network: a worker is lost, and its key is no longer valid."""
+
+    worker: Count
+
+
+class UseServer(msgspec.Struct, tag="use-server"):
+    """Head to worker: how to reach its acting server over the network.
+
+    The worker joins the server. It gets the message again if the server was restarted, and then joins the new one.
+    """
+
+    port: str
+    """The port on the machine of the head; with the transport `ipc`, the whole address."""
+    bulk_port: str
+    server_key: bytes
+    public: bytes
+    secret: bytes
+
+
 class Call(msgspec.Struct, tag="call"):
     """Head to worker: call a method of its host. The next frame has the pickled arguments.
 
@@ -253,6 +292,9 @@ FromHead = (
     | Newest
     | Weights
     | Probe
+    | AdmitClient
+    | DropClient
+    | UseServer
     | Call
     | Stop
 )
