@@ -248,7 +248,7 @@ def test_workers_can_be_parked_and_another_agent_used(options: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"inference": {"where": "hed"}}, "where is 'hed'"),
+        ({"inference": {"where": "hed"}}, "Did you mean 'head'"),
         ({"inference": {"dtype": "bfloat16"}}, "dtype is 'bfloat16'"),
         ({"inference": {"device": "tpu"}}, "expected 'cpu' or 'cuda'"),
         ({"inference": {"copies": 0}}, "at least 1"),

@@ -190,9 +190,10 @@ class EnvConfig(_Config):
     `none`, or `auto`, which measures the connection and chooses for each array."""
     inference: OrMapping[Inference | ServedInference] = or_mapping("local")
     """Where and how actions are computed. `local`: each worker has a copy of the agent, and replaces its `act` by a
-    faster version if both return the same values; `auto` means the same. `eager`: the same, but always call `act`.
+    faster version if both return the same values. `eager`: the same, but always call `act`.
     `served`: one acting server per node acts for its workers; a mapping has its options: `{"device": "cuda"}`, or
-    `{"where": "head"}` for one server on the machine of the head."""
+    `{"where": "head"}` for one server on the machine of the head. `auto`: measure `local` and `served` with the first
+    agent, and use the faster one."""
     stagger: OrMapping[Stagger | None] = or_mapping(None)
     """Spread environments over the horizon; a mapping is accepted: `{"horizon": 1000}`. None: all start together."""
     info_keys: Sequence[str] = ()

@@ -89,7 +89,7 @@ class Server:
         self._client, self.events = client, events
         workers = config.num_workers(envs_per_node)
         self.records = split(config.most_nodes, envs_per_node, workers, root)
-        self._plan = ActingPlan(workers, config.most_nodes, program.serving)
+        self._plan = ActingPlan(workers, config.most_nodes, program.serving, program.is_serving_optional)
         self.servers = acting_servers(self._plan.num_servers, workers, self.records[-1].stop)
         """The records of acting servers; empty if workers act themselves."""
         per_node = workers // config.most_nodes

@@ -17,6 +17,8 @@ class ActingPlan:
     nodes: int
     serving: ServedInference | None
     """None: workers act themselves, and there are no servers."""
+    is_optional: bool = False
+    """Whether workers may act themselves although there are servers (`inference="auto"`)."""
     _name: str = field(default_factory=lambda: f"farstep-acting-{os.urandom(16).hex()}")
     _secret: str = field(default_factory=lambda: os.urandom(32).hex(), repr=False)
     """With it, workers and acting servers authenticate each other: every process can list the names of sockets."""
@@ -65,7 +67,9 @@ class ActingPlan:
         is_server = self.is_server(number)
         server = number if is_server else self.server_of(number)
         copy = (server - self.num_workers) % self.copies
-        entries: dict[str, object] = {"acting": f"{self._name}-{server}", "acting_secret": self._secret, "gpu": None}
+        entries: dict[str, object] = {"acting": f"{self._name}-{server}", "acting_secret": self._secret}
+        if not self.is_optional:
+            entries["gpu"] = None
         if self.is_on_head:
             entries["acting_listen"] = list(listen)
         if is_server:

@@ -272,7 +272,7 @@ class Worker:
             self._actor.close()
         self._actor, self._weights.agent_id = None, -1
         self._weights.new_agent(message)
-        if self._program.serving is not None:
+        if message.served:
             self._join_server(message)
             return
         had_torch = "torch" in sys.modules

@@ -53,6 +53,8 @@ class SendAgent(msgspec.Struct, tag="send-agent"):
     agent: int
     base: str = ""
     """Content hash of the agent's base; empty if it has none."""
+    served: bool = False
+    """Whether an acting server acts for the worker, and has got the agent instead."""
 
 
 class Parameters(msgspec.Struct, tag="parameters"):
