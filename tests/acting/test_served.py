@@ -253,7 +253,6 @@ def test_workers_can_be_parked_and_another_agent_used(options: dict[str, Any]) -
         ({"inference": {"device": "tpu"}}, "expected 'cpu' or 'cuda'"),
         ({"inference": {"copies": 0}}, "at least 1"),
         ({"inference": {"windows_ms": 1}}, "window_ms"),
-        ({"inference": "served", "kl_threshold": 0.1}, "cannot combine"),
         ({"inference": "server"}, "served"),
     ],
 )

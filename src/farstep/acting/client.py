@@ -15,6 +15,7 @@ from farstep.acting.connections import Exchange, ServerAddress
 from farstep.acting.mailbox import (
     ANSWER,
     COUNTS_AS,
+    DIVERGENCE,
     EPISODES,
     FAILED,
     HELD,
@@ -30,6 +31,7 @@ from farstep.acting.mailbox import (
     USED,
     VERSION,
     MailboxLayout,
+    divergence_of_bits,
 )
 from farstep.batch import PRIORITY
 from farstep.core import Array, Link, Received
@@ -96,6 +98,8 @@ class ServedActor:
         self._exchange: Exchange | None = None
         self.version = self.passed = -1
         """The oldest version that acted in the current chunk, and the oldest that its rows count as."""
+        self.divergence: float | None = None
+        """The running divergence of the server's weights when it first acted in the current chunk."""
         self.newest = 0
         """The newest version that the head has announced; 0 with shared memory, where the server sees it at once."""
         self._requested = [0] * len(groups)
@@ -286,6 +290,7 @@ class ServedActor:
             rows[name][t, part] = arrays[name][part]
         if self._is_first[group]:
             self._is_first[group] = False
+            self.divergence = divergence_of_bits(mailbox.words[DIVERGENCE])
             for name in self._state_names:
                 self._chunk[name][part] = arrays[name][part]
         version, counts_as = words[VERSION], words[COUNTS_AS]

@@ -10,11 +10,10 @@ from farstep.acting.mailbox import (
     ANSWER,
     HELD,
     IS_FIRST,
-    PULLED_BYTES,
-    PULLS,
     REQUEST,
     SERVER_WORDS,
     STARTS,
+    TOTALS,
     USED,
     WORKER_WORDS,
     Mailbox,
@@ -29,6 +28,8 @@ from farstep.wire.channels.memory import SharedMemory
 
 if TYPE_CHECKING:
     from farstep.wire.channels.dealer import DealerLink
+
+_ANSWERED = (SERVER_WORDS, TOTALS)
 
 
 class Exchange(Protocol):
@@ -243,10 +244,12 @@ class RemoteExchange:
 
     def take(self, message: am.Acted, received: Received) -> None:
         mailbox = self.mailbox
-        if message.group >= len(mailbox.ranges) or len(message.words) != SERVER_WORDS.stop - SERVER_WORDS.start:
-            raise WireError(f"an answer for group {message.group} with {len(message.words)} words.")
+        counts = (len(message.words), len(message.totals))
+        if message.group >= len(mailbox.ranges) or counts != tuple(part.stop - part.start for part in _ANSWERED):
+            raise WireError(f"an answer for group {message.group} with {counts} words.")
         words = mailbox.group_words[message.group]
-        mailbox.words[PULLS], mailbox.words[PULLED_BYTES] = message.pulls, message.pulled_bytes
+        for i, word in enumerate(message.totals, TOTALS.start):
+            mailbox.words[i] = word
         if message.words[0] == words[REQUEST]:  # otherwise it answers a request of a cancelled chunk
             mailbox.fill(mailbox.layout.answer(bool(words[IS_FIRST])), message.group, received.frames[1])
             for i, word in enumerate(message.words, ANSWER):

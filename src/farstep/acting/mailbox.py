@@ -9,6 +9,7 @@ the server writes actions, then the same number as its answer.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,9 +20,12 @@ from farstep.errors import WireError
 from farstep.schema import ArraySpec, Schema
 from farstep.wire.channels.memory import SharedMemory
 
-HELD, PULLS, PULLED_BYTES = range(3)
+HELD, PULLS, PULLED_BYTES, DIVERGENCE = range(4)
 """Words of the whole mailbox: the ticket whose rows must all have one version (0: none), written by the worker; the
-number of weight pulls of this server, and the bytes that this worker reports for them, written by the server."""
+number of weight pulls of this server, the bytes that this worker reports for them, and the bits of the running
+divergence (see `divergence_bits`), written by the server."""
+TOTALS = slice(PULLS, DIVERGENCE + 1)
+"""The words of the whole mailbox that the server writes."""
 _HEAD_WORDS = 8
 REQUEST, TICKET, MIN_VERSION, IS_FIRST, USED, NEWEST = range(6)
 """Words of a group that the worker writes: number of the current request; its ticket; the oldest version that may act;
@@ -38,6 +42,17 @@ WORKER_WORDS, SERVER_WORDS = slice(REQUEST, NEWEST + 1), slice(ANSWER, FAILED + 
 STARTS, ROOTS, EPISODES = "#starts", "#roots", "#episodes"
 """Arrays beside observations, outputs and recurrent state; no agent can return these names."""
 _ALIGN = 64
+
+
+def divergence_bits(divergence: float | None) -> int:
+    """A divergence as a word; NaN means None."""
+    return int(np.float64(math.nan if divergence is None else divergence).view(np.int64))
+
+
+def divergence_of_bits(word: int) -> float | None:
+    """The divergence that `divergence_bits` encoded."""
+    divergence = float(np.int64(word).view(np.float64))
+    return None if math.isnan(divergence) else divergence
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,8 @@ class Joined(msgspec.Struct, tag="joined"):
     """Of the run's secret: `proof(secret, "server")`."""
     pulls: Count = 0
     """Number of weight pulls of this server so far."""
+    description: Schema = {}
+    """As `AgentReady.description`."""
 
 
 class Act(msgspec.Struct, tag="act"):
@@ -92,9 +94,8 @@ class Acted(msgspec.Struct, tag="acted"):
     group: Count
     words: list[Word]
     """The words of the group that the server writes."""
-    pulls: Count
-    pulled_bytes: Count
-    """The mailbox's words `PULLS` and `PULLED_BYTES`."""
+    totals: list[Word]
+    """The words `TOTALS` of the mailbox."""
 
 
 class Failed(msgspec.Struct, tag="failed"):

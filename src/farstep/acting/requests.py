@@ -12,10 +12,9 @@ from farstep.acting.mailbox import (
     EPISODES,
     HELD,
     IS_FIRST,
-    PULLED_BYTES,
-    PULLS,
     ROOTS,
     SERVER_WORDS,
+    TOTALS,
     USED,
     WORKER_WORDS,
     Mailbox,
@@ -119,5 +118,4 @@ def answer_frames(mailbox: Mailbox, group: int) -> list[bytes]:
     """The answer that the server has written into the mailbox, as a message."""
     words = mailbox.group_words[group]
     payload = mailbox.packed(mailbox.layout.answer(bool(words[IS_FIRST])), group)
-    totals = (mailbox.words[PULLS], mailbox.words[PULLED_BYTES])
-    return [am.encode(am.Acted(group, words[SERVER_WORDS].tolist(), *totals)), payload]
+    return [am.encode(am.Acted(group, words[SERVER_WORDS].tolist(), mailbox.words[TOTALS].tolist())), payload]

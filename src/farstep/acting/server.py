@@ -27,6 +27,7 @@ from farstep.acting.batching import next_batch
 from farstep.acting.mailbox import (
     ANSWER,
     COUNTS_AS,
+    DIVERGENCE,
     EPISODES,
     FAILED,
     HELD,
@@ -40,6 +41,7 @@ from farstep.acting.mailbox import (
     VERSION,
     Mailbox,
     MailboxLayout,
+    divergence_bits,
 )
 from farstep.acting.requests import (
     answer_frames,
@@ -51,6 +53,7 @@ from farstep.acting.requests import (
 )
 from farstep.core import BytesLike, Link, Received
 from farstep.errors import AgentError, WireError, report_of
+from farstep.rollout.probe_rows import ProbeRows
 from farstep.rollout.program import Program
 from farstep.rollout.progress import CANCEL, COUNT, PHASE, SERVED_BATCHES, SERVED_ROWS, SERVED_WAIT_US, Phase
 from farstep.rollout.rows import Slots
@@ -183,6 +186,10 @@ class ActingServer:
         self._reply: am.Joined | None = None
         self._rejection: am.Failed | None = None
         """Why the current agent cannot be used."""
+        self._probe_error: Exception | None = None
+        """What the agent raised when it was compared with a new version."""
+        self._divergence: float | None = None
+        """The last running divergence of the current weights."""
         self._running = True
         self._next_service = 0.0
         self._total_pulls = 0
@@ -287,6 +294,8 @@ class ActingServer:
                 self._weights.handle(message, received)
             case m.Cancel():
                 self._words[CANCEL] = message.upto
+            case m.Probe() if self._actor is not None and message.agent == self._weights.agent_id:
+                self._compare(message, received, self._actor)
             case m.AdmitClient() if self._network is not None:
                 self._drop(message.worker)
                 self._network.admit(message)
@@ -298,6 +307,19 @@ class ActingServer:
                 self._running = False
             case _:
                 pass  # for workers only, or an answer to a request that was given up
+
+    def _compare(self, probe: m.Probe, received: Received, actor: BatchActor) -> None:
+        """Compare the current weights with the version of a probe."""
+        if (probing := self._sync.probing) is None:
+            return
+        *frames, rows = received.frames[1:]
+        probing.recent.clear()
+        for index, version, arrays in unpack(rows):
+            probing.recent.add(ProbeRows(index, version, arrays))
+        try:
+            self._sync.compare(probe, frames, actor)
+        except Exception as error:
+            self._probe_error = error
 
     def _construct(self, message: m.Welcome, program: BytesLike) -> None:
         sys.path[:] = list(dict.fromkeys(message.path + sys.path))
@@ -314,7 +336,7 @@ class ActingServer:
         """Use this agent from now on; it is loaded when the first worker joins with its observations."""
         self._weights.new_agent(message)
         self._weights.agent_id, self._payload = message.agent, payload
-        self._actor = self._reply = self._rejection = None
+        self._actor = self._reply = self._rejection = self._probe_error = self._divergence = None
         for client in list(self._clients.values()):
             client.forget_groups()
             if client.waiting is not None:
@@ -436,7 +458,10 @@ class ActingServer:
         note = f"served on {actor.policy.device or 'cpu'}, {how}"
         parts = (pack(actor.structure), pack(actor.recorded))
         proof = am.proof(self._secret, "server")
-        self._reply = am.Joined(schema, *parts, state, pack(structure), note, actor.has_priorities, proof)
+        description = self._sync.start_probing(actor, obs, schema, structure)
+        self._reply = am.Joined(
+            schema, *parts, state, pack(structure), note, actor.has_priorities, proof, description=description
+        )
         self._actor = actor
 
     # ---- acting ----
@@ -490,6 +515,10 @@ class ActingServer:
         While a worker is inside a chunk that must have one version, the weights stay as they are. If they should
         change, chunks that have not begun wait for the end of that chunk.
         """
+        if self._probe_error is not None:
+            self._words[PHASE] = Phase.ACT
+            raise self._probe_error
+        pending = self._with_probe(pending)
         if not pending:
             return []
         actor, ticket = self._actor, m.Ticket(0, 0, 1, max(request.min_version for request in pending))
@@ -505,8 +534,20 @@ class ActingServer:
         self._sync.pull_if_needed(ticket, actor)
         totals = self._sync.take_totals()
         self._total_pulls += totals.pulls
+        self._divergence = self._divergence if self._sync.divergence is None else self._sync.divergence
         pending[0].client.mailbox.words[PULLED_BYTES] += totals.nbytes  # type: ignore[union-attr]
         return pending
+
+    def _with_probe(self, pending: Sequence[_Request]) -> Sequence[_Request]:
+        """The requests that do not have to wait for a probe of the newest version, which the head sends with every
+        publish. A worker or the shared memory may have announced the version earlier."""
+        actor, probing, weights = self._actor, self._sync.probing, self._sync.weights
+        if actor is None or probing is None or weights is None or actor.version < 0:
+            return pending
+        known = max(actor.version, probing.newest_probe)
+        if weights.newest() > known:
+            return []
+        return [request for request in pending if request.group.words[NEWEST] <= known]
 
     def _run(self, requests: Sequence[_Request], now: float) -> None:
         assert self._actor is not None
@@ -537,6 +578,7 @@ class ActingServer:
             client.failure = failure or client.failure
             assert client.mailbox is not None
             client.mailbox.words[PULLS] = self._total_pulls
+            client.mailbox.words[DIVERGENCE] = divergence_bits(self._divergence)
             group.words[VERSION], group.words[COUNTS_AS] = actor.version, counts_as
             group.words[FAILED] = int(failure is not None)
             self._fence()

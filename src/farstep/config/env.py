@@ -217,11 +217,6 @@ class EnvConfig(_Config):
             object.__setattr__(self, "inference", ServedInference.of(options))
         if not isinstance(self.inference, ServedInference):
             self._one_of("inference", Inference)
-        elif self.kl_threshold is not None or int(getattr(self.sync, "probes", 0)):
-            raise ConfigError(
-                "EnvConfig has served inference and a sync rule that measures divergence (kl_threshold or AAPS), which "
-                "this version cannot combine; use inference='local', or another rule such as farstep.sync.EveryK(4)."
-            )
         self._one_of("compression", Compression)
         self._at_least("envs_per_node", 1)
         object.__setattr__(self, "weights", WeightsConfig.of(self.weights))

@@ -36,7 +36,7 @@ from farstep.rollout.program import Program
 from farstep.rollout.sources import Source
 from farstep.schema import Schema, Structure, space_schema
 from farstep.sync import AAPS, Always
-from farstep.sync.rules import probes_of, threshold_of
+from farstep.sync.rules import threshold_of
 from farstep.wire import messages as m
 from farstep.wire.compression import available
 
@@ -52,7 +52,7 @@ class Collector:
         rule = env_config.sync or by_threshold
         self._transfer, self._info_keys = env_config.transfer, env_config.info_keys
         serving, is_auto = env_config.serving, False
-        if env_config.inference == "auto" and not isinstance(config, InProcessConfig) and not probes_of(rule):
+        if env_config.inference == "auto" and not isinstance(config, InProcessConfig):
             serving, is_auto = ServedInference(device="cuda" if config.gpus_per_node else "cpu"), True
         program = Program(
             Source.of(env_config),

@@ -325,7 +325,8 @@ class Worker:
         self._actor, self._weights.agent_id = actor, message.agent
         self._send(
             m.AgentReady(
-                message.agent, joined.schema, joined.recorded, joined.state, joined.state_structure, joined.note
+                *(message.agent, joined.schema, joined.recorded, joined.state, joined.state_structure),
+                *(joined.note, joined.description),
             )
         )
         self._words[PHASE] = Phase.IDLE
@@ -436,7 +437,7 @@ class Worker:
             infos=rollout.infos is not None,
             inference=self._actor.take_note() if self._actor is not None else "",
             passed=rollout.passed,
-            divergence=self._sync.divergence,
+            divergence=source.divergence,
             unmeasured=unmeasured,
             syncs=totals.pulls,
             synced_bytes=totals.nbytes,

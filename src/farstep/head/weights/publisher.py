@@ -26,6 +26,7 @@ from farstep.schema import Schema, differences
 from farstep.sync.rules import probes_of, rows_of
 from farstep.wire import messages as m
 from farstep.wire.channels.memory import write_immutable
+from farstep.wire.codec import pack
 
 
 class Publisher:
@@ -131,10 +132,12 @@ class Publisher:
             self.version = self._store.publish(agent)
             self._announce()
             for request, answer in probes:
-                record = self._server.records[request.worker]
+                record = self._server.supervisor.records[request.worker]
                 if record.ready and record.incarnation == request.incarnation:
                     probe = m.Probe(self.agent_id, self.version, request.indices, list(answer))
                     frames = [array.tobytes() for array in answer.values()]
+                    if record.is_server:  # it does not keep rows
+                        frames.append(pack([(rows.index, rows.version, dict(rows.arrays)) for rows in request.probed]))
                     self._counters.probes_sent += self._server.outbox.send(record, probe, frames)
             self._server.drain()
 
@@ -304,7 +307,9 @@ class Publisher:
             obs, action = self._rollouts.structures["obs"], structures["action"]
             comparison = Comparison(Policy(agent), obs, action, state, first.schema)
             comparison.expected = first.description
-            self.prober = Prober(comparison, self._server.records, rows_of(self._rule))
+            served = zip(self._server.servers, self._server.clients(), strict=True)
+            servers = list(served) if self._server.outbox.is_served else []
+            self.prober = Prober(comparison, self._server.records, rows_of(self._rule), servers)
         self._warnings.note_inference(first.inference)
 
     # ---- messages from workers ----

@@ -208,10 +208,11 @@ class Taken(msgspec.Struct, tag="taken"):
 
 
 class Probe(msgspec.Struct, tag="probe"):
-    """Head to worker, after a publish, if the sync rule measures divergence.
+    """Head to worker or acting server, after a publish, if the sync rule measures divergence.
 
     Each further frame has one array: the new policy's distribution parameters on observations that the worker has sent.
-    The worker evaluates its own policy on the same observations and passes the divergence to its sync rule.
+    The worker evaluates its own policy on the same observations and passes the divergence to its sync rule. An acting
+    server gets the observations in one more frame, encoded by `codec.pack`: index, version and arrays of each chunk.
     """
 
     agent: int
