@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 import farstep
 from farstep.head import inference_choice
-from tests.acting.agents import RandomAgent, WhoAgent
+from tests.acting.agents import RandomAgent, RandomRecurrentAgent, WhoAgent
 from tests.acting.test_served import actions_in_progress, batches
 from tests.cluster.checks import arrays_of, assert_balanced, assert_same, cluster, in_process, within
 from tests.cluster.toys import RememberingAgent
@@ -42,13 +40,9 @@ def test_the_measurement_chooses_and_says_so(choice: str) -> None:
         assert_balanced(env.stats())
 
 
-@pytest.mark.parametrize("options", [{"agent": RememberingAgent}, {"agent": RandomAgent, "transport": "tcp"}], ids=str)
-def test_batches_are_those_without_a_measurement(choice: str, options: dict[str, Any]) -> None:
-    make, transport = options["agent"], options.get("transport", "shm")
-    found, expected = (
-        batches(make(), inference, config=farstep.LocalConfig(workers_per_node=2, transport=transport))
-        for inference in ("auto", "local")
-    )
+def test_batches_are_those_without_a_measurement(choice: str) -> None:
+    options = {"transport": "tcp"} if choice == "served" else {}
+    found, expected = (batches(RandomRecurrentAgent(), inference, **options) for inference in ("auto", "local"))
     for measured, local in zip(found, expected, strict=True):
         assert_same(measured, local)
 

@@ -17,11 +17,7 @@ from tests.cluster.test_aaps import CoinAgent, divergence
 pytestmark = pytest.mark.slow  # real processes, or learning
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"inference": "served"}, {"inference": "served", "transport": "tcp"}, OVER_THE_NETWORK],
-    ids=["shm", "tcp", "head"],
-)
+@pytest.mark.parametrize("options", [{"inference": "served"}, OVER_THE_NETWORK], ids=["node", "head"])
 def test_a_server_pulls_exactly_when_the_divergence_exceeds_the_threshold(options: dict[str, Any]) -> None:
     delta, held, acted, expected, versions, seen = 0.05, 0.0, 0, [], [], []
     with cluster(envs=4, workers=2, sync=AAPS(delta, window=1), **options) as env:

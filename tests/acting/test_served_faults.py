@@ -75,10 +75,9 @@ def test_a_server_that_fails_is_replaced_and_every_batch_is_whole(
         assert any("acting server 2 was restarted" in event.text for event in env.events())
 
 
-@pytest.mark.parametrize("options", [{"inference": "served"}, OVER_THE_NETWORK], ids=["node", "head"])
-def test_recurrent_episodes_restart_when_the_server_was_killed(options: dict[str, Any]) -> None:
+def test_recurrent_episodes_restart_when_the_server_was_killed() -> None:
     agent = RememberingAgent()
-    with cluster(envs=4, workers=2, **options) as env:
+    with cluster(envs=4, workers=2, inference="served") as env:
         stream = env.stream(agent, steps=10, max_staleness=2)
         for i in range(8):
             batch = within(lambda: next(stream))
@@ -116,9 +115,8 @@ class SlowAgent(TableAgent):
         return super().act(obs)
 
 
-@pytest.mark.parametrize("options", [{"inference": "served"}, OVER_THE_NETWORK], ids=["node", "head"])
-def test_a_run_can_be_closed_while_workers_wait_for_the_server(options: dict[str, Any]) -> None:
-    env = cluster(envs=4, workers=2, timeouts=farstep.Timeouts(close_s=1.0), **options)
+def test_a_run_can_be_closed_while_workers_wait_for_the_server() -> None:
+    env = cluster(envs=4, workers=2, timeouts=farstep.Timeouts(close_s=1.0), **OVER_THE_NETWORK)
     env.launch()
     outcomes = together({"collect": lambda: env.collect(SlowAgent(), 20), "close": lambda: close_when_acting(env)})
     outcomes["close"].get()
