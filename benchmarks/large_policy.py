@@ -3,11 +3,16 @@
     python benchmarks/large_policy.py                      # all sizes and contenders on this machine
     python benchmarks/large_policy.py --quick              # a smoke run: one small policy, one second each
     python benchmarks/large_policy.py --sizes 4M --only local-cpu served-cpu --workers 2 --envs 32
+    python benchmarks/large_policy.py --where head --workers 2 --envs 16      # over a link of 1 Gbit/s; needs root
 
 Contenders: `local-cpu` and `local-cuda` (each worker has a copy of the policy), `served-cpu` and `served-cuda` (one
 acting server for all workers), `vec-cpu` and `vec-cuda` (`make_vec`, this process acts). The limit is the smaller of
 two numbers: environments alone, with random actions, and the policy alone with all environments in one batch, on the
 best device.
+
+With `--where head`, workers and head are on two hosts (network namespaces), and an acting server with the head chooses
+random actions. Observations have `--obs-bytes` bytes. They cross the link twice: to the server and in the rollout. The
+limit is the smaller one of environments alone and the link.
 """
 
 from __future__ import annotations
@@ -15,11 +20,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
 from children import run_script
@@ -65,6 +73,21 @@ class RandomPolicy:
         return {}
 
 
+class NoiseEnv(gymnasium.Env[Any, Any]):
+    """Returns the same bytes as observation of every step, at almost no cost."""
+
+    def __init__(self, size: int) -> None:
+        self.observation_space = gymnasium.spaces.Box(0, 255, (size,), np.uint8)
+        self.action_space = gymnasium.spaces.Discrete(4)
+        self._obs = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+
+    def reset(self, **options: Any) -> Any:
+        return self._obs, {}
+
+    def step(self, action: Any) -> Any:
+        return self._obs, 0.0, False, False, {}
+
+
 def rate(step: Callable[[], int], seconds: float) -> float:
     """Steps per second of repeated calls; the first is not measured."""
     step()
@@ -87,6 +110,40 @@ def collected(options: argparse.Namespace, agent: Any, inference: Any, gpus: int
         found = rate(step, options.seconds)
         stream.close()
         return found
+
+
+def over_a_link(options: argparse.Namespace) -> dict[str, float]:
+    """Steps per second with an acting server on another host than the workers."""
+    sys.path.append(str(BENCHMARKS.parent))
+    from tests.engines.namespaces import Network
+    from tests.engines.ssh_hosts import SshServer
+
+    with Network(["h1", "h2"], rate_mbit=options.mbit) as net, SshServer(network=net) as server:
+        asked = {"hosts": ["h2"], "ssh": ["ssh", "-T", *server.options], "head_address": net.address("h1")}
+        counts = ["--workers", options.workers, "--envs", options.envs, "--steps", options.steps]
+        counts += ["--seconds", options.seconds, "--obs-bytes", options.obs_bytes]
+        script = [sys.executable, str(Path(__file__)), "--on-host", json.dumps(asked), *map(str, counts)]
+        found: dict[str, float] = json.loads(net.run("h1", script, 300).splitlines()[-1])
+    found["link"] = options.mbit * 1e6 / 8 / (2 * options.obs_bytes)
+    return found
+
+
+def on_host(options: argparse.Namespace) -> dict[str, float]:
+    """What `over_a_link` runs on the host of the head."""
+    launch = {**json.loads(options.on_host), "workers_per_node": options.workers}
+    source = {"type": "factory", "env_name": NoiseEnv, "env_kwargs": {"size": options.obs_bytes}, "compression": "none"}
+    source |= {"envs_per_node": options.envs, "seed": 1}
+    found = {}
+    for name, inference, config in (
+        ("environments", "local", farstep.LocalConfig(workers_per_node=options.workers)),
+        ("local", "local", farstep.SSHConfig(**launch)),
+        ("served", {"where": "head"}, farstep.SSHConfig(**launch)),
+    ):
+        with farstep.ClusterEnv({**source, "inference": inference}, config) as env:
+            stream = env.stream(RandomPolicy(4), steps=options.steps)
+            found[name] = rate(lambda: int(np.prod(next(stream).shape)), options.seconds)
+            stream.close()
+    return found
 
 
 def stepped(options: argparse.Namespace, agent: LargePolicy, device: str) -> float:
@@ -139,6 +196,16 @@ def contenders(options: argparse.Namespace) -> dict[str, Callable[[LargePolicy],
 
 def main() -> int:
     options = parse_options()
+    if options.on_host:
+        print(json.dumps(on_host(options)))
+        return 0
+    if options.where == "head":
+        found = over_a_link(options)
+        limit = min(found["environments"], found["link"])
+        print(
+            f"{found}\nserved by the head: {found['served']:,.0f} steps/s, {found['served'] / limit:.2f} of the limit"
+        )
+        return 0
     with farstep.ClusterEnv({"env_name": options.env}, farstep.InProcessConfig()) as env:
         observations, actions = env.launch()
     options.num_inputs, num_actions = observations.shape[0], int(actions.n)
@@ -173,6 +240,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=32, help="length of a rollout")
     parser.add_argument("--seconds", type=float, default=10.0, help="measured time of one run")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="contenders")
+    parser.add_argument("--where", choices=["node", "head"], default="node", help="where acting servers are")
+    parser.add_argument("--mbit", type=float, default=1000.0, help="rate of the link with --where head")
+    parser.add_argument("--obs-bytes", type=int, default=7056, help="size of an observation with --where head")
+    parser.add_argument("--on-host", default="", help=argparse.SUPPRESS)
     parser.add_argument("--quick", action="store_true", help="a smoke run with two workers")
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "large_policy.json")
     options = parser.parse_args()

@@ -324,13 +324,16 @@ class ClusterEnv:
 
         Returns:
             Plain data and arrays: the version, and for each worker its episode counters, random states and recurrent
-            states; also for parked workers. `active_workers`: how many were not parked, if some were.
+            states; also for parked workers. `active_workers`: how many were not parked, if some were. `inference`: what
+            `inference="auto"` has chosen.
 
         Raises:
             FarstepError: A worker failed and could not be replaced.
         """
         collector = self._launched().collector
         saved = {"version": self.version, "workers": [] if self.cannot_replay else collector.save()}
+        if self.chosen_inference is not None:
+            saved["inference"] = self.chosen_inference
         active = collector.server.tickets.presence.wanted
         return saved if active == self.num_workers else {**saved, "active_workers": active}
 
@@ -374,7 +377,8 @@ class ClusterEnv:
         if reason := self.cannot_replay:
             self._events.emit("warned", f"restarting all episodes instead of resuming them: {reason}")
             workers = []
-        self._launched().collector.resume(agent, version, resumed_root(self.seed, version), workers, actions)
+        root, inference = resumed_root(self.seed, version), saved.get("inference")
+        self._launched().collector.resume(agent, version, root, workers, actions, inference)
         active = saved.get("active_workers")
         if active is not None and active < self.num_workers and not self.has_coordinator:
             self.scale(workers=active)
@@ -406,6 +410,11 @@ class ClusterEnv:
         """How workers call the agent: `fast`, or the reason why the fast path is not used; empty before the first
         rollout."""
         return self._launch.inference
+
+    @property
+    def chosen_inference(self) -> str | None:
+        """What `inference="auto"` has chosen, `local` or `served`; None before, and with another option."""
+        return self._launched().collector.choice.chosen
 
     def stats(self) -> dict[str, Any]:
         """Return counters and rates of the run. Launches the workers if necessary.

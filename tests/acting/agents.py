@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from farstep.testing import TableAgent
+from tests.cluster.toys import RememberingAgent
 
 
 class RandomAgent(TableAgent):
@@ -17,6 +18,13 @@ class RandomAgent(TableAgent):
     def act(self, obs: Any, rng: Any) -> dict[str, Any]:  # type: ignore[override]
         draws = np.array([each.random() for each in rng])
         return {"action": (draws * 3).astype(np.int64), "draw": draws}
+
+
+class RandomRecurrentAgent(RememberingAgent):
+    """Recurrent, and draws from `rng`."""
+
+    def act(self, obs: Any, state: Any, episode_start: Any, rng: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {**super().act(obs, state, episode_start), "draw": np.array([each.random() for each in rng])}
 
 
 class WhoAgent(TableAgent):

@@ -14,15 +14,7 @@ from farstep.acting.mailbox import EPISODES, ROOTS, USED, Mailbox, MailboxLayout
 from farstep.rollout.rows import Slots
 from farstep.schema import space_schema
 from farstep.testing import CountingEnv
-from tests.acting.agents import RandomAgent
-from tests.cluster.toys import RememberingAgent
-
-
-class RandomRecurrentAgent(RememberingAgent):
-    """Recurrent, and draws from `rng`."""
-
-    def act(self, obs: Any, state: Any, episode_start: Any, rng: Any) -> dict[str, Any]:  # type: ignore[override]
-        return {**super().act(obs, state, episode_start), "draw": np.array([each.random() for each in rng])}
+from tests.acting.agents import RandomAgent, RandomRecurrentAgent
 
 
 @pytest.fixture(params=[RandomAgent, RandomRecurrentAgent])

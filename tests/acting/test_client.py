@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from farstep.acting.client import ServedActor
+from farstep.acting.connections import LocalServer
 from farstep.rollout.rows import Slots
 from farstep.worker.inbox import TicketCancelled
 from tests.cluster.checks import within
 
 
 def served_actor(address: str, idle: Callable[[], None] = lambda: None) -> ServedActor:
-    return ServedActor(0, (address, "secret"), 0, Slots(0, [0], [0]), "obs", ({}, {}), [1], idle)
+    return ServedActor(0, LocalServer(address, "secret"), 0, Slots(0, [0], [0]), "obs", ({}, {}), [1], idle)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,15 @@ from farstep.errors import ConfigError
 from farstep.testing import CountingEnv, TableAgent
 from farstep.wire.channels.local import LocalLink
 from farstep.wire.codec import pack
-from tests.acting.agents import HoldingAgent, PriorAgent, RandomAgent, ThreadsAgent, VersionAgent, WhoAgent
+from tests.acting.agents import (
+    HoldingAgent,
+    PriorAgent,
+    RandomAgent,
+    RandomRecurrentAgent,
+    ThreadsAgent,
+    VersionAgent,
+    WhoAgent,
+)
 from tests.cluster.checks import (
     DEADLINE_S,
     arrays_of,
@@ -26,12 +34,17 @@ from tests.cluster.checks import (
     assert_same,
     assert_sound,
     cluster,
+    eventually,
     in_process,
     within,
 )
+from tests.cluster.nodes import node_config
 from tests.cluster.toys import NestedAgent, NestedEnv, RememberingAgent, counting_vector
 
 pytestmark = pytest.mark.slow  # real processes, or learning
+
+
+OVER_THE_NETWORK: dict[str, Any] = {"inference": {"where": "head"}, "transport": "tcp"}
 
 
 def copied(batch: farstep.Batch) -> dict[str, np.ndarray]:
@@ -69,27 +82,42 @@ def test_batches_equal_those_of_local_inference(make: Any) -> None:
         {"env": counting_vector, "type": "vector", "env_kwargs": {"mode": "NEXT_STEP"}},
         {"stagger": {"horizon": 12, "init": "policy"}, "agent": RememberingAgent},
         {"transport": "tcp", "agent": RememberingAgent},
+        {"transport": "shm", "where": "head"},
+        {"transport": "tcp", "where": "head", "agent": RandomRecurrentAgent},
+        {"transport": "ipc", "where": "head", "agent": PriorAgent},
+        {
+            "transport": "tcp",
+            "where": "head",
+            "stagger": {"horizon": 12, "init": "policy"},
+            "agent": RememberingAgent,
+        },
     ],
-    ids=["nested", "vector", "stagger", "tcp"],
+    ids=[
+        *("nested", "vector", "stagger", "tcp"),
+        *("head", "head-tcp", "head-ipc", "head-stagger"),
+    ],
 )
 def test_other_environments_and_transports_give_the_same_batches(options: dict[str, Any]) -> None:
     make = options.pop("agent", TableAgent)
     env = options.pop("env", CountingEnv)
+    served = {"copies": 2, "where": options.pop("where", "node")}
     if "transport" in options:
         options["config"] = farstep.LocalConfig(workers_per_node=2, transport=options.pop("transport"))
-    compare = zip(batches(make(), {"copies": 2}, env, **options), batches(make(), "local", env, **options), strict=True)
+    compare = zip(batches(make(), served, env, **options), batches(make(), "local", env, **options), strict=True)
     for served, local in compare:
         assert_same(served, local)
 
 
-def test_one_process_acts_for_all_workers() -> None:
-    with cluster(envs=6, workers=3, inference="served") as env:
+@pytest.mark.parametrize("options", [{"inference": "served"}, OVER_THE_NETWORK], ids=["node", "head"])
+def test_one_process_acts_for_all_workers(options: dict[str, Any]) -> None:
+    with cluster(envs=6, workers=3, **options) as env:
         batch = within(lambda: env.collect(WhoAgent(), 20))
         (pid,) = np.unique(batch["pid"])
+        eventually(lambda: env.stats()["acting"][0]["rows"] == 6 * 20)
         (server,) = env.stats()["acting"]
         assert pid == server["pid"] != os.getpid()
         assert (batch["slot"] == np.arange(6)).all()
-        assert server["rows"] == 6 * 20 and 1 <= server["batch_size"] <= 6
+        assert 1 <= server["batch_size"] <= 6
         assert env.stats()["pulls"] == {"total": 1, "per_worker": [1, 1, 1]}
         assert env.inference == "served on cpu, the agent's own act"
         assert any("acting server 3 joined" in event.text for event in env.events())
@@ -151,9 +179,10 @@ def test_every_row_has_the_version_that_chose_its_action() -> None:
     assert learner.number == 0
 
 
-def test_a_synchronous_chunk_has_one_version_although_others_are_published_meanwhile() -> None:
+@pytest.mark.parametrize("options", [{"inference": "served"}, OVER_THE_NETWORK], ids=["node", "head"])
+def test_a_synchronous_chunk_has_one_version_although_others_are_published_meanwhile(options: dict[str, Any]) -> None:
     agent, stop = HoldingAgent(), threading.Event()
-    with cluster(envs=4, workers=2, inference="served") as env:
+    with cluster(envs=4, workers=2, **options) as env:
         within(lambda: env.collect(agent, 1))
 
         def publish() -> None:
@@ -174,8 +203,9 @@ def test_a_synchronous_chunk_has_one_version_although_others_are_published_meanw
             thread.join()
 
 
-def test_a_stopped_rollout_loses_no_row_of_recurrent_episodes() -> None:
-    with cluster(envs=4, workers=2, inference="served") as env:
+@pytest.mark.parametrize("options", [{"inference": "served"}, OVER_THE_NETWORK], ids=["node", "head"])
+def test_a_stopped_rollout_loses_no_row_of_recurrent_episodes(options: dict[str, Any]) -> None:
+    with cluster(envs=4, workers=2, **options) as env:
         agent = RememberingAgent()
         for _ in range(3):
             stream = env.stream(agent, steps=50, max_staleness=3)
@@ -194,22 +224,25 @@ def actions_in_progress(batch: farstep.Batch) -> list[dict[str, np.ndarray]]:
     return [{"action": batch["action"][len(starts) if ended[i] else t :, i].copy()} for i, t in enumerate(first)]
 
 
-@pytest.mark.parametrize("make", [RememberingAgent, RandomAgent])
-def test_saved_runs_continue_with_state_and_generators(make: Any) -> None:
-    agent = make()
-    with cluster(envs=3, workers=2, inference="served") as env:
+@pytest.mark.parametrize(
+    ("make", "options"), [(RememberingAgent, {}), (RandomAgent, {}), (RememberingAgent, OVER_THE_NETWORK)]
+)
+def test_saved_runs_continue_with_state_and_generators(make: Any, options: dict[str, Any]) -> None:
+    agent, options = make(), {"inference": "served", **options}
+    with cluster(envs=3, workers=2, **options) as env:
         actions = actions_in_progress(within(lambda: env.collect(agent, 30)))
         saved = within(env.save)
         expected = arrays_of(within(lambda: env.collect(agent, 6)).copy())
-    with cluster(envs=3, workers=2, inference="served") as env:
+    with cluster(envs=3, workers=2, **options) as env:
         within(lambda: env.resume(agent, saved, actions))
         found = arrays_of(within(lambda: env.collect(agent, 6)))
         same = ("obs", "action", "reward", "age" if make is RememberingAgent else "draw")
         assert_same({name: found[name] for name in same}, {name: expected[name] for name in same})
 
 
-def test_workers_can_be_parked_and_another_agent_used() -> None:
-    with cluster(envs=4, workers=2, inference="served", release_idle=True) as env:
+@pytest.mark.parametrize("options", [{"inference": "served"}, OVER_THE_NETWORK], ids=["node", "head"])
+def test_workers_can_be_parked_and_another_agent_used(options: dict[str, Any]) -> None:
+    with cluster(envs=4, workers=2, release_idle=True, **options) as env:
         assert_sound(within(lambda: env.collect(TableAgent(), 5)))
         within(lambda: env.scale(workers=1))
         assert within(lambda: env.collect(RememberingAgent(), 5)).shape[1] == 2
@@ -220,12 +253,11 @@ def test_workers_can_be_parked_and_another_agent_used() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"inference": {"where": "head"}}, "where is 'head'"),
+        ({"inference": {"where": "hed"}}, "Did you mean 'head'"),
         ({"inference": {"dtype": "bfloat16"}}, "dtype is 'bfloat16'"),
         ({"inference": {"device": "tpu"}}, "expected 'cpu' or 'cuda'"),
         ({"inference": {"copies": 0}}, "at least 1"),
         ({"inference": {"windows_ms": 1}}, "window_ms"),
-        ({"inference": "served", "kl_threshold": 0.1}, "cannot combine"),
         ({"inference": "server"}, "served"),
     ],
 )
@@ -237,6 +269,11 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], reason: s
 def test_workers_in_the_callers_process_cannot_be_served() -> None:
     with pytest.raises(ConfigError, match="InProcessConfig starts no processes"):
         cluster(config=in_process(), inference="served").launch()
+
+
+def test_workers_that_send_through_their_daemon_cannot_be_served_by_the_head(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="relay=True"):
+        cluster(config=node_config(tmp_path, 1, relay=True), inference={"where": "head"}).launch()
 
 
 def test_a_network_says_once_that_its_actions_are_not_bit_for_bit_the_same() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from farstep.errors import RemoteEnvError, WorkerDied, WorkerStuck
 from farstep.testing import CountingEnv, TableAgent
 from farstep.testing.envs import do_fault
 from tests.acting.agents import UnloadableAgent, VersionAgent
-from tests.acting.test_served import actions_in_progress
+from tests.acting.test_served import OVER_THE_NETWORK, actions_in_progress
 from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, together, within
 from tests.cluster.faulty import once
 from tests.cluster.toys import RememberingAgent
@@ -49,10 +50,18 @@ def server_pid(env: farstep.ClusterEnv) -> int:
     return int(env.stats()["acting"][0]["pid"])
 
 
-@pytest.mark.parametrize("fault", ["sigkill", "exit", "hang", "sigstop", "memory"])
-def test_a_server_that_fails_is_replaced_and_every_batch_is_whole(fault: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "options"),
+    [
+        *((fault, {"inference": "served"}) for fault in ("sigkill", "exit", "hang", "sigstop", "memory")),
+        *((fault, OVER_THE_NETWORK) for fault in ("sigkill", "hang")),
+    ],
+)
+def test_a_server_that_fails_is_replaced_and_every_batch_is_whole(
+    fault: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     agent = FaultyActor(fault, str(tmp_path))
-    with cluster(envs=4, workers=2, inference="served", timeouts=LIMITS) as env:
+    with cluster(envs=4, workers=2, timeouts=LIMITS, **options) as env:
         for _ in range(6):
             batch = within(lambda: env.collect(agent, 20))
             assert batch.shape == (20, 4)
@@ -90,6 +99,34 @@ def test_a_run_that_is_saved_while_its_server_restarts_has_no_wrong_recurrent_st
         within(lambda: env.resume(agent, saved, actions))
         batch = within(lambda: env.collect(agent, 10))
         np.testing.assert_array_equal(batch["age"], batch["obs"][..., 1] + 1)
+
+
+class SlowAgent(TableAgent):
+    """Never returns from its second call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = 0
+
+    def act(self, obs: Any) -> Any:
+        self._calls += 1
+        if self._calls > 1:
+            time.sleep(600)
+        return super().act(obs)
+
+
+def test_a_run_can_be_closed_while_workers_wait_for_the_server() -> None:
+    env = cluster(envs=4, workers=2, timeouts=farstep.Timeouts(close_s=1.0), **OVER_THE_NETWORK)
+    env.launch()
+    outcomes = together({"collect": lambda: env.collect(SlowAgent(), 20), "close": lambda: close_when_acting(env)})
+    outcomes["close"].get()
+    with pytest.raises(farstep.ClosedError):
+        outcomes["collect"].get()
+
+
+def close_when_acting(env: farstep.ClusterEnv) -> None:
+    eventually(lambda: env.stats()["in_flight"])
+    env.close()
 
 
 class BlockingEnv(CountingEnv):
@@ -176,9 +213,10 @@ def test_a_server_that_always_fails_uses_up_the_restart_budget(fault: str, error
         assert "acting server 2" in str(caught.value)
 
 
-def test_a_worker_that_dies_does_not_disturb_the_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"inference": "served"}, OVER_THE_NETWORK], ids=["node", "head"])
+def test_a_worker_that_dies_does_not_disturb_the_server(options: dict[str, Any], tmp_path: Path) -> None:
     kwargs = {"fault": "sigkill", "phase": "step", "at": 12, "marker": str(tmp_path / "dead")}
-    with cluster(farstep.testing.FaultyEnv, envs=4, workers=2, inference="served", env_kwargs=kwargs) as env:
+    with cluster(farstep.testing.FaultyEnv, envs=4, workers=2, env_kwargs=kwargs, **options) as env:
         for _ in range(4):
             assert_sound(within(lambda: env.collect(TableAgent(), 10)))
         assert env.stats()["acting"][0]["restarts"] == 0

@@ -1,6 +1,6 @@
 """A head that a test runs on one host of a network: collects until it is told to stop, and says what it saw.
 
-    python far_head.py '{"hosts": [...], "ssh": [...], "options": {...}, "steps": 16, "size": 0, "train": false}'
+    python far_head.py '{"hosts": [...], "ssh": [...], "options": {...}, "steps": 16, "size": 0, "inference": "local"}'
 
 Every line of its output is JSON: a batch each (columns, whether all rows follow the ones before), at the end the
 counters. A line on its standard input ends it.
@@ -56,7 +56,8 @@ def main() -> None:
     if size := asked["size"]:
         source |= {"env_name": WideEnv, "env_kwargs": {"size": size}}
         agent, key = WideAgent(), "obs.count"
-    with farstep.ClusterEnv({**source, "envs_per_node": 2, "seed": 3}, config) as env:
+    source |= {"envs_per_node": 2, "seed": 3, "inference": asked["inference"]}
+    with farstep.ClusterEnv(source, config) as env:
         last: dict[int, float] = {}
         while not select.select([sys.stdin], [], [], 0)[0]:
             began = time.monotonic()

@@ -93,6 +93,8 @@ FROM_WORKER: list[m.FromWorker] = [
     ),
     m.Part(1, 1, -1, 0, ["obs"], 0),
     m.Reply(1),
+    m.ClientAdmitted(1, 0),
+    m.RejectClient(1, "why"),
     m.Failure("message", "traceback", "step", "ValueError", 1, 2, 3, 4, 5, True, 6, 7, True),
     m.StepInfos(),
     m.RequestSend(1, 1),

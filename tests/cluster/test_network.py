@@ -37,6 +37,7 @@ class FarHead:
         size: int,
         hosts: Sequence[str] = (),
         ssh: Sequence[str] = (),
+        inference: Any = "local",
         **options: Any,
     ) -> None:
         asked = {
@@ -45,6 +46,7 @@ class FarHead:
             "options": {"workers_per_node": 1, "head_address": network.address("h1"), **options},
             "steps": steps,
             "size": size,
+            "inference": inference,
         }
         self._log = folder / "head.log"
         with self._log.open("wb") as log:
@@ -110,9 +112,11 @@ def far_head(
             head.process.end()
 
 
-@pytest.mark.parametrize("relay", [False, True], ids=["direct", "relay"])
-def test_a_broken_link_that_comes_back_within_the_lease_loses_nothing(tmp_path: Path, relay: bool) -> None:
-    with far_head(tmp_path, size=100_000, lease_s=30, relay=relay) as (net, head):
+@pytest.mark.parametrize(
+    "options", [{}, {"relay": True}, {"inference": {"where": "head"}}], ids=["direct", "relay", "served"]
+)
+def test_a_broken_link_that_comes_back_within_the_lease_loses_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
+    with far_head(tmp_path, size=100_000, lease_s=30, **options) as (net, head):
         head.wait_for(5, columns=4)
         for _ in range(3):
             net.cut("h2")

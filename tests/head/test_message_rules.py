@@ -20,6 +20,8 @@ VALID: list[tuple[m.FromWorker, Sequence[State], Sequence[int], Sequence[int]]] 
     (m.Hello(0, 0, "run", "host", 1, {}), [S], [0], [0]),
     (m.Ready(b"", b""), [C], [0], [0]),
     (m.Failure("message", "traceback", "step"), [C, A], [0], [0]),
+    (m.ClientAdmitted(0, 0), [A], [0], [0]),
+    (m.RejectClient(0, "why"), [A], [0], [0]),
     (m.AgentReady(1, {}, b""), [A], [0], [0]),
     (m.Reply(1), [A], [1], [1]),
     (m.Idle(), [A], [0], [0]),

@@ -1,5 +1,6 @@
-"""Served inference: an acting server holds the only copy of the policy on its node and acts for the workers there.
+"""Served inference: an acting server holds the only copy of the policy, and acts for the workers of its node or of all.
 
-Workers and server exchange observations and actions through a `Mailbox` in shared memory, one per worker, and wake each
-other with doorbells. A Unix socket carries everything that is rare: joining, saved state, errors.
+Workers and server exchange observations and actions through a `Mailbox`, one per worker. On one host it is in shared
+memory, and they wake each other with doorbells; a Unix socket carries everything that is rare: joining, saved state,
+errors. Over the network, both have a mailbox, and messages carry what is written into it.
 """

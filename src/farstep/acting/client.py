@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,9 +11,11 @@ from typing import Any
 import numpy as np
 
 from farstep.acting import messages as am
+from farstep.acting.connections import Exchange, ServerAddress
 from farstep.acting.mailbox import (
     ANSWER,
     COUNTS_AS,
+    DIVERGENCE,
     EPISODES,
     FAILED,
     HELD,
@@ -29,17 +30,15 @@ from farstep.acting.mailbox import (
     TICKET,
     USED,
     VERSION,
-    Mailbox,
     MailboxLayout,
+    divergence_of_bits,
 )
 from farstep.batch import PRIORITY
-from farstep.core import Array, Received
+from farstep.core import Array, Link, Received
 from farstep.errors import WireError
 from farstep.rollout.rows import Rows, Slots
 from farstep.schema import Schema, Structure, leaf_names
-from farstep.wire.channels.doorbell import Doorbell, Fence
-from farstep.wire.channels.local import LocalLink, is_own_process
-from farstep.wire.channels.memory import SharedMemory
+from farstep.wire.channels.doorbell import Fence
 from farstep.wire.codec import pack, unpack
 from farstep.wire.messages import Ticket
 from farstep.worker.acting import prioritized_rows
@@ -71,7 +70,7 @@ class ServedActor:
 
     Args:
         worker: The worker's number.
-        address: Name of the server's abstract socket, and the secret that the server must have.
+        address: How to reach the server.
         agent: Number of the agent that the head has sent.
         slots: The worker's slots.
         obs: How observations are nested.
@@ -83,7 +82,7 @@ class ServedActor:
     def __init__(
         self,
         worker: int,
-        address: tuple[str, str],
+        address: ServerAddress,
         agent: int,
         slots: Slots,
         obs: Structure,
@@ -92,12 +91,15 @@ class ServedActor:
         idle: Callable[[], None],
     ) -> None:
         self._worker, self.agent, self._slots, self._obs = worker, agent, slots, obs
-        self._address, self._secret = address
+        self._address = address
         self._obs_schema, self._action_schema = schemas
         self._num_groups, self.idle = groups, idle
-        self._link: LocalLink | None = None
+        self._link: Link | None = None
+        self._exchange: Exchange | None = None
         self.version = self.passed = -1
         """The oldest version that acted in the current chunk, and the oldest that its rows count as."""
+        self.divergence: float | None = None
+        """The running divergence of the server's weights when it first acted in the current chunk."""
         self.newest = 0
         """The newest version that the head has announced; 0 with shared memory, where the server sees it at once."""
         self._requested = [0] * len(groups)
@@ -108,7 +110,8 @@ class ServedActor:
     @property
     def groups(self) -> list[slice]:
         """The environments of each group."""
-        return self._mailbox.ranges
+        assert self._exchange is not None
+        return self._exchange.mailbox.ranges
 
     # ---- connecting ----
 
@@ -136,7 +139,7 @@ class ServedActor:
                         self._obs_schema,
                         self._action_schema,
                         self._num_groups,
-                        am.proof(self._secret, "worker"),
+                        am.proof(self._address.secret, "worker"),
                     ),
                     pack(dict(current)),
                 )
@@ -144,29 +147,18 @@ class ServedActor:
                 self.idle()
                 time.sleep(_RETRY_S)
                 continue
-            if not isinstance(reply, am.Joined) or len(received.fds) != 3:
+            if not isinstance(reply, am.Joined):
                 raise WireError(f"the acting server answered {type(reply).__name__} to a Join.")
-            if not hmac.compare_digest(reply.proof, am.proof(self._secret, "server")):
+            if not hmac.compare_digest(reply.proof, am.proof(self._address.secret, "server")):
                 raise WireError("the process at the acting server's address does not have the secret of this run.")
             self._attach(reply, received)
             return reply
 
     def _connect(self) -> None:
-        while True:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            try:
-                sock.connect("\0" + self._address)
-                if is_own_process(sock):
-                    self._link = LocalLink(sock)
-                    return
-            except (ConnectionRefusedError, BlockingIOError):
-                pass  # it is starting
-            except BaseException:
-                sock.close()
-                raise
-            sock.close()
+        while (link := self._address.connect()) is None:
             self.idle()
             time.sleep(_RETRY_S)
+        self._link = link
 
     def _ask(self, message: am.FromClient, *frames: bytes) -> tuple[am.FromServer, Received]:
         """Send a request and wait for its answer.
@@ -178,40 +170,51 @@ class ServedActor:
         if self._link is None:
             raise ServerLost
         try:
+            if self._exchange is not None:
+                self._exchange.update()
             self._link.send([am.encode(message), *frames])
-            while (received := self._link.receive(_WAIT_S)) is None:
-                self.idle()
+            while True:
+                received = self._link.receive(_WAIT_S)
+                if received is None:
+                    self._wait_once(self.idle)
+                    continue
+                reply = am.decode_from_server(received.frames)
+                if not isinstance(reply, am.Acted):
+                    break
+                if self._exchange is not None:  # otherwise it answers a request of the last agent
+                    self._exchange.take(reply, received)
         except (EOFError, ConnectionError) as error:
             raise ServerLost from error
-        reply = am.decode_from_server(received.frames)
         if isinstance(reply, am.Failed):
             raise ServedError(reply)
         return reply, received
 
+    def _wait_once(self, idle: Callable[[], None]) -> None:
+        """Called while nothing arrives. Raise `ServerLost` if the head has named another server meanwhile."""
+        idle()
+        if not self._address.is_current():
+            raise ServerLost
+
     def _attach(self, reply: am.Joined, received: Received) -> None:
-        assert self._link is not None
-        memory, server, own = received.fds
         layout = MailboxLayout(self._num_groups, self._obs_schema, reply.schema, reply.state)
-        self._mailbox = Mailbox(SharedMemory(memory, layout.nbytes), layout)
-        self._server, self._doorbell = Doorbell(server), Doorbell(own)
-        self._poll = self._doorbell.poll_with([self._link.fileno()])
+        self._exchange = self._address.exchange(received, layout)
+        self._mailbox = self._exchange.mailbox
         self.structure: dict[str, Any] = unpack(reply.structure)
         self._outputs = leaf_names(self.structure)
         self._state_names = list(reply.state)
         self.has_priorities = reply.has_priorities
         self._requested = [0] * len(self._num_groups)
-        self._reported_pulls, self._reported_bytes = self._mailbox.words[PULLS], 0
+        self._mailbox.words[PULLS] = self._reported_pulls = reply.pulls
+        self._reported_bytes = 0
 
     def close(self) -> None:
         """Disconnect."""
         if self._link is not None:
-            self._link.close()
+            self._address.disconnect(self._link)
             self._link = None
-            if hasattr(self, "_mailbox"):
-                self._mailbox.close()
-                self._server.close()
-                self._doorbell.close()
-                del self._mailbox
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
 
     def take_note(self) -> str:
         """Nothing: the server reports how it calls the policy when a worker joins."""
@@ -221,7 +224,7 @@ class ServedActor:
 
     def begin(self, rows: Rows) -> None:
         """Start a chunk that is written into `rows`. Raise `ServerLost` if the server has ended since the last one."""
-        if self._link is None or not hasattr(self, "_mailbox"):
+        if self._exchange is None or not self._address.is_current():
             raise ServerLost
         self._rows, self._chunk = rows.row, rows.chunk
         self.version = self.passed = 2**62
@@ -235,12 +238,13 @@ class ServedActor:
 
     def release(self) -> None:
         """End the chunk: the server may change its weights."""
-        if self._link is not None and hasattr(self, "_mailbox"):
+        if self._exchange is not None:
             self._mailbox.words[HELD] = 0
-            self._server.ring()
+            self._exchange.update()
 
     def request(self, t: int, group: int) -> None:
         """Ask for the actions of row `t` of a group."""
+        assert self._exchange is not None
         mailbox, rows = self._mailbox, self._rows
         arrays, words, part = mailbox.arrays, mailbox.group_words[group], mailbox.ranges[group]
         for name in self._obs_schema:
@@ -256,7 +260,7 @@ class ServedActor:
         self._requested[group] += 1
         self._fence()
         words[REQUEST] = self._requested[group]
-        self._server.ring()
+        self._exchange.post(group)
 
     def receive(self, t: int, group: int, idle: Callable[[], None] | None = None) -> None:
         """Wait for the actions of row `t` of a group, and write them into the row.
@@ -286,6 +290,7 @@ class ServedActor:
             rows[name][t, part] = arrays[name][part]
         if self._is_first[group]:
             self._is_first[group] = False
+            self.divergence = divergence_of_bits(mailbox.words[DIVERGENCE])
             for name in self._state_names:
                 self._chunk[name][part] = arrays[name][part]
         version, counts_as = words[VERSION], words[COUNTS_AS]
@@ -293,30 +298,19 @@ class ServedActor:
         self.version, self.passed = min(self.version, version), min(self.passed, counts_as)
 
     def _wait(self, words: memoryview, group: int, idle: Callable[[], None]) -> None:
-        assert self._link is not None
-        requested, bell = self._requested[group], self._doorbell.fd
+        assert self._exchange is not None
+        requested = self._requested[group]
         while True:
-            ready = [fd for fd, _ in self._poll.poll(_WAIT_S * 1000)]
-            if bell in ready:
-                self._doorbell.clear()
-            if words[ANSWER] == requested:
-                return
-            if any(fd != bell for fd in ready):
-                self._check_connection()
-            if not ready:
-                idle()
-                self._server.ring()
-
-    def _check_connection(self) -> None:
-        """Raise `ServerLost` if the server closed the connection, and `WireError` if it sent an unexpected message."""
-        assert self._link is not None
-        try:
-            received = self._link.receive(0.0)
-        except (EOFError, ConnectionError) as error:
-            raise ServerLost from error
-        if received is not None:
-            message = am.decode_from_server(received.frames)
-            raise WireError(f"the acting server sent {type(message).__name__} without a request.")
+            try:
+                arrived = self._exchange.wait(_WAIT_S)
+                if words[ANSWER] == requested:
+                    return
+                self._exchange.check()
+            except (EOFError, ConnectionError) as error:
+                raise ServerLost from error
+            if not arrived:
+                self._wait_once(idle)
+                self._exchange.remind()
 
     def act(self, t: int) -> None:
         """Act on row `t` of all groups."""
@@ -334,7 +328,7 @@ class ServedActor:
 
     def take_totals(self) -> PullTotals:
         """The pulls of the server since the last call. One worker reports their bytes."""
-        if self._link is None:
+        if self._exchange is None:
             return PullTotals()
         pulls, nbytes = self._mailbox.words[PULLS], self._mailbox.words[PULLED_BYTES]
         totals = PullTotals(pulls - self._reported_pulls, nbytes - self._reported_bytes)

@@ -1,5 +1,7 @@
 """The memory through which one worker and its acting server exchange observations and actions.
 
+On one host, both map the same memory. Over the network, each has a copy, and `packed` and `fill` transfer the contents.
+
 A worker divides its environments into groups. For each group it writes observations, then the number of its request;
 the server writes actions, then the same number as its answer.
 """
@@ -7,18 +9,23 @@ the server writes actions, then the same number as its answer.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from farstep.core import Array
+from farstep.core import Array, BytesLike
+from farstep.errors import WireError
 from farstep.schema import ArraySpec, Schema
 from farstep.wire.channels.memory import SharedMemory
 
-HELD, PULLS, PULLED_BYTES = range(3)
+HELD, PULLS, PULLED_BYTES, DIVERGENCE = range(4)
 """Words of the whole mailbox: the ticket whose rows must all have one version (0: none), written by the worker; the
-number of weight pulls of this server, and the bytes that this worker reports for them, written by the server."""
+number of weight pulls of this server, the bytes that this worker reports for them, and the bits of the running
+divergence (see `divergence_bits`), written by the server."""
+TOTALS = slice(PULLS, DIVERGENCE + 1)
+"""The words of the whole mailbox that the server writes."""
 _HEAD_WORDS = 8
 REQUEST, TICKET, MIN_VERSION, IS_FIRST, USED, NEWEST = range(6)
 """Words of a group that the worker writes: number of the current request; its ticket; the oldest version that may act;
@@ -30,9 +37,22 @@ ANSWER, VERSION, COUNTS_AS, FAILED = range(8, 12)
 """Words of a group that the server writes: number of the last request that was answered; the version that acted, and
 the version that it counts as; whether `act` raised, or weights could not be loaded."""
 _GROUP_WORDS = 16
+WORKER_WORDS, SERVER_WORDS = slice(REQUEST, NEWEST + 1), slice(ANSWER, FAILED + 1)
+"""The words of a group that the worker writes, and those that the server writes."""
 STARTS, ROOTS, EPISODES = "#starts", "#roots", "#episodes"
 """Arrays beside observations, outputs and recurrent state; no agent can return these names."""
 _ALIGN = 64
+
+
+def divergence_bits(divergence: float | None) -> int:
+    """A divergence as a word; NaN means None."""
+    return int(np.float64(math.nan if divergence is None else divergence).view(np.int64))
+
+
+def divergence_of_bits(word: int) -> float | None:
+    """The divergence that `divergence_bits` encoded."""
+    divergence = float(np.int64(word).view(np.float64))
+    return None if math.isnan(divergence) else divergence
 
 
 @dataclass(frozen=True)
@@ -64,6 +84,22 @@ class MailboxLayout:
     def nbytes(self) -> int:
         return self._offsets()[1]
 
+    def request(self, any_starts: bool) -> list[str]:
+        """The arrays of a request over the network. Only requests in which an episode starts have seeds."""
+        return [STARTS, *self.obs, *((ROOTS, EPISODES) if any_starts else ())]
+
+    def answer(self, is_first: bool) -> list[str]:
+        """The arrays of an answer over the network. Only the first of a chunk has the recurrent state."""
+        return [*self.outputs, *(self.state if is_first else ())]
+
+    def parts(self, names: Sequence[str], rows: slice) -> list[slice]:
+        """Where some rows of the named arrays are in the memory."""
+        offsets, _ = self._offsets()
+        sizes = {name: spec.nbytes for name, spec in self._specs().items()}
+        return [
+            slice(offsets[name] + rows.start * sizes[name], offsets[name] + rows.stop * sizes[name]) for name in names
+        ]
+
     def arrays(self, memory: memoryview) -> dict[str, Array]:
         offsets, _ = self._offsets()
         return {
@@ -84,14 +120,31 @@ class Mailbox:
         self.arrays = layout.arrays(memory.map)
         edges = np.cumsum([0, *layout.groups]).tolist()
         self.ranges = [slice(first, stop) for first, stop in itertools.pairwise(edges)]
+        self._known_parts: dict[tuple[int, tuple[str, ...]], Sequence[slice]] = {}
 
     @classmethod
     def create(cls, layout: MailboxLayout) -> Mailbox:
         return cls(SharedMemory.create(layout.nbytes, "farstep-mailbox"), layout)
 
-    def views(self, names: Sequence[str], group: int) -> dict[str, Array]:
-        """The named arrays of one group."""
-        return {name: self.arrays[name][self.ranges[group]] for name in names}
+    def packed(self, names: Sequence[str], group: int) -> bytes:
+        """The contents of the named arrays of one group."""
+        return b"".join(self.memory.map[part] for part in self._parts(names, group))
+
+    def fill(self, names: Sequence[str], group: int, payload: BytesLike) -> None:
+        """Write what `packed` returned. Raise `WireError` if it has another size."""
+        parts, start = self._parts(names, group), 0
+        if (expected := sum(part.stop - part.start for part in parts)) != len(payload):
+            raise WireError(f"arrays of {len(payload)} bytes for a group that has {expected}.")
+        for part in parts:
+            stop = start + part.stop - part.start
+            self.memory.map[part] = payload[start:stop]
+            start = stop
+
+    def _parts(self, names: Sequence[str], group: int) -> Sequence[slice]:
+        key = (group, tuple(names))
+        if key not in self._known_parts:
+            self._known_parts[key] = self.layout.parts(names, self.ranges[group])
+        return self._known_parts[key]
 
     def close(self) -> None:
         self.memory.close()

@@ -1,12 +1,18 @@
-"""Messages between a worker and its acting server, over a Unix socket. Each request has one answer.
+"""Messages between a worker and its acting server, over a Unix socket or over the network. Each request has one answer.
 
 worker                          server
 Join ────────────────────────►                       after `SendAgent`, and after a restart of the server
-                ◄────────────── Joined, or Failed    with the descriptors of mailbox and doorbells
+                ◄────────────── Joined, or Failed    on one host, with the descriptors of mailbox and doorbells
 Save, Restore, Prioritize ───►
                 ◄────────────── Done, or Failed
 Explain ─────────────────────►                       after the mailbox said that a request failed
                 ◄────────────── Failed
+
+Over the network, worker and server each have a mailbox of their own. What one side writes is sent to the other:
+
+Act ─────────────────────────►                       a request of a group
+                ◄────────────── Acted                its answer
+Update ──────────────────────►                       words that the server must know before it continues
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ import msgspec
 
 from farstep.core import BytesLike
 from farstep.schema import Schema
-from farstep.wire.messages.headers import decoded
+from farstep.wire.messages.headers import Count, Word, decoded
 
 
 class Join(msgspec.Struct, tag="join"):
@@ -44,7 +50,7 @@ class Join(msgspec.Struct, tag="join"):
 class Joined(msgspec.Struct, tag="joined"):
     """The server acts for the worker from now on.
 
-    The message carries three descriptors: the mailbox, the server's doorbell and the worker's doorbell.
+    On one host, it carries three descriptors: the mailbox, the server's doorbell and the worker's doorbell.
     """
 
     schema: Schema
@@ -59,6 +65,37 @@ class Joined(msgspec.Struct, tag="joined"):
     has_priorities: bool
     proof: bytes
     """Of the run's secret: `proof(secret, "server")`."""
+    pulls: Count = 0
+    """Number of weight pulls of this server so far."""
+    description: Schema = {}
+    """As `AgentReady.description`."""
+
+
+class Act(msgspec.Struct, tag="act"):
+    """A request of a group. The next frame has the arrays `MailboxLayout.request`."""
+
+    group: Count
+    words: list[Word]
+    """The words of the group that the worker writes."""
+    held: Count
+    """The mailbox's word `HELD`."""
+
+
+class Update(msgspec.Struct, tag="update"):
+    """The words `HELD` of the mailbox and `USED` of each group, at the end of a chunk and before other requests."""
+
+    held: Count
+    used: list[Count]
+
+
+class Acted(msgspec.Struct, tag="acted"):
+    """The answer to `Act`. The next frame has the arrays `MailboxLayout.answer`."""
+
+    group: Count
+    words: list[Word]
+    """The words of the group that the server writes."""
+    totals: list[Word]
+    """The words `TOTALS` of the mailbox."""
 
 
 class Failed(msgspec.Struct, tag="failed"):
@@ -91,8 +128,8 @@ class Done(msgspec.Struct, tag="done"):
     """The result of a request is in the next frame, encoded by `codec.pack`."""
 
 
-FromClient = Join | Save | Restore | Prioritize | Explain
-FromServer = Joined | Failed | Done
+FromClient = Join | Act | Update | Save | Restore | Prioritize | Explain
+FromServer = Joined | Acted | Failed | Done
 _encoder = msgspec.msgpack.Encoder()
 _from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
 _from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)

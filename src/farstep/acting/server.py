@@ -1,7 +1,8 @@
-"""The acting server: a process that holds one copy of the policy and acts for the workers of its node.
+"""The acting server: a process that holds one copy of the policy and acts for workers.
 
-The head starts, supervises and restarts it like a worker, and sends it the agent and its weights. Workers connect to it
-over an abstract Unix socket. Only processes of the same user that have the run's secret are accepted.
+The head starts, supervises and restarts it like a worker, and sends it the agent and its weights. Workers of the same
+host connect to it over an abstract Unix socket, if they are of the same user and have the run's secret. Other workers
+connect over the network, with keys that the head issues (see `network.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
 
 from farstep.acting import messages as am
 from farstep.acting.batch_actor import BatchActor, Group
@@ -24,6 +27,7 @@ from farstep.acting.batching import next_batch
 from farstep.acting.mailbox import (
     ANSWER,
     COUNTS_AS,
+    DIVERGENCE,
     EPISODES,
     FAILED,
     HELD,
@@ -37,9 +41,19 @@ from farstep.acting.mailbox import (
     VERSION,
     Mailbox,
     MailboxLayout,
+    divergence_bits,
+)
+from farstep.acting.requests import (
+    answer_frames,
+    check_arrays,
+    check_rows,
+    check_saved,
+    take_request,
+    take_update,
 )
 from farstep.core import BytesLike, Link, Received
 from farstep.errors import AgentError, WireError, report_of
+from farstep.rollout.probe_rows import ProbeRows
 from farstep.rollout.program import Program
 from farstep.rollout.progress import CANCEL, COUNT, PHASE, SERVED_BATCHES, SERVED_ROWS, SERVED_WAIT_US, Phase
 from farstep.rollout.rows import Slots
@@ -55,6 +69,9 @@ from farstep.worker.weights.sources import RemoteWeights
 from farstep.worker.weights.weight_messages import WeightMessages
 from farstep.worker.weights.weight_sync import WeightSync
 
+if TYPE_CHECKING:
+    from farstep.acting.network import NetworkListener, PeerLink
+
 _IDLE_S = 0.2
 """Seconds between two updates of the progress counter while there is nothing to do."""
 _SERVICE_S = 0.01
@@ -66,12 +83,13 @@ _OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
 class _Client:
     """A worker that is connected to this server."""
 
-    link: LocalLink
+    link: LocalLink | PeerLink
     is_authenticated: bool = False
     """Whether it has sent a `Join` with the right proof; other messages before that are refused."""
     groups: list[Group] = field(default_factory=list)
     mailbox: Mailbox | None = None
     doorbell: Doorbell | None = None
+    """None if the worker is reached over the network."""
     acted_ticket: int = 0
     """The newest ticket for which a request was answered."""
     failure: am.Failed | None = None
@@ -88,6 +106,14 @@ class _Client:
             cancelled: The id of the last cancelled ticket.
         """
         return self.mailbox is not None and cancelled < self.mailbox.words[HELD] == self.acted_ticket
+
+    def notify(self, group: Group) -> None:
+        """Tell the worker that a request was answered."""
+        assert self.mailbox is not None
+        if self.doorbell is not None:
+            self.doorbell.ring()
+        else:
+            self.link.send(answer_frames(self.mailbox, group.index))
 
     def forget_groups(self) -> None:
         if self.mailbox is not None:
@@ -126,10 +152,18 @@ class ActingServer:
         address: Name of the abstract socket to listen on.
         secret: The secret that workers must have.
         has_gpu: Whether to act on the GPU.
+        network: Accepts workers over the network; None: workers are on this host.
     """
 
     def __init__(
-        self, link: Link, identity: tuple[int, int, str], words: memoryview, address: str, secret: str, has_gpu: bool
+        self,
+        link: Link,
+        identity: tuple[int, int, str],
+        words: memoryview,
+        address: str,
+        secret: str,
+        has_gpu: bool,
+        network: NetworkListener | None = None,
     ) -> None:
         self._secret = secret
         self._link, self._identity, self._words, self._has_gpu = link, identity, words, has_gpu
@@ -142,14 +176,20 @@ class ActingServer:
         self._listener.listen(1024)
         self._listener.setblocking(False)
         self._clients: dict[int, _Client] = {}
-        """Connected workers by the descriptor of their socket."""
-        self._poll = self._doorbell.poll_with([self._listener.fileno(), link.fileno()])
+        """Connected workers by the descriptor of their socket; over the network, by -1 - their number."""
+        self._network = network
+        others = [] if network is None else network.filenos()
+        self._poll = self._doorbell.poll_with([self._listener.fileno(), link.fileno(), *others])
         self._program: Program | None = None
         self._payload = b""
         self._actor: BatchActor | None = None
         self._reply: am.Joined | None = None
         self._rejection: am.Failed | None = None
         """Why the current agent cannot be used."""
+        self._probe_error: Exception | None = None
+        """What the agent raised when it was compared with a new version."""
+        self._divergence: float | None = None
+        """The last running divergence of the current weights."""
         self._running = True
         self._next_service = 0.0
         self._total_pulls = 0
@@ -164,6 +204,8 @@ class ActingServer:
         timeout_s = 0.0
         while self._running:
             self._words[COUNT] += 1
+            if self._network is not None and self._read_network(self._network):
+                timeout_s = 0.0
             if timeout_s > 0 or time.monotonic() >= self._next_service:
                 self._service(timeout_s)
             timeout_s = self._act()
@@ -174,6 +216,8 @@ class ActingServer:
             client.close()
         self._listener.close()
         self._doorbell.close()
+        if self._network is not None:
+            self._network.close()
 
     # ---- sockets ----
 
@@ -202,7 +246,31 @@ class ActingServer:
             self._clients[sock.fileno()] = client
             self._poll.register(sock.fileno(), select.POLLIN)
 
+    def _read_network(self, network: NetworkListener) -> bool:
+        """Handle what workers have sent over the network. Return whether there was anything."""
+        arrived = False
+        for worker, received in network.messages():
+            arrived = True
+            client = self._clients.get(-1 - worker)
+            if client is None:
+                continue
+            try:
+                message = am.decode_from_client(received.frames)
+                network.check(worker, message, received)
+                self._answer(client, message, received)
+            except WireError as error:
+                self._drop(worker)
+                self._link.send([m.encode(m.RejectClient(worker, str(error)[:1000]))])
+        return arrived
+
+    def _drop(self, worker: int) -> None:
+        """Stop acting for a worker that was reached over the network."""
+        if (client := self._clients.pop(-1 - worker, None)) is not None and self._network is not None:
+            self._network.drop(worker)
+            client.close()
+
     def _read(self, client: _Client) -> None:
+        assert isinstance(client.link, LocalLink)
         fd = client.link.fileno()
         try:
             while (received := client.link.receive()) is not None:
@@ -226,10 +294,32 @@ class ActingServer:
                 self._weights.handle(message, received)
             case m.Cancel():
                 self._words[CANCEL] = message.upto
+            case m.Probe() if self._actor is not None and message.agent == self._weights.agent_id:
+                self._compare(message, received, self._actor)
+            case m.AdmitClient() if self._network is not None:
+                self._drop(message.worker)
+                self._network.admit(message)
+                self._clients[-1 - message.worker] = _Client(self._network.link(message.worker))
+                self._link.send([m.encode(m.ClientAdmitted(message.worker, message.incarnation))])
+            case m.DropClient():
+                self._drop(message.worker)
             case m.Refuse() | m.Stop():
                 self._running = False
             case _:
                 pass  # for workers only, or an answer to a request that was given up
+
+    def _compare(self, probe: m.Probe, received: Received, actor: BatchActor) -> None:
+        """Compare the current weights with the version of a probe."""
+        if (probing := self._sync.probing) is None:
+            return
+        *frames, rows = received.frames[1:]
+        probing.recent.clear()
+        for index, version, arrays in unpack(rows):
+            probing.recent.add(ProbeRows(index, version, arrays))
+        try:
+            self._sync.compare(probe, frames, actor)
+        except Exception as error:
+            self._probe_error = error
 
     def _construct(self, message: m.Welcome, program: BytesLike) -> None:
         sys.path[:] = list(dict.fromkeys(message.path + sys.path))
@@ -239,13 +329,14 @@ class ActingServer:
         for module in message.preload:
             __import__(module)
         self._words[PHASE] = Phase.IDLE
-        self._link.send([m.encode(m.Ready(b"", b""))])
+        listening = None if self._network is None else self._network.listening
+        self._link.send([m.encode(m.Ready(b"", b"", listening=listening))])
 
     def _adopt(self, message: m.SendAgent, payload: bytes) -> None:
         """Use this agent from now on; it is loaded when the first worker joins with its observations."""
         self._weights.new_agent(message)
         self._weights.agent_id, self._payload = message.agent, payload
-        self._actor = self._reply = self._rejection = None
+        self._actor = self._reply = self._rejection = self._probe_error = self._divergence = None
         for client in list(self._clients.values()):
             client.forget_groups()
             if client.waiting is not None:
@@ -264,17 +355,22 @@ class ActingServer:
             match message:
                 case am.Join():
                     self._join(client, message, received)
+                case am.Act() | am.Update():
+                    self._take(client, message, received)
                 case am.Save():
                     assert self._actor is not None
                     self._done(client, self._actor.save_groups(client.groups))
                 case am.Restore():
-                    assert self._actor is not None
-                    self._actor.restore_groups(client.groups, unpack(received.frames[1]))
+                    assert self._actor is not None and self._reply is not None
+                    num_envs = sum(group.num_envs for group in client.groups)
+                    saved = check_saved(unpack(received.frames[1]), self._reply.state, num_envs)
+                    self._actor.restore_groups(client.groups, saved)
                     self._done(client, None)
                 case am.Prioritize():
                     assert self._actor is not None
                     self._words[PHASE] = Phase.ACT
-                    self._done(client, self._actor.policy.priorities(unpack(received.frames[1])))
+                    rows = check_rows(unpack(received.frames[1]), sum(group.num_envs for group in client.groups))
+                    self._done(client, self._actor.policy.priorities(rows))
                 case am.Explain():
                     if client.failure is None:
                         raise WireError("a worker asked why a request failed, but none did.")
@@ -285,6 +381,17 @@ class ActingServer:
             client.link.send([am.encode(self._failed(error))])
         finally:
             self._words[PHASE] = Phase.IDLE
+
+    def _take(self, client: _Client, message: am.Act | am.Update, received: Received) -> None:
+        """Take what a worker has sent over the network instead of writing it into shared memory."""
+        if client.doorbell is not None:
+            raise WireError(f"{type(message).__name__} of a worker that shares memory with this server.")
+        if client.mailbox is None:
+            return  # of the last agent: the worker joins again
+        if isinstance(message, am.Act):
+            take_request(client.mailbox, message, received.frames[1])
+        else:
+            take_update(client.mailbox, message)
 
     def _done(self, client: _Client, result: object) -> None:
         client.link.send([am.encode(am.Done()), pack(result)])
@@ -303,7 +410,7 @@ class ActingServer:
             error = AgentError(f"agent {join.agent} was replaced by agent {agent_id}.")
             client.link.send([am.encode(self._failed(error))])
             return
-        current = unpack(received.frames[1])
+        current = check_arrays(unpack(received.frames[1]), join.obs_schema, sum(join.groups))
         if self._actor is None and self._rejection is None:
             self._words[PHASE] = Phase.LOAD
             try:
@@ -317,13 +424,16 @@ class ActingServer:
         assert self._actor is not None and self._reply is not None
         layout = MailboxLayout(join.groups, join.obs_schema, self._reply.schema, self._reply.state)
         client.mailbox = Mailbox.create(layout)
-        client.doorbell = Doorbell.create()
         client.mailbox.arrays[ROOTS][:] = join.roots
         client.mailbox.arrays[EPISODES][:] = join.episodes
         client.mailbox.words[PULLS] = self._total_pulls
         client.groups = [self._actor.new_group(client.mailbox, i, join.first) for i in range(len(join.groups))]
-        fds = [client.mailbox.memory.fd, self._doorbell.fd, client.doorbell.fd]
-        client.link.send([am.encode(self._reply)], fds)
+        joined = am.encode(msgspec.structs.replace(self._reply, pulls=self._total_pulls))
+        if not isinstance(client.link, LocalLink):
+            client.link.send([joined])
+            return
+        client.doorbell = Doorbell.create()
+        client.link.send([joined], [client.mailbox.memory.fd, self._doorbell.fd, client.doorbell.fd])
 
     def _load(self, join: am.Join, current: dict[str, Any]) -> None:
         """Load the agent and try it on a worker's observations."""
@@ -348,7 +458,10 @@ class ActingServer:
         note = f"served on {actor.policy.device or 'cpu'}, {how}"
         parts = (pack(actor.structure), pack(actor.recorded))
         proof = am.proof(self._secret, "server")
-        self._reply = am.Joined(schema, *parts, state, pack(structure), note, actor.has_priorities, proof)
+        description = self._sync.start_probing(actor, obs, schema, structure)
+        self._reply = am.Joined(
+            schema, *parts, state, pack(structure), note, actor.has_priorities, proof, description=description
+        )
         self._actor = actor
 
     # ---- acting ----
@@ -402,6 +515,10 @@ class ActingServer:
         While a worker is inside a chunk that must have one version, the weights stay as they are. If they should
         change, chunks that have not begun wait for the end of that chunk.
         """
+        if self._probe_error is not None:
+            self._words[PHASE] = Phase.ACT
+            raise self._probe_error
+        pending = self._with_probe(pending)
         if not pending:
             return []
         actor, ticket = self._actor, m.Ticket(0, 0, 1, max(request.min_version for request in pending))
@@ -417,8 +534,20 @@ class ActingServer:
         self._sync.pull_if_needed(ticket, actor)
         totals = self._sync.take_totals()
         self._total_pulls += totals.pulls
+        self._divergence = self._divergence if self._sync.divergence is None else self._sync.divergence
         pending[0].client.mailbox.words[PULLED_BYTES] += totals.nbytes  # type: ignore[union-attr]
         return pending
+
+    def _with_probe(self, pending: Sequence[_Request]) -> Sequence[_Request]:
+        """The requests that do not have to wait for a probe of the newest version, which the head sends with every
+        publish. A worker or the shared memory may have announced the version earlier."""
+        actor, probing, weights = self._actor, self._sync.probing, self._sync.weights
+        if actor is None or probing is None or weights is None or actor.version < 0:
+            return pending
+        known = max(actor.version, probing.newest_probe)
+        if weights.newest() > known:
+            return []
+        return [request for request in pending if request.group.words[NEWEST] <= known]
 
     def _run(self, requests: Sequence[_Request], now: float) -> None:
         assert self._actor is not None
@@ -447,12 +576,13 @@ class ActingServer:
         for client, group, number, ticket, _ in requests:
             client.acted_ticket = max(client.acted_ticket, ticket)
             client.failure = failure or client.failure
-            assert client.mailbox is not None and client.doorbell is not None
+            assert client.mailbox is not None
             client.mailbox.words[PULLS] = self._total_pulls
+            client.mailbox.words[DIVERGENCE] = divergence_bits(self._divergence)
             group.words[VERSION], group.words[COUNTS_AS] = actor.version, counts_as
             group.words[FAILED] = int(failure is not None)
             self._fence()
             group.words[ANSWER] = number
             self._words[SERVED_WAIT_US] += int((now - group.arrived) * 1e6)
             group.arrived = 0.0
-            client.doorbell.ring()
+            client.notify(group)

@@ -190,8 +190,10 @@ class EnvConfig(_Config):
     `none`, or `auto`, which measures the connection and chooses for each array."""
     inference: OrMapping[Inference | ServedInference] = or_mapping("local")
     """Where and how actions are computed. `local`: each worker has a copy of the agent, and replaces its `act` by a
-    faster version if both return the same values; `auto` means the same. `eager`: the same, but always call `act`.
-    `served`: one acting server per node acts for its workers; a mapping has its options: `{"device": "cuda"}`."""
+    faster version if both return the same values. `eager`: the same, but always call `act`.
+    `served`: one acting server per node acts for its workers; a mapping has its options: `{"device": "cuda"}`, or
+    `{"where": "head"}` for one server on the machine of the head. `auto`: measure `local` and `served` with the first
+    agent, and use the faster one."""
     stagger: OrMapping[Stagger | None] = or_mapping(None)
     """Spread environments over the horizon; a mapping is accepted: `{"horizon": 1000}`. None: all start together."""
     info_keys: Sequence[str] = ()
@@ -218,11 +220,6 @@ class EnvConfig(_Config):
             object.__setattr__(self, "inference", ServedInference.of(options))
         if not isinstance(self.inference, ServedInference):
             self._one_of("inference", Inference)
-        elif self.kl_threshold is not None or int(getattr(self.sync, "probes", 0)):
-            raise ConfigError(
-                "EnvConfig has served inference and a sync rule that measures divergence (kl_threshold or AAPS), which "
-                "this version cannot combine; use inference='local', or another rule such as farstep.sync.EveryK(4)."
-            )
         self._one_of("compression", Compression)
         self._at_least("envs_per_node", 1)
         object.__setattr__(self, "weights", WeightsConfig.of(self.weights))

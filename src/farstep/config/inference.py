@@ -1,4 +1,4 @@
-"""Configuration of served inference: an acting server on each node holds the policy and acts for its workers."""
+"""Configuration of served inference: an acting server, on each node or with the head, acts for workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class ServedInference(Options):
     device: str = "cpu"
     """Where the policy computes: `cpu` or `cuda`. With several copies on `cuda`, copy `k` uses GPU `k`."""
     copies: int = 1
-    """Number of acting servers per node. Each holds one copy of the policy and acts for its share of the workers."""
+    """Number of acting servers per node, or on the machine of the head. Each holds one copy of the policy and acts for
+    its share of the workers."""
     max_batch: int = 4096
     """Largest number of environments in one call of `act`. A group of one worker's environments is never divided."""
     window_ms: float = 0.0
@@ -31,7 +32,8 @@ class ServedInference(Options):
     dtype: ServedDtype = "float32"
     """Precision of the forward pass. Only `float32` is available in this version."""
     where: Placement = "node"
-    """`node`: each node has its own acting servers. `head` is not available in this version."""
+    """`node`: each node has its own acting servers, which act for its workers. `head`: all acting servers run on the
+    machine of the head, and act for workers of all nodes over the network."""
 
     def __post_init__(self) -> None:
         self._at_least("copies", 1)
@@ -41,11 +43,6 @@ class ServedInference(Options):
         self._one_of("where", Placement)
         if not isinstance(self.device, str) or not re.fullmatch("cpu|cuda", self.device):
             raise ConfigError(f"ServedInference.device is {self.device!r}; expected 'cpu' or 'cuda'.")
-        if self.where != "node":
-            raise ConfigError(
-                "ServedInference.where is 'head', which this version cannot do; leave it 'node', or step environments "
-                "with farstep.make_vec and act in your own process."
-            )
         if self.dtype != "float32":
             raise ConfigError(
                 f"ServedInference.dtype is {self.dtype!r}, which this version cannot do; leave it 'float32', or use "

@@ -13,13 +13,15 @@ import numpy as np
 
 from farstep.batch import Batch, Part
 from farstep.config.env import EnvConfig
-from farstep.config.launch import LaunchConfig
+from farstep.config.inference import ServedInference
+from farstep.config.launch import EngineConfig, InProcessConfig, LaunchConfig
 from farstep.core import Agent, Array, Received
 from farstep.errors import ClosedError, WorkerError
 from farstep.head.chunks.chunk_intake import ChunkIntake
 from farstep.head.chunks.continuity import Continuity
 from farstep.head.chunks.rollouts import Rollouts, base_rows, key_of
 from farstep.head.events import EventLog
+from farstep.head.inference_choice import Inference, InferenceChoice
 from farstep.head.members.broadcast import Broadcast
 from farstep.head.members.resuming import ReplayResult, replay_episodes
 from farstep.head.members.saved_state import check_saved
@@ -47,6 +49,9 @@ class Collector:
     def __init__(self, env_config: EnvConfig, config: LaunchConfig, seed: int, events: EventLog) -> None:
         rule = rule_of(env_config.sync, env_config.kl_threshold)
         self._transfer, self._info_keys = env_config.transfer, env_config.info_keys
+        serving, is_auto = env_config.serving, False
+        if env_config.inference == "auto" and not isinstance(config, InProcessConfig):
+            serving, is_auto = ServedInference(device="cuda" if config.gpus_per_node else "cpu"), True
         program = Program(
             Source.of(env_config),
             rule,
@@ -58,7 +63,8 @@ class Collector:
             seed=seed,
             stagger=env_config.stagger,
             num_slots=config.most_nodes * env_config.envs_per_node,
-            serving=env_config.serving,
+            serving=serving,
+            is_serving_optional=is_auto,
         )
         self.server = Server(
             config,
@@ -78,6 +84,10 @@ class Collector:
         self._warnings = UserWarnings(rule, env_config.weights, events.emit)
         self._continuity = Continuity(self.server.records)
         self.publisher = Publisher(self.server, env_config, rule, self.counters, self._warnings, self.end)
+        copies = self._num_workers // (config.most_nodes if isinstance(config, EngineConfig) else 1)
+        self.choice = InferenceChoice(self.publisher, self._warnings, copies, events.emit, is_auto)
+        """Decides whether acting servers act, with `inference="auto"`."""
+        self._last_reset = ResetRequest([seed] * self.server.records[-1].stop, None, None)
         self._intake = ChunkIntake(
             self.server, self.publisher, self.counters, self._warnings, self._continuity, self._transfer.max_senders
         )
@@ -126,13 +136,18 @@ class Collector:
 
     def publish(self, agent: Agent) -> int:
         """Publish the agent's parameters as a new version, and return its number."""
+        self._choose_inference(agent)
         with self.counters.learner.measure("publish"):
             return self.publisher.publish(agent)
 
     def adopt(self, agent: Agent) -> None:
         """Make workers act with this agent and its current parameters."""
+        self._choose_inference(agent)
         with self.counters.learner.measure("publish"):
             self.publisher.adopt(agent)
+
+    def _choose_inference(self, agent: Agent) -> None:
+        self.choice.decide(agent, self.one_batch, lambda: self.reset(self._last_reset))
 
     # ---- requests ----
 
@@ -146,6 +161,7 @@ class Collector:
 
     def reset(self, request: ResetRequest) -> Batch:
         """Reset environments, also those of parked workers, and return a batch of the other ones without rows."""
+        self._last_reset = request
         opened = self.open(Request(infos=True, reset=request), None, 1)
         try:
             batch = self._next_batch(opened)
@@ -225,7 +241,13 @@ class Collector:
         check_saved(saved, actions, agent, self._obs_schema, self._action_space)
 
     def resume(
-        self, agent: Agent, version: int, root: int, workers: Sequence[Any], actions: Sequence[Mapping[str, Array]]
+        self,
+        agent: Agent,
+        version: int,
+        root: int,
+        workers: Sequence[Any],
+        actions: Sequence[Mapping[str, Array]],
+        inference: Inference | None = None,
     ) -> None:
         """Restore the state that `save` returned. Reset slots whose episodes cannot be replayed.
 
@@ -235,9 +257,11 @@ class Collector:
             root: Seed of the slots that are reset.
             workers: What `save` returned.
             actions: For each slot, the actions of its current episode.
+            inference: What was chosen with `inference="auto"`.
         """
         self.publisher.first_version = version
-        self.publisher.adopt(agent)
+        self.choice.keep(inference)
+        self.adopt(agent)
         emit = self.server.events.emit
         results = replay_episodes(self.server.records, self._broadcast, root, workers, actions, emit)
         for record in self.server.records:  # the first chunk of a replayed slot continues the saved rows

@@ -32,6 +32,7 @@ from farstep.head.client import Client
 from farstep.head.event_loop import EventLoop
 from farstep.head.events import EventLog
 from farstep.head.members import membership
+from farstep.head.members.acting_clients import ActingClients
 from farstep.head.members.availability import Availability
 from farstep.head.members.handshake import Handshake, preloaded
 from farstep.head.members.message_rules import check_message, is_late
@@ -95,7 +96,7 @@ class Server:
         self._client, self.events = client, events
         workers = config.num_workers(envs_per_node)
         self.records = split(config.most_nodes, envs_per_node, workers, root)
-        self._plan = ActingPlan(workers, config.most_nodes, program.serving)
+        self._plan = ActingPlan(workers, config.most_nodes, program.serving, program.is_serving_optional)
         self.servers = acting_servers(self._plan.num_servers, workers, self.records[-1].stop)
         """The records of acting servers; empty if workers act themselves."""
         per_node = workers // config.most_nodes
@@ -130,6 +131,7 @@ class Server:
         self.available = Availability(self.records, self.servers, self.tickets, self.supervisor.membership)
         self.outbox = Outbox(everyone, self.supervisor, self.shares_memory)
         self.handshake = Handshake(pickled, self.supervisor, self.outbox, self.shares_memory, self.fail, events.emit)
+        self._acting_clients = ActingClients(self._plan, everyone, self.outbox, lambda: self.handshake.spaces)
         self._parking = Parking(
             self.records, self.tickets, self.supervisor, self.outbox, client, events.emit, release_idle=release_idle
         )
@@ -421,6 +423,7 @@ class Server:
         return expected(record, self.tickets.outstanding.oldest_of(record.worker))
 
     def lost(self, record: WorkerRecord) -> None:
+        self._acting_clients.lost(record)
         if record.is_server:
             return  # its workers notice, and roll their chunks again
         self.tickets.lost(record.worker)
@@ -441,6 +444,7 @@ class Server:
         self._parking.parked(record)
 
     def unparked(self, record: WorkerRecord) -> None:
+        self._acting_clients.worker_ready(record)
         self._parking.unparked(record)
 
     def continued(self, record: WorkerRecord, suspended_s: float) -> None:
@@ -474,6 +478,12 @@ class Server:
                 record.owes_reply = record.owes_reply and not isinstance(message, (m.AgentReady, m.Reply, m.Idle))
                 record.error = None
                 record.num_messages += 1
+                if isinstance(message, m.ClientAdmitted):
+                    self._acting_clients.admitted(record, message)
+                    return
+                if isinstance(message, m.RejectClient):
+                    self._reject_client(record, message)
+                    return
                 if isinstance(message, m.Idle):
                     self._parking.returned(record)
                     self.grant()
@@ -481,6 +491,11 @@ class Server:
                 self._client.on_message(record, message, received)
                 if self.supervisor.membership.members[record.worker].retiring:
                     self.retire(record)  # it may have completed its window
+
+    def _reject_client(self, server: WorkerRecord, message: m.RejectClient) -> None:
+        """Replace a worker that has sent its acting server an invalid message."""
+        self._acting_clients.check(server, message.worker)
+        self.supervisor.reject(self.records[message.worker], WireError(f"to its acting server: {message.reason}"))
 
     # ---- messages ----
 
@@ -493,10 +508,12 @@ class Server:
     def _ready(self, record: WorkerRecord, message: m.Ready) -> None:
         if record.is_server:
             self.handshake.accept_server(record)
+            self._acting_clients.server_ready(record, message.listening)
             return
         if not self.handshake.accepts(record, message):
             return
         self._parking.admit(record)
+        self._acting_clients.worker_ready(record)
         self.handshake.complete(record)
         self.grant()
 

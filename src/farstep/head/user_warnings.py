@@ -21,6 +21,8 @@ class UserWarnings:
 
     def __init__(self, rule: SyncRule, weights: WeightsConfig, emit: Emit) -> None:
         self._rule, self._weights, self._emit = rule, weights, emit
+        self.silent = False
+        """Whether `note_inference` does not warn."""
         self.inference = self._unmeasured = self._incomparable = ""
         self._warned_remaining = False
         self._starved: object = None
@@ -32,15 +34,17 @@ class UserWarnings:
 
     def note_inference(self, note: str) -> None:
         """Store how workers call the agent, and warn if they do not use the fast path."""
-        if note.startswith("eager:") and note != self.inference:
+        before, self.inference = self.inference, note
+        if self.silent or note == before:
+            return
+        if note.startswith("eager:"):
             self._emit("warned", f"workers call the agent without the fast path, because {note[7:]}")
-        if note.startswith("served") and note.endswith("eager") and note != self.inference:
+        if note.startswith("served") and note.endswith("eager"):
             self._emit(
                 "warned",
                 "acting servers act on rows of several workers at once, so a network's actions are not bit for bit "
                 "those of inference='local', and may differ between runs with the same seed",
             )
-        self.inference = note
 
     def note_incomparable(self, why: str) -> None:
         """Warn that no divergence can be measured with this agent."""

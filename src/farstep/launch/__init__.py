@@ -80,6 +80,11 @@ def launcher_for(config: LaunchConfig, plan: ActingPlan, envs: int, modules: Seq
                 "inference is 'served' and park_method is 'criu', but a worker that shares memory with an acting "
                 "server cannot be written to disk; leave park_method 'suspend', or use inference='local'."
             )
+        if config.relay and plan.is_on_head:
+            raise ConfigError(
+                "inference has where='head', with which every worker connects to the head's machine, and "
+                f"{type(config).__name__} has relay=True, with which no worker does; use one of the two."
+            )
         engine = engine_for(config, workers // config.most_nodes, emit)
         return ClusterLauncher(config, plan, envs, modules, engine, emit)
     raise ConfigError(f"{type(config).__name__} is not a launch configuration that this version can start.")

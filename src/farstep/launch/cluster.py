@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import resource
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import zmq
 
@@ -21,6 +23,7 @@ from farstep.errors import LaunchError, WireError, counted
 from farstep.event import Emit
 from farstep.launch.acting_plan import ActingPlan
 from farstep.launch.addresses import own_addresses
+from farstep.launch.daemon.process import ProcessStarter
 from farstep.launch.engines.engine import Engine
 from farstep.launch.groups import Groups
 from farstep.launch.hub import HubLink, admit, admit_worker, drain
@@ -73,9 +76,20 @@ class ClusterLauncher(Launcher):
         """Workers that have printed or ended since the last call of `changed`."""
         self._changed_fd = -1
         """Readable if there are any."""
+        self._starter: ProcessStarter | None = None
+        """Starts acting servers on this machine."""
         try:
-            self.hub = self._listen(engine.listen_on())
+            self._addresses = engine.listen_on()
+            self.hub = self._listen(self._addresses)
             self._changed_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            if plan.is_on_head:
+                self._starter = ProcessStarter(
+                    config.cpus_per_worker,
+                    config.start_method,
+                    modules,
+                    config.timeouts.connect_s,
+                    partial(emit, "warned"),
+                )
         except BaseException:
             engine.close()
             raise
@@ -100,15 +114,20 @@ class ClusterLauncher(Launcher):
         self.groups.request(self._wanted)
 
     def start(self, worker: int, incarnation: int, run: str) -> Started:
+        listen = [f"tcp://{address}:*" for address in self._addresses]
         bootstrap = admit_worker(self.hub, worker, incarnation, run, self._envs) | {
             "transport": "tcp",
             "threads": self._config.cpus_per_worker,
             "encrypted": self._config.encrypted,
             "gpu": self._config.gpu_of(worker % self._per_node),
             "rank": worker % self._per_node,
-            **self._plan.bootstrap(worker),
+            **self._plan.bootstrap(worker, listen=listen),
         }
         words = private_words(self._envs)
+        if self._starter is not None and self._plan.is_server(worker):
+            words[PHASE] = Phase.CONNECT
+            process = self._starter.start({**bootstrap, "address": self.hub.address})
+            return Started(process, HubLink(self.hub, worker), words, socket.gethostname())
         encoded = json.dumps(bootstrap).encode()
         handle = RemoteWorker(worker, incarnation, encoded, words, self._notify, self._forget_worker)
         node = self._blocks[self._plan.node_of(worker)]
@@ -247,6 +266,8 @@ class ClusterLauncher(Launcher):
             node.send(n.Leave("the run has ended"))
         self.groups.end()
         self._engine.close()
+        if self._starter is not None:
+            self._starter.close()
         self.hub.close(linger_ms=1000)
         os.close(self._changed_fd)
 

@@ -13,6 +13,8 @@ from farstep.launch.hub import HubLink, admit_worker, drain
 from farstep.rollout.progress import PHASE, Phase, private_words
 from farstep.wire.channels.zmq import Hub
 
+_LOOPBACK = "tcp://127.0.0.1"
+
 
 class NetworkLauncher(Launcher):
     """Starts one process per worker, connected by ZeroMQ over loopback (tcp) or a local socket (ipc)."""
@@ -24,7 +26,7 @@ class NetworkLauncher(Launcher):
         self, plan: ActingPlan, envs: int, starter: ProcessStarter, transport: str, gpus: Sequence[int | None]
     ) -> None:
         # An abstract socket leaves no file behind. tcp listens only on loopback, on any free port.
-        address = f"ipc://@farstep-{os.getpid()}-{os.urandom(8).hex()}" if transport == "ipc" else "tcp://127.0.0.1:*"
+        address = f"ipc://@farstep-{os.getpid()}-{os.urandom(8).hex()}" if transport == "ipc" else f"{_LOOPBACK}:*"
         self._transport, self._envs, self._gpus = transport, envs, gpus
         self._plan, self._starter = plan, starter
         self.hub = Hub(address, reliable=True)
@@ -35,12 +37,16 @@ class NetworkLauncher(Launcher):
             "address": self.hub.address,
             "encrypted": True,
             "gpu": self._gpus[worker],
-            **self._plan.bootstrap(worker, self._plan.nodes),
+            **self._plan.bootstrap(worker, self._plan.nodes, [self._acting_address(worker)]),
         }
         words = private_words(self._envs)
         words[PHASE] = Phase.CONNECT
         handle = self._starter.start(bootstrap, rank=worker)
         return Started(handle, HubLink(self.hub, worker), words, socket.gethostname())
+
+    def _acting_address(self, worker: int) -> str:
+        """Where an acting server on this machine listens, if workers do not share memory with it."""
+        return f"{_LOOPBACK}:*" if self._transport == "tcp" else f"ipc://@farstep-{os.urandom(16).hex()}"
 
     def filenos(self) -> Sequence[int]:
         return self.hub.filenos()

@@ -36,6 +36,8 @@ class Program:
     """Maximum number of environments of the run; used only with `stagger`."""
     serving: ServedInference | None = None
     """How acting servers act; None: each worker acts with its own copy of the agent."""
+    is_serving_optional: bool = False
+    """Whether workers may act themselves although there are acting servers (`inference="auto"`)."""
 
     def pickled(self) -> bytes:
         """The program as bytes; raises `ConfigError` if a part of it cannot be pickled."""

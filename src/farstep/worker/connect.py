@@ -8,8 +8,9 @@ import signal
 import socket
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from farstep.acting.connections import LocalServer, RemoteServer, ServerAddress
 from farstep.acting.server import ActingServer
 from farstep.core import Link
 from farstep.errors import LaunchError
@@ -19,6 +20,9 @@ from farstep.wire.channels.memory import SharedMemory
 from farstep.wire.messages import Progress, encode
 from farstep.worker.death_pipe import die_with_starter, is_starter_dead
 from farstep.worker.loop import Worker
+
+if TYPE_CHECKING:
+    from farstep.acting.network import NetworkListener
 
 _POLL_S, _ATTACH_POLLS = 0.005, 12_000
 """Pause between two checks whether the daemon accepts a detached worker again, and their number (about a minute)."""
@@ -111,10 +115,22 @@ def _process(
     link: Link, identity: tuple[int, int, str], words: memoryview, bootstrap: dict[str, Any]
 ) -> Worker | ActingServer:
     has_gpu = bootstrap.get("gpu") is not None
-    address = (str(bootstrap.get("acting", "")), str(bootstrap.get("acting_secret", "")))
+    name, secret = str(bootstrap.get("acting", "")), str(bootstrap.get("acting_secret", ""))
     if bootstrap.get("role") == "acting":
-        return ActingServer(link, identity, words, *address, has_gpu)
-    return Worker(link, *identity, words, has_gpu, address)
+        return ActingServer(link, identity, words, name, secret, has_gpu, _listener(bootstrap))
+    server: ServerAddress = LocalServer(name, secret)
+    if bootstrap.get("acting_listen"):
+        server = RemoteServer(bootstrap["address"], secret, bootstrap["lease_s"], bootstrap["encrypted"])
+    return Worker(link, *identity, words, has_gpu, server)
+
+
+def _listener(bootstrap: dict[str, Any]) -> NetworkListener | None:
+    """Where an acting server accepts workers over the network; None if it does not."""
+    if not (addresses := bootstrap.get("acting_listen")):
+        return None
+    from farstep.acting.network import NetworkListener
+
+    return NetworkListener(addresses, bootstrap["lease_s"], bootstrap["encrypted"])
 
 
 def _words(bootstrap: dict[str, Any]) -> memoryview:

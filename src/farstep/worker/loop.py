@@ -22,6 +22,7 @@ from typing import Any
 import cloudpickle
 
 from farstep.acting.client import ServedActor, ServedError, ServerLost, group_sizes
+from farstep.acting.connections import LocalServer, RemoteServer, ServerAddress
 from farstep.core import BytesLike, Link, Received
 from farstep.errors import WireError, report_of
 from farstep.resources import core_ranges
@@ -71,13 +72,14 @@ class Worker:
         run: str,
         words: memoryview,
         has_gpu: bool = False,
-        acting_address: tuple[str, str] = ("", ""),
+        acting_address: ServerAddress | None = None,
     ) -> None:
         self._link, self._words, self._has_gpu = link, words, has_gpu
-        self._acting_address = acting_address
-        """Where the acting server of this worker listens, and its secret; empty if the worker acts itself."""
+        self._acting_address = acting_address or LocalServer("", "")
+        """How to reach the acting server of this worker, if it has one."""
         self._id = (worker, incarnation, run)
         self._inbox = Inbox(link, words)
+        self._inbox.on_use_server = self._use_server
         self._tickets: deque[tuple[m.Ticket, list[Any]]] = deque()
         self._running = True
         self._owns_process = False
@@ -191,6 +193,8 @@ class Worker:
                 self._unparked(message)
             case m.Continued():
                 self._timer.remove_suspension(message.suspended_s)
+            case m.UseServer():
+                self._use_server(message)
             case m.Newest() if isinstance(self._actor, ServedActor):
                 self._actor.newest = message.version
             case m.Probe():
@@ -268,7 +272,7 @@ class Worker:
             self._actor.close()
         self._actor, self._weights.agent_id = None, -1
         self._weights.new_agent(message)
-        if self._program.serving is not None:
+        if message.served:
             self._join_server(message)
             return
         had_torch = "torch" in sys.modules
@@ -295,6 +299,10 @@ class Worker:
             gc.freeze()  # exclude existing objects, mostly torch's, from garbage collection
         self._words[PHASE] = Phase.IDLE
 
+    def _use_server(self, message: m.UseServer) -> None:
+        if isinstance(self._acting_address, RemoteServer):
+            self._acting_address.use(message)
+
     def _join_server(self, message: m.SendAgent) -> None:
         """Have the acting server act for this worker, with the agent that the head has sent to it."""
         host = self._host
@@ -317,7 +325,8 @@ class Worker:
         self._actor, self._weights.agent_id = actor, message.agent
         self._send(
             m.AgentReady(
-                message.agent, joined.schema, joined.recorded, joined.state, joined.state_structure, joined.note
+                *(message.agent, joined.schema, joined.recorded, joined.state, joined.state_structure),
+                *(joined.note, joined.description),
             )
         )
         self._words[PHASE] = Phase.IDLE
@@ -428,7 +437,7 @@ class Worker:
             infos=rollout.infos is not None,
             inference=self._actor.take_note() if self._actor is not None else "",
             passed=rollout.passed,
-            divergence=self._sync.divergence,
+            divergence=source.divergence,
             unmeasured=unmeasured,
             syncs=totals.pulls,
             synced_bytes=totals.nbytes,

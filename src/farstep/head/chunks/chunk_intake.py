@@ -71,7 +71,7 @@ class ChunkIntake:
         issued = tickets.outstanding.get(chunk.ticket)
         if issued is None or issued.worker != record.worker:
             return  # cancelled, or the worker was declared lost; already counted as dropped
-        if chunk.syncs and chunk.divergence is not None:
+        if chunk.syncs and chunk.divergence is not None and not self._server.outbox.is_served:
             self._warnings.note_remaining(chunk.divergence)
         if chunk.infos and not request.infos:
             raise WireError("a chunk with infos that its ticket does not request.")

@@ -37,6 +37,8 @@ RULES: Mapping[type, Rule] = {
     m.Hello: Rule((State.STARTING,)),
     m.Ready: Rule((State.CONSTRUCTING,)),
     m.Failure: Rule((State.CONSTRUCTING, State.ALIVE, State.RELEASED)),
+    m.ClientAdmitted: Rule(),
+    m.RejectClient: Rule(),
     m.AgentReady: Rule(),
     m.Reply: Rule(frames=(1, 1)),
     m.Idle: Rule(),

@@ -31,7 +31,8 @@ class Outbox:
         """What a worker gets before its first ticket (agent, parameters, layout): numbers in the order of announcement,
         messages, frames and descriptors."""
         self._num_announced = 0
-        self._is_served = any(record.is_server for record in records)
+        self.is_served = any(record.is_server for record in records)
+        """Whether acting servers act for workers."""
 
     def send(
         self, record: WorkerRecord, message: m.FromHead, frames: Sequence[Any] = (), fds: Sequence[int] = ()
@@ -91,7 +92,7 @@ class Outbox:
         for number, message, frames, fds in self._announcements:
             if number > record.announced:
                 record.announced = number
-                if self._is_served and not record.is_server:  # the agent and its weights go to the acting servers only
+                if self.is_served and not record.is_server:  # the agent and its weights go to the acting servers only
                     if isinstance(message, (m.SendBase, m.Parameters)):
                         continue
                     frames = [b""] if isinstance(message, m.SendAgent) else frames

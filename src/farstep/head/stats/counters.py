@@ -121,7 +121,7 @@ class Counters:
             },
             "divergence": dict(self.divergence),
             "inference": inference,
-            "acting": [self._acting(record, now) for record in server.servers],
+            "acting": [self._acting(record, now) for record in server.servers if server.outbox.is_served],
             "start": dict(server.handshake.start_s),
             "time": {
                 "workers": self.workers.total(),
@@ -138,7 +138,7 @@ class Counters:
 
     def _total_pulls(self, server: Server) -> int:
         """Pulls of all workers or, if acting servers pull, of all servers. Workers of one server count the same."""
-        if not server.servers:
+        if not server.outbox.is_served:
             return sum(self.pulls)
         return sum(max(self.pulls[worker] for worker in clients) for clients in server.clients())
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,7 +22,7 @@ memory."""
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """The rows for one worker's probe."""
+    """The rows for the probe of one worker or one acting server."""
 
     worker: int
     incarnation: int
@@ -39,10 +40,17 @@ class Prober:
         comparison: Describes the policy on given rows.
         records: All workers.
         rows: Rows per chunk.
+        servers: Acting servers, each with the workers for which it acts; empty if workers act themselves.
     """
 
-    def __init__(self, comparison: Comparison, records: Sequence[WorkerRecord], rows: int) -> None:
-        self._comparison, self._rows = comparison, rows
+    def __init__(
+        self,
+        comparison: Comparison,
+        records: Sequence[WorkerRecord],
+        rows: int,
+        servers: Sequence[tuple[WorkerRecord, Sequence[int]]] = (),
+    ) -> None:
+        self._comparison, self._rows, self._servers = comparison, rows, servers
         self._records = records
         self._recent = [RecentProbeRows(rows) for _ in records]
         self._incarnations = [-1] * len(records)
@@ -60,12 +68,20 @@ class Prober:
         if self._incarnations[record.worker] != record.incarnation:
             probed.clear()  # a restarted worker does not have the rows of its predecessor
             self._incarnations[record.worker] = record.incarnation
-        probed.add(probe_rows_of(self._comparison, chunk.index, chunk.version, rows, steps, self._rows))
+        found = probe_rows_of(self._comparison, chunk.index, chunk.version, rows, steps, self._rows)
+        if self._servers:  # their probes have chunks of several workers, in which several versions may have acted
+            versions = rows.row["version"][:steps]
+            is_mixed = bool((versions != chunk.version).any())
+            unique = chunk.index * len(self._records) + record.worker
+            found = replace(found, index=unique, version=-1 if is_mixed else chunk.version)
+        probed.add(found)
         self._unanswered[record.worker] = 0
 
     def requests(self) -> list[ProbeRequest]:
         """A request for each ready worker, except workers that sent no chunk during the last `_MAX_UNANSWERED`
-        probes."""
+        probes; or for each acting server."""
+        if self._servers:
+            return [self._of_server(server, clients) for server, clients in self._servers if server.ready]
         found = []
         for record in self._records:
             self._unanswered[record.worker] += 1
@@ -75,6 +91,16 @@ class Prober:
             probed = self._recent[record.worker].all() if same else ()
             found.append(ProbeRequest(record.worker, record.incarnation, probed))
         return found
+
+    def _of_server(self, server: WorkerRecord, clients: Sequence[int]) -> ProbeRequest:
+        """A request with the newest rows of all workers for which a server acts."""
+        newest_first = [reversed(self._recent[worker].all()) for worker in clients]
+        alternating = itertools.chain.from_iterable(itertools.zip_longest(*newest_first))
+        probed: list[ProbeRows] = []
+        for rows_of_chunk in alternating:
+            if rows_of_chunk is not None and sum(each.rows for each in probed) < self._rows:
+                probed.append(rows_of_chunk)
+        return ProbeRequest(server.worker, server.incarnation, probed)
 
     def answers(self, requests: Sequence[ProbeRequest]) -> list[dict[str, Array]]:
         """Describe the policy on the rows of all requests in one evaluation; empty for a request without rows."""

@@ -26,6 +26,7 @@ from farstep.schema import Schema, differences
 from farstep.sync.rules import probes_of, rows_of
 from farstep.wire import messages as m
 from farstep.wire.channels.memory import write_immutable
+from farstep.wire.codec import pack
 
 
 class Publisher:
@@ -76,6 +77,7 @@ class Publisher:
         """Content hash of the base that workers have; empty if none."""
         self._base_fd = -1
         """Descriptor of the base in shared memory; -1 if there is none."""
+        self._base_bytes = 0
         self._base_watch: BaseWatch | None = None
         self._handed: dict[int, tuple[int, int, int]] = {}
         """For each worker, its last request for weights: incarnation, agent and version."""
@@ -130,10 +132,12 @@ class Publisher:
             self.version = self._store.publish(agent)
             self._announce()
             for request, answer in probes:
-                record = self._server.records[request.worker]
+                record = self._server.supervisor.records[request.worker]
                 if record.ready and record.incarnation == request.incarnation:
                     probe = m.Probe(self.agent_id, self.version, request.indices, list(answer))
                     frames = [array.tobytes() for array in answer.values()]
+                    if record.is_server:  # it does not keep rows
+                        frames.append(pack([(rows.index, rows.version, dict(rows.arrays)) for rows in request.probed]))
                     self._counters.probes_sent += self._server.outbox.send(record, probe, frames)
             self._server.drain()
 
@@ -165,7 +169,22 @@ class Publisher:
         if not self._server.shares_memory:
             self._server.outbox.announce(m.Newest(self.version))
 
+    @property
+    def parameters_bytes(self) -> int:
+        """Size of the parameters of the current agent, with its base."""
+        return 0 if self._store is None else self._store.schema.nbytes + self._base_bytes
+
     # ---- adopting an agent ----
+
+    def use_servers(self, served: bool) -> None:
+        """Forget the agent. From the next one on, acting servers act if `served`, otherwise workers."""
+        with self._adopting:
+            self._cancel_session()
+            self._forget_agent()
+            with self._server.locked():
+                self._server.outbox.retract(m.SendBase)
+                self._server.outbox.is_served = served
+            self._close_base()
 
     def adopt(self, agent: Agent) -> None:
         """Make workers act with this agent and its current parameters."""
@@ -198,11 +217,12 @@ class Publisher:
                 )
         began = time.monotonic()
         watch, base = BaseWatch(agent), base_weights(agent)
+        self._base_bytes = 0 if base is None else len(base.payload)
         payload = ship(agent, base)
         first_version = self.first_version
         if self._store is not None:  # continue the version numbers; a rejected agent used none
             first_version = self._store.version + (self._agent is not None)
-        readers = len(self._server.servers or self._server.records)
+        readers = len(self._server.servers if self._server.outbox.is_served else self._server.records)
         store = ParameterStore(agent, self.agent_id + 1, readers, first_version, self._weights)
         self._cancel_session()
         self._forget_agent()
@@ -212,7 +232,8 @@ class Publisher:
             self._counters.divergence.clear()
             self._warnings.forget()
             self._announce_base(base)
-            self._server.outbox.announce(m.SendAgent(self.agent_id, self._base_hash), [payload])
+            outbox = self._server.outbox
+            outbox.announce(m.SendAgent(self.agent_id, self._base_hash, outbox.is_served), [payload])
             self._server.outbox.announce(store.message(), fds=[store.memory.fd])
             self._announce()
         try:
@@ -286,7 +307,9 @@ class Publisher:
             obs, action = self._rollouts.structures["obs"], structures["action"]
             comparison = Comparison(Policy(agent), obs, action, state, first.schema)
             comparison.expected = first.description
-            self.prober = Prober(comparison, self._server.records, rows_of(self._rule))
+            served = zip(self._server.servers, self._server.clients(), strict=True)
+            servers = list(served) if self._server.outbox.is_served else []
+            self.prober = Prober(comparison, self._server.records, rows_of(self._rule), servers)
         self._warnings.note_inference(first.inference)
 
     # ---- messages from workers ----

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -106,6 +106,8 @@ class _Saved(msgspec.Struct, forbid_unknown_fields=True):
     journal: dict[str, Any] | None = None
     base: str = ""
     """Content hash of the agent's base, whose parameters are not in `agent`; empty if it has none."""
+    inference: Literal["local", "served"] | None = None
+    """What `inference="auto"` has chosen; None with another option, or if `env` has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,6 +385,8 @@ class Training:
             }
             if self._journal is not None:
                 state["env"], state["journal"] = self._env.save(), self._journal.state()
+            elif self._env.chosen_inference is not None:
+                state["inference"] = self._env.chosen_inference
             arrays, plain = split_state(state)
             folder = checkpoint.save(self.checkpoints, arrays, {"state": plain}, warn=self._warn)
         self._schedule.wrote(began, time.monotonic())
@@ -401,7 +405,8 @@ class Training:
         if self._journal is not None and saved.env is not None:
             self._env.resume(self._learner.agent, saved.env, self._journal.actions())
         else:
-            self._env.resume(self._learner.agent, {"version": saved.version, "workers": []}, [])
+            env = {"version": saved.version, "workers": [], "inference": saved.inference}
+            self._env.resume(self._learner.agent, env, [])
         torch.set_rng_state(saved.torch)
 
     def _restore(self, loaded: checkpoint.Loaded) -> _Saved:

@@ -60,7 +60,7 @@ class RunConfig:
     """With --release-idle: let workers continue shortly before the update is expected to end."""
     inference: str = "local"
     """Where actions are computed: `local` (in each worker), `served` (one acting server per node acts for its workers),
-    or options of the acting server as JSON: '{"device": "cuda"}'."""
+    `auto` (the faster one of the two), or options of the acting server as JSON: '{"device": "cuda"}'."""
     device: str = "cpu"
     """Device of the learner: cpu, cuda, cuda:1."""
     release_device: bool = False

@@ -269,9 +269,10 @@ class DealerLink:
         """Seconds since the connection to the head broke; 0 while connected. Failed reconnects do not reset it."""
         return 0.0 if self.is_connected() else time.monotonic() - self._main.disconnected_at
 
-    def close(self) -> None:
-        self._main.close()
+    def close(self, linger_ms: int | None = None) -> None:
+        """Disconnect. Unsent messages are sent for up to `linger_ms` milliseconds more (None: two seconds)."""
+        self._main.close(linger_ms)
         if self._bulk is not None:
-            self._bulk.close()
+            self._bulk.close(linger_ms)
         if not self._shares_context:
             self.context.term()

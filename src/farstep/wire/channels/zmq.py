@@ -192,10 +192,11 @@ class Hub:
     def filenos(self) -> list[int]:
         return [int(socket.fd) for socket in (self._zap, *self._routers)]
 
-    def admit(self, worker: int, incarnation: int) -> KeyPair:
-        """Issue a new key pair to a worker. Its earlier key pairs are no longer accepted."""
+    def admit(self, worker: int, incarnation: int, pair: KeyPair | None = None) -> KeyPair:
+        """Issue a key pair to a worker: a new one, or one that was never used. Its earlier ones are no longer
+        accepted."""
         self.expel(worker)
-        pair = KeyPair.fresh()
+        pair = pair or KeyPair.fresh()
         peer = self.peers[pair.public] = Peer(worker, incarnation)
         self._keys[worker] = pair.public
         if self._reliable and worker >= 0:

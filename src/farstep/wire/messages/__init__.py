@@ -31,6 +31,16 @@ A worker that shares no memory with the head sends and receives more:
     RequestSend ─────────────────►                            if workers send in turn (`TransferTrigger.max_senders`)
                     ◄────────────── GrantSend
 
+If an acting server on the head's machine acts for workers over the network:
+
+    server                          head
+    Ready ───────────────────────►                            where it listens
+                    ◄────────────── AdmitClient, DropClient   which workers may connect, and with which keys
+    ClientAdmitted ──────────────►                            the worker may connect
+    RejectClient ────────────────►                            a worker has sent it an invalid message
+    worker                          head
+                    ◄────────────── UseServer                 where the server listens, and the keys for it
+
 With shared memory, `make_vec` steps without messages once the workers have their doorbells:
 
                     ◄────────────── SetDoorbells              where to find the board of steps (`rollout/step_board.py`)
@@ -47,9 +57,11 @@ import msgspec
 
 from farstep.core import BytesLike
 from farstep.wire.messages.from_head import (
+    AdmitClient,
     Call,
     Cancel,
     Continued,
+    DropClient,
     FromHead,
     GrantSend,
     Newest,
@@ -66,19 +78,23 @@ from farstep.wire.messages.from_head import (
     Taken,
     Ticket,
     Unparked,
+    UseServer,
     Weights,
     Welcome,
 )
 from farstep.wire.messages.from_worker import (
     AgentReady,
     Chunk,
+    ClientAdmitted,
     Failure,
     FromWorker,
     Hello,
     Idle,
+    Listening,
     Part,
     Progress,
     Ready,
+    RejectClient,
     Reply,
     RequestSend,
     StepInfos,
@@ -89,17 +105,21 @@ from farstep.wire.messages.headers import decoded
 
 __all__ = [
     "PROTOCOL",
+    "AdmitClient",
     "AgentReady",
     "Call",
     "Cancel",
     "Chunk",
+    "ClientAdmitted",
     "Continued",
+    "DropClient",
     "Failure",
     "FromHead",
     "FromWorker",
     "GrantSend",
     "Hello",
     "Idle",
+    "Listening",
     "Newest",
     "Parameters",
     "Part",
@@ -107,6 +127,7 @@ __all__ = [
     "Progress",
     "Ready",
     "Refuse",
+    "RejectClient",
     "Reply",
     "RequestSend",
     "Reset",
@@ -121,6 +142,7 @@ __all__ = [
     "Ticket",
     "Times",
     "Unparked",
+    "UseServer",
     "WeightRequest",
     "Weights",
     "Welcome",
@@ -129,7 +151,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = 12
+PROTOCOL = 13
 """Version of the protocol; head and worker must use the same. Increment it with every incompatible change."""
 
 _encoder = msgspec.msgpack.Encoder()

@@ -53,6 +53,8 @@ class SendAgent(msgspec.Struct, tag="send-agent"):
     agent: int
     base: str = ""
     """Content hash of the agent's base; empty if it has none."""
+    served: bool = False
+    """Whether an acting server acts for the worker, and has got the agent instead."""
 
 
 class Parameters(msgspec.Struct, tag="parameters"):
@@ -206,10 +208,11 @@ class Taken(msgspec.Struct, tag="taken"):
 
 
 class Probe(msgspec.Struct, tag="probe"):
-    """Head to worker, after a publish, if the sync rule measures divergence.
+    """Head to worker or acting server, after a publish, if the sync rule measures divergence.
 
     Each further frame has one array: the new policy's distribution parameters on observations that the worker has sent.
-    The worker evaluates its own policy on the same observations and passes the divergence to its sync rule.
+    The worker evaluates its own policy on the same observations and passes the divergence to its sync rule. An acting
+    server gets the observations in one more frame, encoded by `codec.pack`: index, version and arrays of each chunk.
     """
 
     agent: int
@@ -218,6 +221,45 @@ class Probe(msgspec.Struct, tag="probe"):
     """The chunks from which the observations were taken (see `rollout/probe_rows.py`); empty if the head had none."""
     keys: list[str]
     """The names of the arrays in the frames."""
+
+
+class AdmitClient(msgspec.Struct, tag="admit-client"):
+    """Head to an acting server that listens on the network: accept this worker, with a key pair for the two processes.
+
+    The server refuses a `Join` of the worker that differs from these values.
+    """
+
+    worker: Count
+    incarnation: Count
+    first: Count
+    """The worker's first slot."""
+    num_envs: Count
+    obs: bytes
+    """How observations are nested, encoded by `codec.pack`."""
+    obs_schema: Schema
+    action_schema: Schema
+    public: bytes
+    secret: bytes
+
+
+class DropClient(msgspec.Struct, tag="drop-client"):
+    """Head to an acting server that listens on the network: a worker is lost, and its key is no longer valid."""
+
+    worker: Count
+
+
+class UseServer(msgspec.Struct, tag="use-server"):
+    """Head to worker: how to reach its acting server over the network.
+
+    The worker joins the server. It gets the message again if the server was restarted, and then joins the new one.
+    """
+
+    port: str
+    """The port on the machine of the head; with the transport `ipc`, the whole address."""
+    bulk_port: str
+    server_key: bytes
+    public: bytes
+    secret: bytes
 
 
 class Call(msgspec.Struct, tag="call"):
@@ -253,6 +295,9 @@ FromHead = (
     | Newest
     | Weights
     | Probe
+    | AdmitClient
+    | DropClient
+    | UseServer
     | Call
     | Stop
 )

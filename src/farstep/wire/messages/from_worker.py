@@ -24,6 +24,15 @@ class Hello(msgspec.Struct, tag="hello"):
     """The cores that the process may use, e.g. `0-3,8`."""
 
 
+class Listening(msgspec.Struct):
+    """Part of `Ready`: where an acting server accepts workers over the network (see `UseServer`)."""
+
+    port: Line
+    bulk_port: Line
+    key: bytes
+    """Its public key."""
+
+
 class Ready(msgspec.Struct, tag="ready"):
     """Worker to head, when its environments are built. `codec.pack` encodes the spaces.
 
@@ -34,6 +43,25 @@ class Ready(msgspec.Struct, tag="ready"):
     action_space: bytes
     frame_stack: Count = 0
     """Frames per stacked observation, if a wrapper of the environments says so; otherwise 0."""
+    listening: Listening | None = None
+    """Only of an acting server that listens on the network."""
+
+
+class ClientAdmitted(msgspec.Struct, tag="client-admitted"):
+    """Acting server to head, the answer to `AdmitClient`.
+
+    The head sends `UseServer` to the worker only now, because ZeroMQ does not retry a connection whose key was refused.
+    """
+
+    worker: Count
+    incarnation: Count
+
+
+class RejectClient(msgspec.Struct, tag="reject-client"):
+    """Acting server to head: a worker has sent it an invalid message over the network. The head replaces the worker."""
+
+    worker: Count
+    reason: str
 
 
 class AgentReady(msgspec.Struct, tag="agent-ready"):
@@ -219,6 +247,8 @@ class Progress(msgspec.Struct, tag="progress"):
 FromWorker = (
     Hello
     | Ready
+    | ClientAdmitted
+    | RejectClient
     | AgentReady
     | Part
     | Chunk

@@ -41,6 +41,11 @@ class Probing:
         """The divergences since the last pull, newest first; infinite if a divergence could not be measured."""
         return tuple(self._divergences)
 
+    @property
+    def newest_probe(self) -> int:
+        """The newest version of which a probe has arrived; -1: none."""
+        return self._newest_probe
+
     def clear(self) -> None:
         """Discard the divergences."""
         self._divergences.clear()

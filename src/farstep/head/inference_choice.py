@@ -1,0 +1,93 @@
+"""Decides for `inference="auto"` whether workers act themselves or acting servers act for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from farstep.batch import Batch
+from farstep.core import Agent
+from farstep.event import Emit
+from farstep.head.user_warnings import UserWarnings
+from farstep.head.weights.publisher import Publisher
+from farstep.resources import available_memory
+
+Inference = Literal["local", "served"]
+_PREFER_LOCAL = 1.1
+"""Acting servers must be faster by this factor: workers that act themselves need no other process."""
+_ROWS, _SECONDS = 512, 1.0
+"""Measure each way until this many rows have arrived, or for about this many seconds."""
+
+
+class InferenceChoice:
+    """Measures both ways with the first agent, and keeps the faster one.
+
+    Args:
+        publisher: Sends the agent to workers or to servers.
+        warnings: Silent during the measurement.
+        copies_per_machine: Number of workers per machine, each of which would hold a copy of the policy.
+        emit: Emits the event that says what was chosen.
+        is_open: Whether there is a choice.
+    """
+
+    def __init__(
+        self, publisher: Publisher, warnings: UserWarnings, copies_per_machine: int, emit: Emit, is_open: bool
+    ) -> None:
+        self._publisher, self._warnings, self._copies, self._emit = publisher, warnings, copies_per_machine, emit
+        self._is_open, self._lock = is_open, threading.Lock()
+        self.chosen: Inference | None = None
+        """What was chosen; None before, and if there is no choice."""
+
+    def keep(self, chosen: Inference | None) -> None:
+        """Use what an earlier process has chosen, instead of measuring."""
+        with self._lock:
+            if self._is_open and chosen is not None:
+                self._use(chosen)
+                self._emit("announced", f"inference='auto': {chosen} inference, as before this run was resumed")
+
+    def decide(self, agent: Agent, collect: Callable[[int], Batch], reset: Callable[[], object]) -> None:
+        """Choose, if this was not done yet. Afterwards workers have no agent.
+
+        Args:
+            agent: The agent to measure with.
+            collect: Collects a batch of this many steps.
+            reset: Starts all environments as before the measurement.
+        """
+        with self._lock:
+            if not self._is_open:
+                return
+            self._warnings.silent = True
+            try:
+                chosen, text = self._measure(agent, collect)
+            finally:
+                self._warnings.silent, self._warnings.inference = False, ""
+            self._use(chosen)
+            self._emit("announced", f"inference='auto': {chosen} inference: {text}")
+            reset()
+
+    def _measure(self, agent: Agent, collect: Callable[[int], Batch]) -> tuple[Inference, str]:
+        served = self._steps_per_second("served", agent, collect)
+        needed = self._copies * self._publisher.parameters_bytes
+        if 2 * needed > available_memory():
+            return "served", f"a copy of the policy per worker would take {needed / 1e9:.1f} GB"
+        local = self._steps_per_second("local", agent, collect)
+        text = f"{local:,.0f} steps/s if workers act, {served:,.0f} steps/s if acting servers act"
+        return ("served" if served > _PREFER_LOCAL * local else "local"), text
+
+    def _steps_per_second(self, way: Inference, agent: Agent, collect: Callable[[int], Batch]) -> float:
+        self._publisher.use_servers(way == "served")
+        self._publisher.adopt(agent)
+        collect(2)  # the first calls of `act` are slow
+        began, rows, steps = time.monotonic(), 0, 4
+        while rows < _ROWS and (elapsed := time.monotonic() - began) < _SECONDS:
+            if rows and elapsed * 2 > _SECONDS:
+                break
+            batch = collect(steps)
+            rows, steps = rows + batch.shape[0] * batch.shape[1], 2 * steps
+        return rows / (time.monotonic() - began)
+
+    def _use(self, chosen: Inference) -> None:
+        self._publisher.use_servers(chosen == "served")
+        self.chosen, self._is_open = chosen, False

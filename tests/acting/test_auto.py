@@ -1,0 +1,78 @@
+"""`inference="auto"`: both ways are measured with the first agent, and the choice is kept."""
+
+from __future__ import annotations
+
+import pytest
+
+import farstep
+from farstep.head import inference_choice
+from tests.acting.agents import RandomAgent, RandomRecurrentAgent, WhoAgent
+from tests.acting.test_served import actions_in_progress, batches
+from tests.cluster.checks import arrays_of, assert_balanced, assert_same, cluster, in_process, within
+from tests.cluster.toys import RememberingAgent
+
+pytestmark = pytest.mark.slow  # real processes, or learning
+
+FACTORS = {"local": float("inf"), "served": 0.0}
+"""How much faster acting servers must be, so that the measurement chooses this."""
+
+
+@pytest.fixture(params=["local", "served"])
+def choice(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(inference_choice, "_PREFER_LOCAL", FACTORS[request.param])
+    return str(request.param)
+
+
+def announced(env: farstep.ClusterEnv) -> list[str]:
+    return [event.text for event in env.events("announced")]
+
+
+def test_the_measurement_chooses_and_says_so(choice: str) -> None:
+    with cluster(envs=4, workers=2, inference="auto") as env:
+        assert env.chosen_inference is None
+        batch = within(lambda: env.collect(WhoAgent(), 5))
+        servers = {server["pid"] for server in env.stats()["acting"]}
+        assert env.chosen_inference == choice and (choice == "served") == env.inference.startswith("served")
+        assert set(batch["pid"].ravel().tolist()) == servers if choice == "served" else not servers
+        (text,) = announced(env)
+        assert text.startswith(f"inference='auto': {choice} inference") and text.count("steps/s") == 2
+        assert env.version == 0
+        assert_balanced(env.stats())
+
+
+def test_batches_are_those_without_a_measurement(choice: str) -> None:
+    options = {"transport": "tcp"} if choice == "served" else {}
+    found, expected = (batches(RandomRecurrentAgent(), inference, **options) for inference in ("auto", "local"))
+    for measured, local in zip(found, expected, strict=True):
+        assert_same(measured, local)
+
+
+def test_a_resumed_run_keeps_the_choice(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = RememberingAgent()
+    with cluster(envs=3, workers=2, inference="auto") as env:
+        actions = actions_in_progress(within(lambda: env.collect(agent, 30)))
+        saved = within(env.save)
+        expected = arrays_of(within(lambda: env.collect(agent, 6)).copy())
+    assert saved["inference"] == choice
+    monkeypatch.setattr(inference_choice, "_PREFER_LOCAL", FACTORS["served" if choice == "local" else "local"])
+    with cluster(envs=3, workers=2, inference="auto") as env:
+        within(lambda: env.resume(agent, saved, actions))
+        found = arrays_of(within(lambda: env.collect(agent, 6)))
+        same = ("obs", "action", "reward", "age")
+        assert_same({name: found[name] for name in same}, {name: expected[name] for name in same})
+        assert env.chosen_inference == choice
+        assert announced(env) == [f"inference='auto': {choice} inference, as before this run was resumed"]
+
+
+def test_workers_do_not_act_if_their_copies_do_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inference_choice, "available_memory", lambda: -1.0)
+    with cluster(envs=2, workers=2, inference="auto") as env:
+        within(lambda: env.publish(RandomAgent()))
+        assert env.chosen_inference == "served" and "would take" in announced(env)[0]
+        assert env.version == 0
+
+
+def test_workers_act_where_servers_cannot() -> None:
+    with cluster(inference="auto", config=in_process()) as env:
+        within(lambda: env.collect(RandomAgent(), 5))
+        assert env.chosen_inference is None and env.stats()["acting"] == [] == announced(env)

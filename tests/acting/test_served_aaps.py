@@ -1,0 +1,78 @@
+"""Adaptive synchronization with acting servers: one running divergence and one count of pulls per server."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from farstep.errors import RemoteEnvError
+from farstep.sync import AAPS
+from tests.acting.test_served import OVER_THE_NETWORK
+from tests.cluster.checks import assert_balanced, cluster, within
+from tests.cluster.test_aaps import CoinAgent, divergence
+
+pytestmark = pytest.mark.slow  # real processes, or learning
+
+
+@pytest.mark.parametrize("options", [{"inference": "served"}, OVER_THE_NETWORK], ids=["node", "head"])
+def test_a_server_pulls_exactly_when_the_divergence_exceeds_the_threshold(options: dict[str, Any]) -> None:
+    delta, held, acted, expected, versions, seen = 0.05, 0.0, 0, [], [], []
+    with cluster(envs=4, workers=2, sync=AAPS(delta, window=1), **options) as env:
+        agent = CoinAgent()
+        for k in range(12):
+            if k:
+                agent.logit += 0.2
+            if divergence(held, float(agent.logit[0])) > delta:
+                held, acted = float(agent.logit[0]), k
+            expected.append({acted})
+            versions.append(set(within(lambda: env.collect(agent, steps=8))["version"].flat))
+            seen.append(env.stats()["divergence"])
+        stats = env.stats()
+    assert versions == expected
+    pulls = len({tuple(each) for each in versions})
+    assert 2 < pulls < 12
+    assert stats["pulls"] == {"total": pulls, "per_worker": [pulls, pulls]}
+    assert stats["bytes"]["weights_sent"] == pulls * 64  # one number, aligned
+    assert stats["bytes"]["probes_sent"] > 0
+    assert seen[0] == {0: 0.0, 1: 0.0}
+    assert seen[1][0] == seen[1][1] == pytest.approx(divergence(0, 0.2), rel=1e-4)
+
+
+def test_a_stream_continues_with_probes_after_a_server_was_killed() -> None:
+    agent = CoinAgent()
+    with cluster(envs=4, workers=2, sync=AAPS(0.05), inference={"copies": 2}) as env:
+        stream = env.stream(agent, steps=5, max_staleness=4)
+        for k in range(12):
+            if k == 6:
+                os.kill(env.stats()["acting"][0]["pid"], signal.SIGKILL)
+            batch = within(lambda: next(stream))
+            assert (batch["version"] <= env.version).all()
+            agent.logit += 0.1
+            within(lambda: env.publish(agent))
+        stream.close()
+        stats = env.stats()
+        assert_balanced(stats)
+        assert 2 <= stats["pulls"]["total"] < 2 * 12
+        assert stats["acting"][0]["restarts"] == 1
+
+
+class BrokenCoin(CoinAgent):
+    """A copy with the first weights cannot be compared on many rows."""
+
+    def distribution(self, obs: Any) -> Any:
+        if self.logit[0] == 0.0 and len(obs) > 8:
+            raise ValueError("deliberate")
+        return super().distribution(obs)
+
+
+def test_what_a_comparison_raises_in_the_server_reaches_the_caller() -> None:
+    agent = BrokenCoin()
+    with cluster(envs=4, workers=2, sync=AAPS(0.05), inference="served") as env:
+        within(lambda: env.collect(agent, 32))
+        agent.logit = agent.logit + 0.01
+        within(lambda: env.publish(agent))
+        with pytest.raises(RemoteEnvError, match="deliberate"):
+            within(lambda: env.collect(agent, 8))
