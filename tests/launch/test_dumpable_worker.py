@@ -16,7 +16,7 @@ import pytest
 
 import farstep
 from farstep.errors import ConfigError
-from farstep.launch.daemon.child import SpawnedProcess
+from farstep.launch.daemon.child import SpawnedProcess, is_readable
 from farstep.launch.daemon.criu import Criu
 from farstep.launch.daemon.dumpable_worker import DumpableWorker
 from farstep.launch.daemon.process import ProcessStarter, WorkerProcess
@@ -209,6 +209,51 @@ def test_worker_that_dies_while_it_is_detached_has_ended(parked: Park) -> None:
     world.problem()
     os.kill(world.pid, signal.SIGKILL)
     assert world.end().status == -signal.SIGKILL
+
+
+def test_worker_stays_in_memory_if_the_folder_for_its_images_cannot_be_created(parked: Park) -> None:
+    world = parked()
+    obstacle = world.criu.folder / "images-0"
+    obstacle.touch()
+    world.park()
+    assert "File exists" in world.problem()
+    world.wait(lambda: state_of(world.pid) == "T")
+    obstacle.unlink()
+    world.unpark()
+    world.worker.pass_on([b"after"])
+    assert world.next_message() == b"after"
+
+
+def test_worker_that_cannot_be_connected_again_has_ended_with_the_reason(parked: Park) -> None:
+    world = parked(dump=FAILS)
+    world.park()
+    world.problem()
+    (world.criu.folder / "new-0").touch()
+    world.unpark()
+    ended = world.end()
+    assert ended.status == -signal.SIGKILL and "could not be connected again" in ended.note
+
+
+def test_worker_that_dies_while_it_connects_has_ended(parked: Park) -> None:
+    world = parked(dump=FAILS)
+    world.park()
+    world.problem()
+    world.unpark()
+    world.worker.advance()
+    *_, listener = world.worker.fds()
+    assert is_readable(listener, 30)
+    os.kill(world.pid, signal.SIGKILL)
+    assert is_readable(world.worker.process.exit_fd, 30)
+    assert world.end().status == -signal.SIGKILL
+
+
+def test_worker_has_ended_if_criu_cannot_be_started_to_restore_it(parked: Park) -> None:
+    world = parked(dump=DUMPED)
+    world.park()
+    world.wait(lambda: not Path(f"/proc/{world.pid}").exists())
+    Path(world.criu.program).unlink()
+    world.unpark()
+    assert "could not be restored from disk: [Errno 2]" in world.end().note
 
 
 def test_acting_servers_exclude_workers_on_disk() -> None:

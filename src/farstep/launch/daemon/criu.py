@@ -69,7 +69,12 @@ class CriuRun:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self.exit_fd = os.pidfd_open(self._process.pid)
+        try:
+            self.exit_fd = os.pidfd_open(self._process.pid)
+        except OSError:
+            self._process.kill()
+            self._process.wait()
+            raise
         self._outcome: Outcome | None = None
 
     def poll(self) -> Outcome | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -42,6 +43,9 @@ class Stage(Enum):
     RESTORING = "restoring"
     ATTACHING = "attaching"
     """It was requested to open a link."""
+
+
+_BEFORE_DUMP = (Stage.ATTACHED, Stage.DETACHING, Stage.DETACHED)
 
 
 @dataclass
@@ -139,8 +143,35 @@ class DumpableWorker(NodeWorker):
         before = None
         while before is not self._stage and self._lost is None and self.ended is None:
             before = self._stage
-            steps[before]()
+            try:
+                steps[before]()
+            except OSError as error:  # of this worker only, such as a full disk
+                self._on_error(error)
         return self._lost is not None
+
+    def _on_error(self, error: OSError) -> None:
+        """Keep a worker in memory that cannot be dumped; end one that cannot be restored."""
+        if self._stage is Stage.DUMPING or (self._is_parked and self._stage in _BEFORE_DUMP):
+            if self._stage is Stage.DUMPING and self._run is not None:
+                self._run.kill()
+                self._enter(Stage.DETACHED)
+            self._remove_images()
+            self._fail(str(error))
+        elif self._stage in (Stage.ON_DISK, Stage.RESTORING):
+            self._lose(str(error))
+        else:
+            self._note = f"it could not be connected again after it was parked: {error}"
+            self.process.kill()
+            self._stop_listening()
+            self._enter(Stage.ATTACHING)
+
+    def _lose(self, reason: str) -> None:
+        """End a worker that cannot be restored."""
+        if self._stage is Stage.RESTORING and self._run is not None:
+            self._run.kill()
+            end_restored(self._pid)
+        self._remove_images()
+        self._lost = Ended(1, f"it could not be restored from disk: {reason}")
 
     def _enter(self, stage: Stage, limit_s: float = math.inf) -> None:
         self._stage, self._deadline = stage, time.monotonic() + limit_s
@@ -150,7 +181,7 @@ class DumpableWorker(NodeWorker):
         return time.monotonic() > self._deadline
 
     def _park(self) -> None:
-        if self._is_parked and self.link is not None:
+        if self._is_parked and not self._failed and self.link is not None:
             self.link.send_detach(str(self._path("link")))
             self._enter(Stage.DETACHING, _ATTACH_S)
 
@@ -210,22 +241,22 @@ class DumpableWorker(NodeWorker):
     def _check_restore(self) -> None:
         if self._run is None or (outcome := self._run.poll()) is None:
             return
-        self._remove_images()
         if outcome.reason:
-            end_restored(self._pid)
-            self._lost = Ended(1, f"it could not be restored from disk: {outcome.reason}")
+            self._lose(outcome.reason)
             return
+        self._remove_images()
         self.process.replace_child(RestoredProcess(self._pid))
+        self._enter(Stage.ATTACHING)
         self._listen()
 
     def _listen(self) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         folder = os.open(self.criu.folder, os.O_PATH)
         try:
-            path, new = self._path("link"), f"new-{self.number}"
-            self._listener.bind(f"/proc/self/fd/{folder}/{new}")  # the path itself may be too long
+            new = self._path("new")
+            self._listener.bind(f"/proc/self/fd/{folder}/{new.name}")  # the path itself may be too long
             self._listener.listen(1)
-            path.with_name(new).rename(path)
+            new.rename(self._path("link"))
         finally:
             os.close(folder)
         self._enter(Stage.ATTACHING, _ATTACH_S)
@@ -245,7 +276,11 @@ class DumpableWorker(NodeWorker):
             accepted.close()
             return
         self._stop_listening()
-        socket.send_fds(accepted, [b"A"], [self.board.memory.fd])
+        try:
+            socket.send_fds(accepted, [b"A"], [self.board.memory.fd])
+        except OSError:
+            accepted.close()
+            raise
         accepted.setblocking(False)
         self.link = LocalLink(accepted)
         self._enter(Stage.ATTACHED)
@@ -262,7 +297,9 @@ class DumpableWorker(NodeWorker):
 
     def _stop_listening(self) -> None:
         if self._listener is not None:
-            self._path("link").unlink(missing_ok=True)
+            for name in ("link", "new"):
+                with contextlib.suppress(OSError):
+                    self._path(name).unlink()
             self._listener.close()
             self._listener = None
 
