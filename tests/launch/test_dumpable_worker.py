@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 import farstep
-from farstep.errors import ConfigError
+from farstep.errors import ConfigError, LaunchError
 from farstep.launch.daemon.child import SpawnedProcess, is_readable
-from farstep.launch.daemon.criu import Criu
+from farstep.launch.daemon.criu import PROGRAM, Criu, working_criu
 from farstep.launch.daemon.dumpable_worker import DumpableWorker
 from farstep.launch.daemon.process import ProcessStarter, WorkerProcess
 from farstep.rollout.progress import COUNT, ProgressBoard
@@ -244,6 +244,7 @@ def test_worker_that_dies_while_it_connects_has_ended(parked: Park) -> None:
     assert is_readable(listener, 30)
     os.kill(world.pid, signal.SIGKILL)
     assert is_readable(world.worker.process.exit_fd, 30)
+    world.worker.advance()
     assert world.end().status == -signal.SIGKILL
 
 
@@ -254,6 +255,18 @@ def test_worker_has_ended_if_criu_cannot_be_started_to_restore_it(parked: Park) 
     Path(world.criu.program).unlink()
     world.unpark()
     assert "could not be restored from disk: [Errno 2]" in world.end().note
+
+
+def test_error_of_the_folder_for_images_is_a_launch_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PROGRAM, "/bin/true")
+    with pytest.raises(LaunchError, match="No such file or directory"):
+        working_criu(tmp_path / "missing")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.setattr("farstep.launch.daemon.criu._remove_stale", lambda parent: parent.rmdir())
+    monkeypatch.setattr("farstep.launch.daemon.criu._is_in_memory", lambda parent: False)
+    with pytest.raises(LaunchError, match="No such file or directory"):
+        working_criu(folder)
 
 
 def test_acting_servers_exclude_workers_on_disk() -> None:

@@ -194,6 +194,13 @@ def working_criu(parent: Path | None = None) -> Criu:
     Raises:
         LaunchError: Processes cannot be written to disk here; the message says why.
     """
+    try:
+        return _working_criu(parent)
+    except OSError as error:  # such as a full disk
+        raise LaunchError(f"criu cannot be used here: {error}.") from error
+
+
+def _working_criu(parent: Path | None) -> Criu:
     path = f"{os.environ.get('PATH', os.defpath)}:{_FOLDERS}"
     if (program := shutil.which(os.environ.get(PROGRAM) or "criu", path=path)) is None:
         raise LaunchError(f"criu is not installed (its path may be in the environment variable {PROGRAM}).")
