@@ -269,6 +269,31 @@ def test_error_of_the_folder_for_images_is_a_launch_error(tmp_path: Path, monkey
         working_criu(folder)
 
 
+def folder_of_images(parent: Path) -> Path:
+    """The name of a folder of images in `parent`."""
+    criu = Criu("/bin/true", parent)
+    criu.close()
+    return criu.folder
+
+
+def age(path: Path) -> None:
+    os.utime(path, (time.time() - 3600, time.time() - 3600))
+
+
+def test_images_of_killed_processes_are_removed_but_not_those_of_other_users(tmp_path: Path) -> None:
+    stale, fifo, others = (folder_of_images(tmp_path) for _ in range(3))
+    stale.mkdir()
+    os.mkfifo(fifo)
+    others.mkdir()
+    if os.geteuid() == 0:
+        os.chown(others, 12345, 12345)
+    for path in (stale, fifo, others):
+        age(path)
+    Criu("/bin/true", tmp_path).close()
+    assert not stale.exists() and fifo.exists()
+    assert others.exists() == (os.geteuid() == 0)
+
+
 def test_acting_servers_exclude_workers_on_disk() -> None:
     config = farstep.SSHConfig(hosts="a", relay=True, park_method="criu")
     env = farstep.ClusterEnv({"env_name": "CartPole-v1", "inference": "served"}, config)

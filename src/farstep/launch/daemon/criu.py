@@ -313,11 +313,13 @@ def _is_in_memory(folder: Path) -> bool:
 def _remove_stale(parent: Path) -> None:
     """Remove the images of processes that have ended together with their guardians, as in a cgroup that was killed."""
     for folder in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # removed meanwhile, of another user, or in use
-            if time.time() - folder.stat().st_mtime < _STALE_S:
-                continue  # its process may not have locked it yet
-            lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+        with contextlib.suppress(OSError):  # removed meanwhile, not a folder, of another user, or in use
+            # Without O_NONBLOCK, a FIFO of another user would block this process.
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_NOFOLLOW)
             try:
+                status = os.fstat(lock)
+                if status.st_uid != os.geteuid() or time.time() - status.st_mtime < _STALE_S:
+                    continue  # of another user, or its process may not have locked it yet
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
