@@ -294,6 +294,18 @@ def test_images_of_killed_processes_are_removed_but_not_those_of_other_users(tmp
     assert others.exists() == (os.geteuid() == 0)
 
 
+def test_images_of_another_machine_are_kept(tmp_path: Path) -> None:
+    """On NFS, its lock may be invisible here."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    own = folder_of_images(tmp_path)
+    other = own.with_name(own.name.replace(boot_id, "01234567-89ab-cdef-0123-456789abcdef"))
+    assert other != own
+    other.mkdir()
+    age(other)
+    Criu("/bin/true", tmp_path).close()
+    assert other.exists()
+
+
 def test_acting_servers_exclude_workers_on_disk() -> None:
     config = farstep.SSHConfig(hosts="a", relay=True, park_method="criu")
     env = farstep.ClusterEnv({"env_name": "CartPole-v1", "inference": "served"}, config)

@@ -131,7 +131,7 @@ class Criu:
         self.program = program
         parent = parent or Path(tempfile.gettempdir())
         _remove_stale(parent)
-        self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # mode 0700: images contain all memory
+        self.folder = Path(tempfile.mkdtemp(prefix=_prefix(), dir=parent))  # mode 0700: images contain all memory
         self._lock = os.open(self.folder, os.O_RDONLY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)  # until this process ends: see `_remove_stale`
         self._guardian = Guardian()
@@ -310,9 +310,14 @@ def _is_in_memory(folder: Path) -> bool:
     return False
 
 
+def _prefix() -> str:
+    """How the names of the folders of this machine start. Others may share the parent, but not see its locks (NFS)."""
+    return f"{_PREFIX}{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}-"
+
+
 def _remove_stale(parent: Path) -> None:
     """Remove the images of processes that have ended together with their guardians, as in a cgroup that was killed."""
-    for folder in parent.glob(f"{_PREFIX}*"):
+    for folder in parent.glob(f"{_prefix()}*"):
         with contextlib.suppress(OSError):  # removed meanwhile, not a folder, of another user, or in use
             # Without O_NONBLOCK, a FIFO of another user would block this process.
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_NOFOLLOW)
