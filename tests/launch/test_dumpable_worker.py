@@ -16,7 +16,7 @@ import pytest
 
 import farstep
 from farstep.errors import ConfigError, LaunchError
-from farstep.launch.daemon.child import SpawnedProcess, is_readable
+from farstep.launch.daemon.child import RestoredProcess, SpawnedProcess, is_readable
 from farstep.launch.daemon.criu import PROGRAM, Criu, working_criu
 from farstep.launch.daemon.dumpable_worker import DumpableWorker
 from farstep.launch.daemon.process import ProcessStarter, WorkerProcess
@@ -255,6 +255,32 @@ def test_worker_has_ended_if_criu_cannot_be_started_to_restore_it(parked: Park) 
     Path(world.criu.program).unlink()
     world.unpark()
     assert "could not be restored from disk: [Errno 2]" in world.end().note
+
+
+def test_process_that_has_the_process_id_of_a_worker_on_disk_is_not_killed(
+    parked: Park, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        world = parked(dump=DUMPED, restore=FAILS)
+        world.park()
+        world.wait(lambda: not Path(f"/proc/{world.pid}").exists())
+        monkeypatch.setattr(world.worker, "_pid", other.pid)
+        world.unpark()
+        assert "another process has its process id" in world.end().note
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_restored_process_that_was_reaped_elsewhere_has_ended() -> None:
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    restored = RestoredProcess(process.pid)
+    process.kill()
+    process.wait()
+    assert restored.poll() == -signal.SIGKILL
+    restored.close()
 
 
 def test_error_of_the_folder_for_images_is_a_launch_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,6 +229,9 @@ class DumpableWorker(NodeWorker):
             return
         if not self._is_late and any(Path(f"/proc/{pid}").exists() for pid in self._descendants):
             return  # the init process has not reaped them yet, so that their process ids are not free
+        if Path(f"/proc/{self._pid}").exists():
+            self._lose(f"another process has its process id {self._pid}")
+            return
         output = os.open(f"/proc/self/fd/{self.process.output_fd}", os.O_WRONLY)
         try:
             with self.open_death_pipe() as death:
