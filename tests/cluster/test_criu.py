@@ -217,10 +217,10 @@ def test_worker_whose_images_are_damaged_is_replaced(tmp_path: Path) -> None:
         for file in images()[0].rglob("core-*.img"):
             file.unlink()
         env.scale(workers=2)
-        eventually(lambda: env.stats()["workers"]["restarts"] == 1)
-        [event] = env.events("lost")
+        [event] = eventually(lambda: env.events("lost"))
         assert "could not be restored from disk" in event.text
         eventually(lambda: len(env.step(TableAgent())[4]["pid"]) == 2)
+        assert not env.stats()["workers"]["restarts"], "the worker is not to blame"
         assert pids_of(env)[1] != pids[1]
         assert_balanced(env.stats())
 
@@ -253,7 +253,7 @@ def test_criu_that_is_killed_at_any_point_costs_at_most_the_worker(
         env.scale(workers=2)
         eventually(lambda: len(env.step(TableAgent())[4]["pid"]) == 2)
         lost = len(env.events("lost"))  # none if criu was faster
-        assert env.stats()["workers"]["restarts"] == lost <= 1
+        assert lost <= 1 and env.stats()["workers"]["restarts"] == (lost if phase == "dump" else 0)
         found = pids_of(env)
         assert found[0] == pids[0] and (found[1] != pids[1]) == bool(lost)
         assert_balanced(env.stats())

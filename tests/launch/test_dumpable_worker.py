@@ -232,6 +232,7 @@ def test_worker_that_cannot_be_connected_again_has_ended_with_the_reason(parked:
     world.unpark()
     ended = world.end()
     assert ended.status == -signal.SIGKILL and "could not be connected again" in ended.note
+    assert world.worker.blameless
 
 
 def test_worker_that_dies_while_it_connects_has_ended(parked: Park) -> None:
@@ -245,7 +246,7 @@ def test_worker_that_dies_while_it_connects_has_ended(parked: Park) -> None:
     os.kill(world.pid, signal.SIGKILL)
     assert is_readable(world.worker.process.exit_fd, 30)
     world.worker.advance()
-    assert world.end().status == -signal.SIGKILL
+    assert world.end().status == -signal.SIGKILL and not world.worker.blameless
 
 
 def test_worker_has_ended_if_criu_cannot_be_started_to_restore_it(parked: Park) -> None:
@@ -255,6 +256,7 @@ def test_worker_has_ended_if_criu_cannot_be_started_to_restore_it(parked: Park) 
     Path(world.criu.program).unlink()
     world.unpark()
     assert "could not be restored from disk: [Errno 2]" in world.end().note
+    assert world.worker.blameless
 
 
 def test_process_that_has_the_process_id_of_a_worker_on_disk_is_not_killed(

@@ -160,6 +160,7 @@ class DumpableWorker(NodeWorker):
         elif self._stage in (Stage.ON_DISK, Stage.RESTORING):
             self._lose(str(error))
         else:
+            self.blameless = self.process.poll() is None
             self._note = f"it could not be connected again after it was parked: {error}"
             self.process.kill()
             self._stop_listening()
@@ -171,6 +172,7 @@ class DumpableWorker(NodeWorker):
             self._run.kill()
             end_restored(self._pid)
         self._remove_images()
+        self.blameless = True
         self._lost = Ended(1, f"it could not be restored from disk: {reason}")
 
     def _enter(self, stage: Stage, limit_s: float = math.inf) -> None:
