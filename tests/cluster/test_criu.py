@@ -34,9 +34,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def on_disk(
-    folder: Path, workers: int = 2, env: Any = TellingEnv, nodes: int = 1, **options: Any
+    folder: Path, workers: int = 2, env: Any = TellingEnv, nodes: int = 1, cpu_affinity: Any = "off", **options: Any
 ) -> farstep.ClusterEnv:
-    config = node_config(folder, nodes, workers_per_node=workers, lease_s=4, relay=True, park_method="criu")
+    more = {"relay": True, "park_method": "criu", "cpu_affinity": cpu_affinity}
+    config = node_config(folder, nodes, workers_per_node=workers, lease_s=4, **more)
     return cluster(env, envs=workers, config=config, **{"env_kwargs": ENDLESS, **options})
 
 
@@ -207,6 +208,22 @@ def test_worker_that_cannot_be_dumped_stays_in_memory_and_the_reason_is_reported
         assert state_of(pids[1]) == "T"
         env.scale(workers=2)
         assert pids_of(env) == pids and not env.stats()["workers"]["restarts"]
+
+
+def test_restored_worker_is_pinned_to_the_same_cores(tmp_path: Path) -> None:
+    allowed = os.sched_getaffinity(0)
+    core = max(allowed)
+    if len(allowed) < 2:
+        pytest.skip("this process may use only one core")
+    with on_disk(tmp_path, cpu_affinity=[core]) as env:
+        pids = pids_of(env)
+        env.scale(workers=1)
+        settled(env, parked=1)
+        env.scale(workers=2)
+        eventually(lambda: len(env.step(TableAgent())[4]["pid"]) == 2)
+        assert pids_of(env) == pids
+        tasks = Path(f"/proc/{pids[1]}/task").iterdir()
+        assert all(os.sched_getaffinity(int(task.name)) == {core} for task in tasks)
 
 
 def test_worker_whose_images_are_damaged_is_replaced(tmp_path: Path) -> None:

@@ -286,6 +286,16 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def affinities(pid: int) -> dict[int, set[int]]:
+    """Return the cores of each thread of a process and its descendants."""
+    found = {}
+    for each in (pid, *descendants(pid)):
+        for task in Path(f"/proc/{each}/task").glob("*"):
+            with contextlib.suppress(OSError):
+                found[int(task.name)] = os.sched_getaffinity(int(task.name))
+    return found
+
+
 def last_error(log: Path) -> str:
     """Return the cause of a failure in a log of criu; empty if there is none."""
     with contextlib.suppress(OSError):

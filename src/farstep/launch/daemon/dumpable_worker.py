@@ -10,7 +10,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from farstep.core import BytesLike, Ended
 from farstep.launch.daemon.child import RestoredProcess
-from farstep.launch.daemon.criu import Criu, CriuRun, descendants, end_restored, size_of
+from farstep.launch.daemon.criu import Criu, CriuRun, affinities, descendants, end_restored, size_of
 from farstep.launch.daemon.node_worker import NodeWorker
 from farstep.wire.channels.local import LocalLink
 
@@ -68,6 +68,8 @@ class DumpableWorker(NodeWorker):
     _pid: int = 0
     _descendants: Sequence[int] = ()
     """Processes that were dumped with the worker."""
+    _affinities: Mapping[int, set[int]] = field(default_factory=dict)
+    """The cores of each thread of these processes. Criu does not restore them."""
     _run: CriuRun | None = None
     _waiting: list[Sequence[BytesLike]] = field(default_factory=list)
     """Messages of the head that arrived while the worker had no link."""
@@ -201,6 +203,7 @@ class DumpableWorker(NodeWorker):
         else:
             self.process.resume()  # otherwise criu would restore it suspended: it could not notice the daemon's end
             self._pid, self._descendants = self.process.pid, descendants(self.process.pid)
+            self._affinities = affinities(self._pid)
             self._run = self.criu.dump(self._pid, self._path("images"))
             self._enter(Stage.DUMPING)
 
@@ -252,6 +255,9 @@ class DumpableWorker(NodeWorker):
         self._remove_images()
         self.process.replace_child(RestoredProcess(self._pid))
         self._enter(Stage.ATTACHING)
+        for thread, cores in self._affinities.items():
+            with contextlib.suppress(OSError):  # it has ended, or the cores were taken from this node
+                os.sched_setaffinity(thread, cores)
         self._listen()
 
     def _listen(self) -> None:
