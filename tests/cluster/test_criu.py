@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def on_disk(
-    folder: Path, workers: int = 2, env: Any = TellingEnv, nodes: int = 1, cpu_affinity: Any = "off", **options: Any
+    folder: Path,
+    workers: int = 2,
+    env: Any = TellingEnv,
+    nodes: int = 1,
+    launch: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> farstep.ClusterEnv:
-    more = {"relay": True, "park_method": "criu", "cpu_affinity": cpu_affinity}
+    more = {"relay": True, "park_method": "criu", **(launch or {})}
     config = node_config(folder, nodes, workers_per_node=workers, lease_s=4, **more)
     return cluster(env, envs=workers, config=config, **{"env_kwargs": ENDLESS, **options})
 
@@ -215,7 +220,7 @@ def test_restored_worker_is_pinned_to_the_same_cores(tmp_path: Path) -> None:
     core = max(allowed)
     if len(allowed) < 2:
         pytest.skip("this process may use only one core")
-    with on_disk(tmp_path, cpu_affinity=[core]) as env:
+    with on_disk(tmp_path, launch={"cpu_affinity": [core]}) as env:
         pids = pids_of(env)
         env.scale(workers=1)
         settled(env, parked=1)
@@ -240,6 +245,27 @@ def test_worker_whose_images_are_damaged_is_replaced(tmp_path: Path) -> None:
         assert not env.stats()["workers"]["restarts"], "the worker is not to blame"
         assert pids_of(env)[1] != pids[1]
         assert_balanced(env.stats())
+
+
+SLOW = """#!/bin/sh
+[ "$1" = restore ] && [ -e {flag} ] && sleep 9
+exec {program} "$@"
+"""
+
+
+def test_worker_that_waits_for_criu_is_not_stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, criu: str) -> None:
+    flag, wrapper = tmp_path / "flag", tmp_path / "criu"
+    wrapper.write_text(SLOW.format(flag=flag, program=criu))
+    wrapper.chmod(0o755)
+    monkeypatch.setenv(PROGRAM, str(wrapper))
+    with on_disk(tmp_path, launch={"timeouts": farstep.Timeouts(idle_s=3.0)}) as env:
+        pids = pids_of(env)
+        env.scale(workers=1)
+        settled(env, parked=1)
+        flag.touch()
+        env.scale(workers=2)
+        eventually(lambda: len(env.step(TableAgent())[4]["pid"]) == 2, 60)
+        assert pids_of(env) == pids and not env.events(["stuck", "lost"])
 
 
 WRAPPER = """#!/bin/sh

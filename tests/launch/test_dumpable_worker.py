@@ -235,6 +235,19 @@ def test_worker_that_cannot_be_connected_again_has_ended_with_the_reason(parked:
     assert world.worker.blameless
 
 
+def test_worker_is_returning_until_it_is_connected(parked: Park) -> None:
+    world = parked(dump=FAILS)
+    assert not world.worker.is_returning
+    world.park()
+    world.problem()
+    assert not world.worker.is_returning
+    world.unpark()
+    assert world.worker.is_returning
+    world.worker.pass_on([b"after"])
+    assert world.next_message() == b"after"
+    assert not world.worker.is_returning
+
+
 def test_worker_that_dies_while_it_connects_has_ended(parked: Park) -> None:
     world = parked(dump=FAILS)
     world.park()

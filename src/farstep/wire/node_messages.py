@@ -77,6 +77,8 @@ class NodeBeat(msgspec.Struct, tag="node-beat"):
     """The progress words of each of `workers`, if the daemon relays for them: they send no heartbeats themselves."""
     on_disk: Annotated[dict[int, Count], msgspec.Meta(max_length=MOST_WORKERS)] = {}
     """The size in bytes of each worker that is on disk."""
+    returning: Annotated[list[tuple[int, int]], msgspec.Meta(max_length=MOST_WORKERS)] = []
+    """Those of `workers` that are no longer parked, but still wait for criu. The head applies no time limit to them."""
 
 
 class Leaving(msgspec.Struct, tag="leaving"):

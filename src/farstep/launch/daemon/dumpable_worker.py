@@ -88,6 +88,10 @@ class DumpableWorker(NodeWorker):
         elif self._stage is Stage.DETACHING and not self._is_parked:
             self.process.resume()
 
+    @property
+    def is_returning(self) -> bool:
+        return self._stage is not Stage.ATTACHED and not self._is_parked
+
     def pass_on(self, frames: Sequence[BytesLike] | None = None) -> None:
         if frames is None or self._stage is Stage.ATTACHED:
             super().pass_on(frames)

@@ -52,6 +52,11 @@ class NodeWorker:
         self.suspended = suspended
         (self.process.suspend if suspended else self.process.resume)()
 
+    @property
+    def is_returning(self) -> bool:
+        """Whether the worker is no longer parked, but not connected yet."""
+        return False
+
     def advance(self) -> bool:
         """Take the steps that are due. Return whether this ended the worker."""
         return False
