@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,15 @@ ROOT = Path(__file__).parents[2]
 
 
 def on_disk(
-    folder: Path, workers: int = 2, env: Any = TellingEnv, nodes: int = 1, **options: Any
+    folder: Path,
+    workers: int = 2,
+    env: Any = TellingEnv,
+    nodes: int = 1,
+    launch: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> farstep.ClusterEnv:
-    config = node_config(folder, nodes, workers_per_node=workers, lease_s=4, relay=True, park_method="criu")
+    more = {"relay": True, "park_method": "criu", **(launch or {})}
+    config = node_config(folder, nodes, workers_per_node=workers, lease_s=4, **more)
     return cluster(env, envs=workers, config=config, **{"env_kwargs": ENDLESS, **options})
 
 
@@ -209,6 +215,22 @@ def test_worker_that_cannot_be_dumped_stays_in_memory_and_the_reason_is_reported
         assert pids_of(env) == pids and not env.stats()["workers"]["restarts"]
 
 
+def test_restored_worker_is_pinned_to_the_same_cores(tmp_path: Path) -> None:
+    allowed = os.sched_getaffinity(0)
+    core = max(allowed)
+    if len(allowed) < 2:
+        pytest.skip("this process may use only one core")
+    with on_disk(tmp_path, launch={"cpu_affinity": [core]}) as env:
+        pids = pids_of(env)
+        env.scale(workers=1)
+        settled(env, parked=1)
+        env.scale(workers=2)
+        eventually(lambda: len(env.step(TableAgent())[4]["pid"]) == 2)
+        assert pids_of(env) == pids
+        tasks = Path(f"/proc/{pids[1]}/task").iterdir()
+        assert all(os.sched_getaffinity(int(task.name)) == {core} for task in tasks)
+
+
 def test_worker_whose_images_are_damaged_is_replaced(tmp_path: Path) -> None:
     with on_disk(tmp_path) as env:
         pids = pids_of(env)
@@ -217,12 +239,33 @@ def test_worker_whose_images_are_damaged_is_replaced(tmp_path: Path) -> None:
         for file in images()[0].rglob("core-*.img"):
             file.unlink()
         env.scale(workers=2)
-        eventually(lambda: env.stats()["workers"]["restarts"] == 1)
-        [event] = env.events("lost")
+        [event] = eventually(lambda: env.events("lost"))
         assert "could not be restored from disk" in event.text
         eventually(lambda: len(env.step(TableAgent())[4]["pid"]) == 2)
+        assert not env.stats()["workers"]["restarts"], "the worker is not to blame"
         assert pids_of(env)[1] != pids[1]
         assert_balanced(env.stats())
+
+
+SLOW = """#!/bin/sh
+[ "$1" = restore ] && [ -e {flag} ] && sleep 9
+exec {program} "$@"
+"""
+
+
+def test_worker_that_waits_for_criu_is_not_stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, criu: str) -> None:
+    flag, wrapper = tmp_path / "flag", tmp_path / "criu"
+    wrapper.write_text(SLOW.format(flag=flag, program=criu))
+    wrapper.chmod(0o755)
+    monkeypatch.setenv(PROGRAM, str(wrapper))
+    with on_disk(tmp_path, launch={"timeouts": farstep.Timeouts(idle_s=3.0)}) as env:
+        pids = pids_of(env)
+        env.scale(workers=1)
+        settled(env, parked=1)
+        flag.touch()
+        env.scale(workers=2)
+        eventually(lambda: len(env.step(TableAgent())[4]["pid"]) == 2, 60)
+        assert pids_of(env) == pids and not env.events(["stuck", "lost"])
 
 
 WRAPPER = """#!/bin/sh
@@ -253,7 +296,7 @@ def test_criu_that_is_killed_at_any_point_costs_at_most_the_worker(
         env.scale(workers=2)
         eventually(lambda: len(env.step(TableAgent())[4]["pid"]) == 2)
         lost = len(env.events("lost"))  # none if criu was faster
-        assert env.stats()["workers"]["restarts"] == lost <= 1
+        assert lost <= 1 and env.stats()["workers"]["restarts"] == (lost if phase == "dump" else 0)
         found = pids_of(env)
         assert found[0] == pids[0] and (found[1] != pids[1]) == bool(lost)
         assert_balanced(env.stats())

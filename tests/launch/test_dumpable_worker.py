@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 import farstep
-from farstep.errors import ConfigError
-from farstep.launch.daemon.child import SpawnedProcess
-from farstep.launch.daemon.criu import Criu
+from farstep.errors import ConfigError, LaunchError
+from farstep.launch.daemon.child import RestoredProcess, SpawnedProcess, is_readable
+from farstep.launch.daemon.criu import PROGRAM, Criu, working_criu
 from farstep.launch.daemon.dumpable_worker import DumpableWorker
 from farstep.launch.daemon.process import ProcessStarter, WorkerProcess
 from farstep.rollout.progress import COUNT, ProgressBoard
@@ -209,6 +209,142 @@ def test_worker_that_dies_while_it_is_detached_has_ended(parked: Park) -> None:
     world.problem()
     os.kill(world.pid, signal.SIGKILL)
     assert world.end().status == -signal.SIGKILL
+
+
+def test_worker_stays_in_memory_if_the_folder_for_its_images_cannot_be_created(parked: Park) -> None:
+    world = parked()
+    obstacle = world.criu.folder / "images-0"
+    obstacle.touch()
+    world.park()
+    assert "File exists" in world.problem()
+    world.wait(lambda: state_of(world.pid) == "T")
+    obstacle.unlink()
+    world.unpark()
+    world.worker.pass_on([b"after"])
+    assert world.next_message() == b"after"
+
+
+def test_worker_that_cannot_be_connected_again_has_ended_with_the_reason(parked: Park) -> None:
+    world = parked(dump=FAILS)
+    world.park()
+    world.problem()
+    (world.criu.folder / "new-0").touch()
+    world.unpark()
+    ended = world.end()
+    assert ended.status == -signal.SIGKILL and "could not be connected again" in ended.note
+    assert world.worker.blameless
+
+
+def test_worker_is_returning_until_it_is_connected(parked: Park) -> None:
+    world = parked(dump=FAILS)
+    assert not world.worker.is_returning
+    world.park()
+    world.problem()
+    assert not world.worker.is_returning
+    world.unpark()
+    assert world.worker.is_returning
+    world.worker.pass_on([b"after"])
+    assert world.next_message() == b"after"
+    assert not world.worker.is_returning
+
+
+def test_worker_that_dies_while_it_connects_has_ended(parked: Park) -> None:
+    world = parked(dump=FAILS)
+    world.park()
+    world.problem()
+    world.unpark()
+    world.worker.advance()
+    *_, listener = world.worker.fds()
+    assert is_readable(listener, 30)
+    os.kill(world.pid, signal.SIGKILL)
+    assert is_readable(world.worker.process.exit_fd, 30)
+    world.worker.advance()
+    assert world.end().status == -signal.SIGKILL and not world.worker.blameless
+
+
+def test_worker_has_ended_if_criu_cannot_be_started_to_restore_it(parked: Park) -> None:
+    world = parked(dump=DUMPED)
+    world.park()
+    world.wait(lambda: not Path(f"/proc/{world.pid}").exists())
+    Path(world.criu.program).unlink()
+    world.unpark()
+    assert "could not be restored from disk: [Errno 2]" in world.end().note
+    assert world.worker.blameless
+
+
+def test_process_that_has_the_process_id_of_a_worker_on_disk_is_not_killed(
+    parked: Park, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        world = parked(dump=DUMPED, restore=FAILS)
+        world.park()
+        world.wait(lambda: not Path(f"/proc/{world.pid}").exists())
+        monkeypatch.setattr(world.worker, "_pid", other.pid)
+        world.unpark()
+        assert "another process has its process id" in world.end().note
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_restored_process_that_was_reaped_elsewhere_has_ended() -> None:
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    restored = RestoredProcess(process.pid)
+    process.kill()
+    process.wait()
+    assert restored.poll() == -signal.SIGKILL
+    restored.close()
+
+
+def test_error_of_the_folder_for_images_is_a_launch_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PROGRAM, "/bin/true")
+    with pytest.raises(LaunchError, match="No such file or directory"):
+        working_criu(tmp_path / "missing")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.setattr("farstep.launch.daemon.criu._remove_stale", lambda parent: parent.rmdir())
+    monkeypatch.setattr("farstep.launch.daemon.criu._is_in_memory", lambda parent: False)
+    with pytest.raises(LaunchError, match="No such file or directory"):
+        working_criu(folder)
+
+
+def folder_of_images(parent: Path) -> Path:
+    """The name of a folder of images in `parent`."""
+    criu = Criu("/bin/true", parent)
+    criu.close()
+    return criu.folder
+
+
+def age(path: Path) -> None:
+    os.utime(path, (time.time() - 3600, time.time() - 3600))
+
+
+def test_images_of_killed_processes_are_removed_but_not_those_of_other_users(tmp_path: Path) -> None:
+    stale, fifo, others = (folder_of_images(tmp_path) for _ in range(3))
+    stale.mkdir()
+    os.mkfifo(fifo)
+    others.mkdir()
+    if os.geteuid() == 0:
+        os.chown(others, 12345, 12345)
+    for path in (stale, fifo, others):
+        age(path)
+    Criu("/bin/true", tmp_path).close()
+    assert not stale.exists() and fifo.exists()
+    assert others.exists() == (os.geteuid() == 0)
+
+
+def test_images_of_another_machine_are_kept(tmp_path: Path) -> None:
+    """On NFS, its lock may be invisible here."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    own = folder_of_images(tmp_path)
+    other = own.with_name(own.name.replace(boot_id, "01234567-89ab-cdef-0123-456789abcdef"))
+    assert other != own
+    other.mkdir()
+    age(other)
+    Criu("/bin/true", tmp_path).close()
+    assert other.exists()
 
 
 def test_acting_servers_exclude_workers_on_disk() -> None:

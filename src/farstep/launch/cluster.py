@@ -319,7 +319,10 @@ class ClusterLauncher(Launcher):
             case n.WorkerEnded():
                 if (worker := node.worker(message.worker, message.incarnation)) is not None:
                     copy_words(message.words, worker.words)
-                    worker.end(Ended(message.status, message.note, blameless=node.leaving))
+                    if message.blameless and worker.poll() is None:
+                        text = f"worker {message.worker} on {node.host} is replaced: {message.note}"
+                        self._emit("lost", text, worker=message.worker, node=node.host)
+                    worker.end(Ended(message.status, message.note, blameless=node.leaving or message.blameless))
             case n.Leaving():
                 text = f"{node} is being reclaimed by its engine ({message.reason}): draining its workers"
                 self._emit("requeued", text, node=node.host)

@@ -96,6 +96,7 @@ class Node:
             receive: Receives invalid words as a message of the worker, which is then replaced, since it has written
                 these words itself.
         """
+        returning = set(beat.returning)
         for key, words in zip(beat.workers, beat.progress, strict=False):
             if (worker := self.worker(*key)) is None:
                 continue
@@ -105,6 +106,8 @@ class Node:
                 receive(worker.worker, Received([encode(Progress(words))], heartbeat=True))
             else:
                 copy_words(words, worker.words)
+                if key in returning:
+                    worker.words[PHASE] = Phase.QUEUED  # the only phase without a time limit
 
     def worker(self, number: int, incarnation: int) -> RemoteWorker | None:
         """The worker, or None if the number is unknown or the incarnation is not the current one."""

@@ -77,6 +77,8 @@ class NodeBeat(msgspec.Struct, tag="node-beat"):
     """The progress words of each of `workers`, if the daemon relays for them: they send no heartbeats themselves."""
     on_disk: Annotated[dict[int, Count], msgspec.Meta(max_length=MOST_WORKERS)] = {}
     """The size in bytes of each worker that is on disk."""
+    returning: Annotated[list[tuple[int, int]], msgspec.Meta(max_length=MOST_WORKERS)] = []
+    """Those of `workers` that are no longer parked, but still wait for criu. The head applies no time limit to them."""
 
 
 class Leaving(msgspec.Struct, tag="leaving"):
@@ -114,6 +116,8 @@ class WorkerEnded(msgspec.Struct, tag="worker-ended"):
     note: Line
     words: list[Word] = []
     """The worker's last progress words (see `rollout/progress.py`); they are newer than its last `Progress` message."""
+    blameless: bool = False
+    """Whether it could not be restored from disk, so that its replacement does not use the restart budget."""
 
 
 class RelayKeys(msgspec.Struct):

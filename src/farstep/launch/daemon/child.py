@@ -95,8 +95,11 @@ class RestoredProcess:
     def poll(self) -> int | None:
         if self._status is None and is_readable(self.exit_fd):
             self.kill()  # includes processes that its environments started; before the process id can be reused
-            _, status = os.waitpid(self.pid, 0)
-            self._status = os.waitstatus_to_exitcode(status)
+            try:
+                _, status = os.waitpid(self.pid, 0)
+                self._status = os.waitstatus_to_exitcode(status)
+            except ChildProcessError:  # it was reaped elsewhere
+                self._status = -signal.SIGKILL
         return self._status
 
     def kill(self) -> None:

@@ -69,7 +69,12 @@ class CriuRun:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self.exit_fd = os.pidfd_open(self._process.pid)
+        try:
+            self.exit_fd = os.pidfd_open(self._process.pid)
+        except OSError:
+            self._process.kill()
+            self._process.wait()
+            raise
         self._outcome: Outcome | None = None
 
     def poll(self) -> Outcome | None:
@@ -126,7 +131,7 @@ class Criu:
         self.program = program
         parent = parent or Path(tempfile.gettempdir())
         _remove_stale(parent)
-        self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # mode 0700: images contain all memory
+        self.folder = Path(tempfile.mkdtemp(prefix=_prefix(), dir=parent))  # mode 0700: images contain all memory
         self._lock = os.open(self.folder, os.O_RDONLY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)  # until this process ends: see `_remove_stale`
         self._guardian = Guardian()
@@ -189,6 +194,13 @@ def working_criu(parent: Path | None = None) -> Criu:
     Raises:
         LaunchError: Processes cannot be written to disk here; the message says why.
     """
+    try:
+        return _working_criu(parent)
+    except OSError as error:  # such as a full disk
+        raise LaunchError(f"criu cannot be used here: {error}.") from error
+
+
+def _working_criu(parent: Path | None) -> Criu:
     path = f"{os.environ.get('PATH', os.defpath)}:{_FOLDERS}"
     if (program := shutil.which(os.environ.get(PROGRAM) or "criu", path=path)) is None:
         raise LaunchError(f"criu is not installed (its path may be in the environment variable {PROGRAM}).")
@@ -274,6 +286,16 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def affinities(pid: int) -> dict[int, set[int]]:
+    """Return the cores of each thread of a process and its descendants."""
+    found = {}
+    for each in (pid, *descendants(pid)):
+        for task in Path(f"/proc/{each}/task").glob("*"):
+            with contextlib.suppress(OSError):
+                found[int(task.name)] = os.sched_getaffinity(int(task.name))
+    return found
+
+
 def last_error(log: Path) -> str:
     """Return the cause of a failure in a log of criu; empty if there is none."""
     with contextlib.suppress(OSError):
@@ -298,14 +320,21 @@ def _is_in_memory(folder: Path) -> bool:
     return False
 
 
+def _prefix() -> str:
+    """How the names of the folders of this machine start. Others may share the parent, but not see its locks (NFS)."""
+    return f"{_PREFIX}{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}-"
+
+
 def _remove_stale(parent: Path) -> None:
     """Remove the images of processes that have ended together with their guardians, as in a cgroup that was killed."""
-    for folder in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # removed meanwhile, of another user, or in use
-            if time.time() - folder.stat().st_mtime < _STALE_S:
-                continue  # its process may not have locked it yet
-            lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    for folder in parent.glob(f"{_prefix()}*"):
+        with contextlib.suppress(OSError):  # removed meanwhile, not a folder, of another user, or in use
+            # Without O_NONBLOCK, a FIFO of another user would block this process.
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_NOFOLLOW)
             try:
+                status = os.fstat(lock)
+                if status.st_uid != os.geteuid() or time.time() - status.st_mtime < _STALE_S:
+                    continue  # of another user, or its process may not have locked it yet
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
             finally:

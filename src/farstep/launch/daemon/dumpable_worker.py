@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -9,7 +10,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from farstep.core import BytesLike, Ended
 from farstep.launch.daemon.child import RestoredProcess
-from farstep.launch.daemon.criu import Criu, CriuRun, descendants, end_restored, size_of
+from farstep.launch.daemon.criu import Criu, CriuRun, affinities, descendants, end_restored, size_of
 from farstep.launch.daemon.node_worker import NodeWorker
 from farstep.wire.channels.local import LocalLink
 
@@ -44,6 +45,9 @@ class Stage(Enum):
     """It was requested to open a link."""
 
 
+_BEFORE_DUMP = (Stage.ATTACHED, Stage.DETACHING, Stage.DETACHED)
+
+
 @dataclass
 class DumpableWorker(NodeWorker):
     """A worker on this node that criu writes to disk while it is parked.
@@ -64,6 +68,8 @@ class DumpableWorker(NodeWorker):
     _pid: int = 0
     _descendants: Sequence[int] = ()
     """Processes that were dumped with the worker."""
+    _affinities: Mapping[int, set[int]] = field(default_factory=dict)
+    """The cores of each thread of these processes. Criu does not restore them."""
     _run: CriuRun | None = None
     _waiting: list[Sequence[BytesLike]] = field(default_factory=list)
     """Messages of the head that arrived while the worker had no link."""
@@ -81,6 +87,10 @@ class DumpableWorker(NodeWorker):
             super().set_suspended(suspended)
         elif self._stage is Stage.DETACHING and not self._is_parked:
             self.process.resume()
+
+    @property
+    def is_returning(self) -> bool:
+        return self._stage is not Stage.ATTACHED and not self._is_parked
 
     def pass_on(self, frames: Sequence[BytesLike] | None = None) -> None:
         if frames is None or self._stage is Stage.ATTACHED:
@@ -139,8 +149,37 @@ class DumpableWorker(NodeWorker):
         before = None
         while before is not self._stage and self._lost is None and self.ended is None:
             before = self._stage
-            steps[before]()
+            try:
+                steps[before]()
+            except OSError as error:  # of this worker only, such as a full disk
+                self._on_error(error)
         return self._lost is not None
+
+    def _on_error(self, error: OSError) -> None:
+        """Keep a worker in memory that cannot be dumped; end one that cannot be restored."""
+        if self._stage is Stage.DUMPING or (self._is_parked and self._stage in _BEFORE_DUMP):
+            if self._stage is Stage.DUMPING and self._run is not None:
+                self._run.kill()
+                self._enter(Stage.DETACHED)
+            self._remove_images()
+            self._fail(str(error))
+        elif self._stage in (Stage.ON_DISK, Stage.RESTORING):
+            self._lose(str(error))
+        else:
+            self.blameless = self.process.poll() is None
+            self._note = f"it could not be connected again after it was parked: {error}"
+            self.process.kill()
+            self._stop_listening()
+            self._enter(Stage.ATTACHING)
+
+    def _lose(self, reason: str) -> None:
+        """End a worker that cannot be restored."""
+        if self._stage is Stage.RESTORING and self._run is not None:
+            self._run.kill()
+            end_restored(self._pid)
+        self._remove_images()
+        self.blameless = True
+        self._lost = Ended(1, f"it could not be restored from disk: {reason}")
 
     def _enter(self, stage: Stage, limit_s: float = math.inf) -> None:
         self._stage, self._deadline = stage, time.monotonic() + limit_s
@@ -150,7 +189,7 @@ class DumpableWorker(NodeWorker):
         return time.monotonic() > self._deadline
 
     def _park(self) -> None:
-        if self._is_parked and self.link is not None:
+        if self._is_parked and not self._failed and self.link is not None:
             self.link.send_detach(str(self._path("link")))
             self._enter(Stage.DETACHING, _ATTACH_S)
 
@@ -168,6 +207,7 @@ class DumpableWorker(NodeWorker):
         else:
             self.process.resume()  # otherwise criu would restore it suspended: it could not notice the daemon's end
             self._pid, self._descendants = self.process.pid, descendants(self.process.pid)
+            self._affinities = affinities(self._pid)
             self._run = self.criu.dump(self._pid, self._path("images"))
             self._enter(Stage.DUMPING)
 
@@ -198,6 +238,9 @@ class DumpableWorker(NodeWorker):
             return
         if not self._is_late and any(Path(f"/proc/{pid}").exists() for pid in self._descendants):
             return  # the init process has not reaped them yet, so that their process ids are not free
+        if Path(f"/proc/{self._pid}").exists():
+            self._lose(f"another process has its process id {self._pid}")
+            return
         output = os.open(f"/proc/self/fd/{self.process.output_fd}", os.O_WRONLY)
         try:
             with self.open_death_pipe() as death:
@@ -210,22 +253,25 @@ class DumpableWorker(NodeWorker):
     def _check_restore(self) -> None:
         if self._run is None or (outcome := self._run.poll()) is None:
             return
-        self._remove_images()
         if outcome.reason:
-            end_restored(self._pid)
-            self._lost = Ended(1, f"it could not be restored from disk: {outcome.reason}")
+            self._lose(outcome.reason)
             return
+        self._remove_images()
         self.process.replace_child(RestoredProcess(self._pid))
+        self._enter(Stage.ATTACHING)
+        for thread, cores in self._affinities.items():
+            with contextlib.suppress(OSError):  # it has ended, or the cores were taken from this node
+                os.sched_setaffinity(thread, cores)
         self._listen()
 
     def _listen(self) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         folder = os.open(self.criu.folder, os.O_PATH)
         try:
-            path, new = self._path("link"), f"new-{self.number}"
-            self._listener.bind(f"/proc/self/fd/{folder}/{new}")  # the path itself may be too long
+            new = self._path("new")
+            self._listener.bind(f"/proc/self/fd/{folder}/{new.name}")  # the path itself may be too long
             self._listener.listen(1)
-            path.with_name(new).rename(path)
+            new.rename(self._path("link"))
         finally:
             os.close(folder)
         self._enter(Stage.ATTACHING, _ATTACH_S)
@@ -245,7 +291,11 @@ class DumpableWorker(NodeWorker):
             accepted.close()
             return
         self._stop_listening()
-        socket.send_fds(accepted, [b"A"], [self.board.memory.fd])
+        try:
+            socket.send_fds(accepted, [b"A"], [self.board.memory.fd])
+        except OSError:
+            accepted.close()
+            raise
         accepted.setblocking(False)
         self.link = LocalLink(accepted)
         self._enter(Stage.ATTACHED)
@@ -262,7 +312,9 @@ class DumpableWorker(NodeWorker):
 
     def _stop_listening(self) -> None:
         if self._listener is not None:
-            self._path("link").unlink(missing_ok=True)
+            for name in ("link", "new"):
+                with contextlib.suppress(OSError):
+                    self._path(name).unlink()
             self._listener.close()
             self._listener = None
 

@@ -157,7 +157,8 @@ class NodeDaemon:
     def _beat(self) -> n.NodeBeat:
         suspended = [key for key, child in self._children.items() if child.suspended]
         on_disk = {key[0]: child.disk_bytes for key, child in self._children.items() if child.disk_bytes}
-        return n.NodeBeat(self._node, self.running(), suspended, self.progress(), on_disk)
+        returning = [key for key, child in self._children.items() if child.is_returning]
+        return n.NodeBeat(self._node, self.running(), suspended, self.progress(), on_disk, returning)
 
     def progress(self) -> list[list[int]]:
         """The progress words of each worker, in the order of `running`, if this daemon relays for them."""
@@ -348,7 +349,8 @@ class NodeDaemon:
             link: The link to the head.
             ready: The readable descriptors; None: check all workers, and report ends without waiting for the relay.
         """
-        for key, child in list(self._children.items()):
+        children = list(self._children.items())
+        for key, child in sorted(children, key=lambda item: not item[1].is_returning):  # restore before others dump
             changed = child.advance() or child.ended
             if child.problem:
                 _send(link, n.NotOnDisk(self._node, *key, child.problem))
@@ -364,7 +366,7 @@ class NodeDaemon:
             if ended is None or (ready is not None and self._must_wait(key, child)):
                 continue
             words = child.board.read(0)
-            self._report_end(link, n.WorkerEnded(self._node, *key, ended.status, ended.note, words))
+            self._report_end(link, n.WorkerEnded(self._node, *key, ended.status, ended.note, words, child.blameless))
             child.close()
             if self._relay is not None:
                 self._relay.remove(key)

@@ -39,6 +39,8 @@ class NodeWorker:
     """Size of the files that the worker is in, while it is on disk."""
     problem: str = ""
     """Why the worker stays in memory although it is parked, if this was not reported yet."""
+    blameless: bool = False
+    """Whether the worker has ended because it could not be restored from disk."""
 
     def set_suspended(self, suspended: bool, parked: bool = False) -> None:
         """Suspend the process, or let it continue.
@@ -49,6 +51,11 @@ class NodeWorker:
         """
         self.suspended = suspended
         (self.process.suspend if suspended else self.process.resume)()
+
+    @property
+    def is_returning(self) -> bool:
+        """Whether the worker is no longer parked, but not connected yet."""
+        return False
 
     def advance(self) -> bool:
         """Take the steps that are due. Return whether this ended the worker."""
