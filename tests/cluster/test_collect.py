@@ -311,6 +311,12 @@ def test_an_environment_that_only_the_script_registered_comes_with_advice(kind: 
         env.launch()
 
 
+def test_a_class_that_is_given_as_an_id_comes_with_advice() -> None:
+    env = farstep.ClusterEnv({"env_name": "farstep.testing:CountingEnv"}, in_process())
+    with pytest.raises(farstep.ConfigError, match=r"add type='factory' .*--env-type factory"):
+        env.launch()
+
+
 def test_options_of_a_reset_are_a_mapping() -> None:
     with cluster(config=in_process()) as env, pytest.raises(farstep.ConfigError, match="options=3; expected a mapping"):
         env.reset(options=3)  # type: ignore[arg-type]

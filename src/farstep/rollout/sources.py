@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -154,6 +155,11 @@ def _advice(source: str | EnvSpec | Callable[..., Any], kwargs: Mapping[str, Any
     except gymnasium.error.UnregisteredEnv as error:
         if not _is_from_library(error):
             raise
+        if isinstance(name, str) and _is_factory(name):
+            raise ConfigError(
+                f"{name!r} is not a registered id, but a class or function; add type='factory' "
+                "(on the command line: --env-type factory)."
+            ) from error
         raise ConfigError(
             f"{described(error)} A worker knows only environments that its imported modules register. If your script "
             f"registers {name!r}, move the registration to a separate module and name that module "
@@ -223,6 +229,12 @@ def _with_packages(name: str) -> list[str]:
 def _is_path(name: str) -> bool:
     """Whether `name` is a dotted path rather than a registered id."""
     return name not in gymnasium.registry and is_dotted_path(name)
+
+
+def _is_factory(name: str) -> bool:
+    """Whether `name` is the dotted path `module:attribute` of a callable in a module that has been imported."""
+    module, _, attribute = name.partition(":")
+    return callable(getattr(sys.modules.get(module), attribute, None))
 
 
 def _callable(path: str | Callable[..., Any]) -> Callable[..., Any]:
