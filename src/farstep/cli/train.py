@@ -46,6 +46,7 @@ from farstep.observe.loggers import (
     require_wandb,
 )
 from farstep.observe.run_folder import RunFolder, run_name
+from farstep.observe.run_status import number
 from farstep.observe.status import LiveSource, StatusPage
 from farstep.observe.terminal.console import LiveDisplay, PlainLines, console_logger
 from farstep.observe.terminal.panel import SHOWN_EVENTS
@@ -315,8 +316,8 @@ def _normalized(net: object, agent: NetworkAgent) -> str:
 
 def _summary(progress: Progress, folder: RunFolder) -> str:
     last = progress.returns
-    mean = f"; mean return of the last {counted(len(last), 'episode')} {np.mean(last):.1f}" if last else ""
+    mean = f"; mean return of the last {counted(len(last), 'episode')} {number(float(np.mean(last)))}" if last else ""
     return (
         f"{progress.steps:,} steps in {progress.seconds:.0f} s{mean}\n"
-        f"watch: farstep watch {folder.path}\nplot:  farstep plot {folder.path}\n"
+        f"eval:  farstep eval {folder.path}\nwatch: farstep watch {folder.path}\nplot:  farstep plot {folder.path}\n"
     )
