@@ -186,6 +186,10 @@ def train(
                     "resume; start a new run without --resume."
                 )
             training.resume()
+            found = training.newest_checkpoint
+            assert found is not None
+            sys.stdout.write(f"resumed from checkpoint {found.number} at step {found.step:,}\n")
+            sys.stdout.flush()
             folder.write_config(stored_config(name, options))
             write_yaml(name, options, folder)
             if page is not None:
