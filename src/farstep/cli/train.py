@@ -251,6 +251,8 @@ class _Remarks:
         if event.kind == "announced":
             sys.stdout.write(f"{event.text}\n")
             sys.stdout.flush()
+        if event.kind == "lost" and event.worker is None:
+            self._diagnosis = None  # that of the time before a node was lost
         self._events.append(event)
         self._display.show(self._diagnosis, tuple(self._events))
 

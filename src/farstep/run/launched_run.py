@@ -93,7 +93,7 @@ class LaunchProgress:
 
     def diagnoses(self) -> list[Diagnosis]:
         """Return the diagnoses of a running run, or what the run waits for."""
-        from farstep.observe.diagnosis import Diagnosis
+        from farstep.observe.diagnosis import MIN_NODES_REMEDY, Diagnosis
 
         share, run = self.share, self.run
         if share is None:
@@ -103,6 +103,10 @@ class LaunchProgress:
         if run is None or not run.is_started:
             workers = "workers to start" if run is None else run.collector.server.waiting_for()
             return [Diagnosis(cause="starting", text=f"The run is waiting for {workers}.")]
+        if nodes := run.collector.server.missing_nodes():
+            return [
+                Diagnosis(cause="no nodes", text=f"The run is waiting for nodes: {nodes}.", remedy=MIN_NODES_REMEDY)
+            ]
         return run.page_monitor.diagnoses(run.stats(), self.kl_threshold)
 
     def forget(self) -> None:
