@@ -57,6 +57,19 @@ class Source:
         by_value = {"", "__main__", "__mp_main__", *cloudpickle.list_registry_pickle_by_value()}
         return [name for name in dict.fromkeys(found) if by_value.isdisjoint(_with_packages(name))]
 
+    def check_id(self) -> None:
+        """Raise `ConfigError`, as `build` does, if a plain id such as `CartPole-v1` is certainly not registered.
+
+        Ids with a module or a namespace are not checked, nor ids beside wrappers: imports may register them.
+        """
+        name = self.env_name
+        if self.type != "gymnasium" or not isinstance(name, str) or self.wrappers or ":" in name or "/" in name:
+            return
+        with _advice(name, self.env_kwargs):
+            _check_version(name)
+            if name not in gymnasium.registry and parse_env_id(name)[2] is not None:
+                gymnasium.spec(name)
+
     def build(self, slot: int = 0) -> gymnasium.Env[Any, Any]:
         """Build the environment of a slot.
 

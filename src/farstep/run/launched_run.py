@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import gymnasium
 
 from farstep.config.env import EnvConfig
-from farstep.config.launch import LaunchConfig
+from farstep.config.launch import LaunchConfig, LocalConfig
 from farstep.elastic.run_share import RunShare
 from farstep.errors import ClosedError
 from farstep.head.collector import Collector
 from farstep.head.events import EventLog
+from farstep.rollout.sources import Source
 from farstep.run.launch_monitor import LaunchMonitor
 from farstep.run.run_page import RunPage
 from farstep.sync.rules import rule_of, threshold_of
@@ -177,6 +178,8 @@ class Launch:
     def _launched(self) -> LaunchedRun:
         """Wait for the run's share, and return the run, before its start."""
         env_config, config, _, events = self._options
+        if isinstance(config, LocalConfig):  # on nodes, other environments may be registered
+            Source.of(env_config).check_id()
         num_workers = config.num_workers(env_config.envs_per_node)
         share = RunShare(config, num_workers, events.emit, per_session=env_config.release_idle)
         self._progress.share = share
