@@ -30,6 +30,7 @@ $(VENV)/.ready: $(VENV)/.demo-ready
 
 demo: $(VENV)/.demo-ready  ## train CartPole-v1 on two local workers until it is solved; installs only torch, farstep and Gymnasium
 	@$(BIN)/python examples/cartpole_ppo.py
+	@echo "next: . $(BIN)/activate, then farstep train ppo --env CartPole-v1"
 
 test: setup      ## all tests except the long ones, in four processes, since many of them mostly wait
 	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)

@@ -311,6 +311,19 @@ def test_an_environment_that_only_the_script_registered_comes_with_advice(kind: 
         env.launch()
 
 
+def test_an_unknown_id_is_refused_before_local_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farstep.run.launched_run.Collector", None)  # so that none can be started
+    env = farstep.ClusterEnv({"env_name": "CartPol-v1"}, farstep.LocalConfig(workers_per_node=1))
+    with pytest.raises(farstep.ConfigError, match=r"NameNotFound.*Did you mean: `CartPole`"):
+        env.launch()
+
+
+def test_a_class_that_is_given_as_an_id_comes_with_advice() -> None:
+    env = farstep.ClusterEnv({"env_name": "farstep.testing:CountingEnv"}, in_process())
+    with pytest.raises(farstep.ConfigError, match=r"add type='factory' .*--env-type factory"):
+        env.launch()
+
+
 def test_options_of_a_reset_are_a_mapping() -> None:
     with cluster(config=in_process()) as env, pytest.raises(farstep.ConfigError, match="options=3; expected a mapping"):
         env.reset(options=3)  # type: ignore[arg-type]

@@ -44,6 +44,48 @@ def test_observations_that_do_not_fit_the_space_are_named(lie: Any) -> None:
     envs.close()
 
 
+class NestedEnv(CountingEnv):
+    """Returns `obs` from its second step on, as an observation of a Dict space."""
+
+    def __init__(self, obs: Any) -> None:
+        super().__init__(length=None)
+        box = spaces.Box(0, 1, (2,), np.float32)
+        self.observation_space = spaces.Dict(agent=box, target=spaces.Tuple([box, box]))
+        self._obs = obs
+
+    def reset(self, **kwargs: Any) -> Any:
+        return self.observation_space.sample(), super().reset(**kwargs)[1]
+
+    def step(self, action: Any) -> Any:
+        rest = super().step(action)[1:]
+        return (self._obs if self.count > 1 else self.observation_space.sample(), *rest)
+
+
+POINT = np.zeros(2, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("obs", "said"),
+    [
+        ({"agent": POINT}, r"obs: .* the keys \[agent\], but its space has \[agent, target\]"),
+        (
+            {"agent": POINT, "target": (POINT, POINT), "more": POINT},
+            r"obs: .* the keys \[agent, more, target\], but its space has \[agent, target\]",
+        ),
+        (POINT, "obs: .* returned a ndarray, but its space is a Dict"),
+        ({"agent": POINT, "target": (POINT,)}, r"obs.target: .* 1 entries, but its space is a Tuple with 2 entries"),
+        ({"agent": POINT, "target": 0.5}, r"obs.target: .* a float, but its space is a Tuple with 2 entries"),
+    ],
+    ids=["missing", "extra", "no mapping", "short tuple", "no tuple"],
+)
+def test_observations_with_other_entries_than_the_space_are_named(obs: Any, said: str) -> None:
+    with (
+        cluster(NestedEnv, env_kwargs={"obs": obs}, config=in_process(1)) as env,
+        pytest.raises(SpaceError, match=f"^{said}"),
+    ):
+        env.collect(SevenAgent(1), steps=4)
+
+
 class TypedEnv(CountingEnv):
     """Returns `value` from `reset`, or only from `step`, as an observation of a space of uint8 or float32."""
 

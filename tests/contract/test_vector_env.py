@@ -199,10 +199,14 @@ def test_thunks_that_do_not_fit_are_refused() -> None:
     ("given", "hint"),
     [
         ((make for make in [InfosEnv]), "Call list"),
+        (
+            {"type": "factory", "env_name": InfosEnv},
+            r"pass a callable, e\.g\. functools\.partial\(.* or a list of callables",
+        ),
         (InfosEnv(), "Pass a function that makes the environment"),
         (None, "callables"),
     ],
-    ids=["generator", "instance", "none"],
+    ids=["generator", "mapping", "instance", "none"],
 )
 def test_refused_environment_is_called_env_name_of_make_vec(given: Any, hint: str) -> None:
     with pytest.raises(ConfigError, match=rf"make_vec's env_name is .*expected a Gymnasium id.*{hint}"):

@@ -42,6 +42,12 @@ def test_the_readmes_commands_are_accepted():
     assert train_options.parse_options(learner, options).run.env == "CartPole-v1"
 
 
+def test_the_demo_ends_with_the_readmes_next_commands():
+    readme, makefile = ((ROOT / name).read_text() for name in ("README.md", "Makefile"))
+    (activate, train) = re.findall(r'^\t@echo "next: (.*), then (.*)"$', makefile, re.M)[0]
+    assert f"`{activate.replace('$(BIN)', '.venv/bin')}`" in readme and f"\n{train} " in readme
+
+
 def test_every_relative_link_exists():
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))):
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):

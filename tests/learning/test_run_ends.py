@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from farstep.checkpoint import folder as checkpoint
+from farstep.cli import main
 from farstep.event import Emit
 from farstep.learners.loop.evaluation import EvaluationResult
 from farstep.learners.ppo import PPOConfig
@@ -75,3 +77,16 @@ def test_a_run_that_is_done_stays_as_it_is(tmp_path: Path, caplog: pytest.LogCap
     assert "nothing to do" in caplog.text
     assert sorted(tmp_path.iterdir()) == before
     assert run(3 * ROWS, resume=True) == 3
+
+
+def test_a_run_names_the_commands_that_come_next_and_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    short = ["--launcher", "in-process", "--num-envs", "2", "--num-steps", "16", "--total-steps", "64"]
+    assert main(["train", "ppo", "--env", "CartPole-v1", *short, "--name", "run"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-3:] == [f"{each + ':':6} farstep {each} runs/run" for each in ("eval", "watch", "plot")]
+    found = checkpoint.numbered(tmp_path / "runs" / "run" / "checkpoints")
+    assert main(["train", "ppo", "--resume", "runs/run", "--total-steps", "128"]) == 0
+    assert f"resumed from checkpoint {max(int(each.name) for each in found)} at step 64\n" in capsys.readouterr().out

@@ -137,6 +137,7 @@ def test_a_long_history_keeps_its_shape() -> None:
     [
         (number(123.44), "123.4"),
         (number(-1.234), "-1.23"),
+        (number(0.9), "0.900"),
         (number(0), "0.00"),
         (number(12345.6), "12,346"),
         (number(1.5e9), "1.5e+09"),

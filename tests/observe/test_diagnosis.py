@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -147,6 +148,11 @@ FIRES: list[tuple[str, Window, str]] = [
     ("staleness bound", window(stats(dropped={"stale": 100})), "33 % of the chunks are dropped as stale"),
     ("taking turns", window(stats([IDLE, IDLE], wait=0.7)), "workers 90 % and the learner 70 %"),
     (
+        "lost node",
+        window(stats([IDLE, IDLE], wait=0.7), lost_node=True),
+        "lost node: in the last 10 s, the learner waited 70 % .* workers 90 %",
+    ),
+    (
         "replaced worker",
         window(stats([IDLE, IDLE], wait=0.7) | {"workers": {"alive": 2, "restarts": 1}}),
         r"restarted \(1 restart in the last 10 s\): the learner waits 70 % .* workers 90 %",
@@ -171,7 +177,7 @@ def test_a_cause_is_named_with_its_numbers_and_its_remedy(cause: str, seen: Wind
     found = diagnose(seen)
     assert found.cause == cause
     assert re.search(text, found.text), found.text
-    assert found.is_problem or cause in ("slow learner", "replaced worker", "replay ratio")
+    assert found.is_problem or cause in ("slow learner", "lost node", "replaced worker", "replay ratio")
     assert found.numbers and found.remedy.endswith(".")
     assert found.text.endswith(".") and found.remedy in str(found)
 
@@ -285,6 +291,20 @@ def test_the_window_is_the_last_half_minute(monkeypatch: pytest.MonkeyPatch) -> 
         last = after(10.0, tickets=10.0)
     assert last.cause == "slow learner", "the slow environments are forgotten"
     assert after(600.0, env=600.0).cause == "slow environment", "a rare call looks back to the one before"
+
+
+def test_time_without_a_lost_node_is_not_taking_turns() -> None:
+    events = EventLog()
+    turns = stats([IDLE, IDLE], wait=0.7)
+
+    def cause() -> str:
+        return RunMonitor(events, time.monotonic() - SECONDS, machine()).diagnoses(turns, machine())[0].cause
+
+    events.emit("joined", "node 0 connected", node="here")
+    events.emit("lost", "worker 0 ended", worker=0, node="here")
+    assert cause() == "taking turns"
+    events.emit("lost", "node 0 is silent", node="here")
+    assert cause() == "lost node"
 
 
 def test_rules_have_texts_for_the_docs() -> None:

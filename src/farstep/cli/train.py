@@ -46,6 +46,7 @@ from farstep.observe.loggers import (
     require_wandb,
 )
 from farstep.observe.run_folder import RunFolder, run_name
+from farstep.observe.run_status import number
 from farstep.observe.status import LiveSource, StatusPage
 from farstep.observe.terminal.console import LiveDisplay, PlainLines, console_logger
 from farstep.observe.terminal.panel import SHOWN_EVENTS
@@ -185,6 +186,10 @@ def train(
                     "resume; start a new run without --resume."
                 )
             training.resume()
+            found = training.newest_checkpoint
+            assert found is not None
+            sys.stdout.write(f"resumed from checkpoint {found.number} at step {found.step:,}\n")
+            sys.stdout.flush()
             folder.write_config(stored_config(name, options))
             write_yaml(name, options, folder)
             if page is not None:
@@ -246,6 +251,8 @@ class _Remarks:
         if event.kind == "announced":
             sys.stdout.write(f"{event.text}\n")
             sys.stdout.flush()
+        if event.kind == "lost" and event.worker is None:
+            self._diagnosis = None  # that of the time before a node was lost
         self._events.append(event)
         self._display.show(self._diagnosis, tuple(self._events))
 
@@ -315,8 +322,8 @@ def _normalized(net: object, agent: NetworkAgent) -> str:
 
 def _summary(progress: Progress, folder: RunFolder) -> str:
     last = progress.returns
-    mean = f"; mean return of the last {counted(len(last), 'episode')} {np.mean(last):.1f}" if last else ""
+    mean = f"; mean return of the last {counted(len(last), 'episode')} {number(float(np.mean(last)))}" if last else ""
     return (
         f"{progress.steps:,} steps in {progress.seconds:.0f} s{mean}\n"
-        f"watch: farstep watch {folder.path}\nplot:  farstep plot {folder.path}\n"
+        f"eval:  farstep eval {folder.path}\nwatch: farstep watch {folder.path}\nplot:  farstep plot {folder.path}\n"
     )

@@ -18,6 +18,7 @@ from farstep.cli.saved.saved_run import SavedRun
 from farstep.config.env import check_count, check_seed
 from farstep.config.field_docs import show_fields
 from farstep.errors import ConfigError
+from farstep.observe.run_status import number
 from farstep.observe.video import check_fps
 
 
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     returns = record(
         agent, run, out, seed=options.seed, episodes=options.episodes, max_steps=options.max_steps, fps=options.fps
     )
-    listed = ", ".join(f"{value:.1f}" for value in returns)
+    listed = ", ".join(number(value) for value in returns)
     sys.stdout.write(
         f"{out}: {len(returns)} episode{'s' * (len(returns) > 1)} after {steps:,} steps, return {listed}\n"
     )

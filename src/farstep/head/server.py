@@ -41,7 +41,7 @@ from farstep.head.members.parking import Parking
 from farstep.head.members.supervisor import Supervisor
 from farstep.head.members.worker_records import WorkerRecord, acting_servers, expected, split
 from farstep.head.prewarming import Prewarming
-from farstep.head.slow_call_warnings import WaitWarning, warn_while_slow
+from farstep.head.slow_call_warnings import FIRST_START_S, WaitWarning, warn_while_slow
 from farstep.head.tickets.tickets import Tickets
 from farstep.launch import launcher_for
 from farstep.launch.acting_plan import ActingPlan
@@ -108,6 +108,8 @@ class Server:
         self._prewarming = Prewarming(self._resume_early, self._suspend_again) if prewarm else None
         self._failure: FarstepError | None = None
         self._closed = False
+        self._wait_began = math.inf
+        """When the call that is waiting began to wait, in `time.monotonic()` seconds; infinity: none waits."""
         self._closer = 0
         """The thread that called `close` first."""
         self._freed = threading.Event()
@@ -312,17 +314,21 @@ class Server:
     def wait_until(self, poll: Callable[[], T | None], deadline: float, *, starting: bool = False) -> T | None:
         """Like `wait`, but return None after the deadline (in `time.monotonic()` seconds)."""
         with self._event_loop.lead():
-            warning = WaitWarning(self.events.emit, time.monotonic(), starting=starting)
-            while True:
-                self.raise_failure()
-                result = poll()
-                if result is not None or (left := deadline - time.monotonic()) <= 0:
-                    return result
-                if (now := time.monotonic()) > warning.due and (
-                    starting or self.tickets.in_flight or self.supervisor.launcher.waiting()
-                ):
-                    warning.warn(f" for {self.supervisor.whereabouts()}", now)
-                self._pump(min(left, self._tick_s))
+            self._wait_began = time.monotonic()
+            warning = WaitWarning(self.events.emit, self._wait_began, starting=starting)
+            try:
+                while True:
+                    self.raise_failure()
+                    result = poll()
+                    if result is not None or (left := deadline - time.monotonic()) <= 0:
+                        return result
+                    if (now := time.monotonic()) > warning.due and (
+                        starting or self.tickets.in_flight or self.supervisor.launcher.waiting()
+                    ):
+                        warning.warn(f" for {self.supervisor.whereabouts()}", now)
+                    self._pump(min(left, self._tick_s))
+            finally:
+                self._wait_began = math.inf
 
     def waiting_for(self) -> str:
         """Return which nodes and workers have not started, or are still working. Does not wait for `begin`."""
@@ -330,6 +336,13 @@ class Server:
             return self._first_wait
         with self.locked():
             return self.supervisor.whereabouts()
+
+    def missing_nodes(self) -> str:
+        """Describe the missing nodes if a call has waited for several seconds and needs them; empty otherwise."""
+        with self.locked():
+            presence, waited_s = self.tickets.presence, time.monotonic() - self._wait_began
+            needs_more = len(presence.present) < presence.quorum
+            return self.supervisor.launcher.waiting() if needs_more and waited_s >= FIRST_START_S else ""
 
     @property
     def input_fd(self) -> int:

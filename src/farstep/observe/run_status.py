@@ -141,11 +141,11 @@ def phase_label(phase: str) -> str:
 
 
 def number(value: float) -> str:
-    """Format an episode return with two to four significant digits."""
+    """Format an episode return with three or four significant digits; more from 10,000 on."""
     size = abs(value)
     if size >= 1e6 or 0 < size < 1e-3:
         return f"{value:.3g}"
-    return f"{value:,.0f}" if size >= 10_000 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
+    return f"{value:,.0f}" if size >= 10_000 else f"{value:.1f}" if size >= 10 else f"{value:#.3g}"
 
 
 def percent(fraction: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,19 @@ class Source:
         found = [_module_of(part) for part in (*(self.thunks or (self.env_name,)), *wrappers)]
         by_value = {"", "__main__", "__mp_main__", *cloudpickle.list_registry_pickle_by_value()}
         return [name for name in dict.fromkeys(found) if by_value.isdisjoint(_with_packages(name))]
+
+    def check_id(self) -> None:
+        """Raise `ConfigError`, as `build` does, if a plain id such as `CartPole-v1` is certainly not registered.
+
+        Ids with a module or a namespace are not checked, nor ids beside wrappers: imports may register them.
+        """
+        name = self.env_name
+        if self.type != "gymnasium" or not isinstance(name, str) or self.wrappers or ":" in name or "/" in name:
+            return
+        with _advice(name, self.env_kwargs):
+            _check_version(name)
+            if name not in gymnasium.registry and parse_env_id(name)[2] is not None:
+                gymnasium.spec(name)
 
     def build(self, slot: int = 0) -> gymnasium.Env[Any, Any]:
         """Build the environment of a slot.
@@ -154,6 +168,11 @@ def _advice(source: str | EnvSpec | Callable[..., Any], kwargs: Mapping[str, Any
     except gymnasium.error.UnregisteredEnv as error:
         if not _is_from_library(error):
             raise
+        if isinstance(name, str) and _is_factory(name):
+            raise ConfigError(
+                f"{name!r} is not a registered id, but a class or function; add type='factory' "
+                "(on the command line: --env-type factory)."
+            ) from error
         raise ConfigError(
             f"{described(error)} A worker knows only environments that its imported modules register. If your script "
             f"registers {name!r}, move the registration to a separate module and name that module "
@@ -223,6 +242,12 @@ def _with_packages(name: str) -> list[str]:
 def _is_path(name: str) -> bool:
     """Whether `name` is a dotted path rather than a registered id."""
     return name not in gymnasium.registry and is_dotted_path(name)
+
+
+def _is_factory(name: str) -> bool:
+    """Whether `name` is the dotted path `module:attribute` of a callable in a module that has been imported."""
+    module, _, attribute = name.partition(":")
+    return callable(getattr(sys.modules.get(module), attribute, None))
 
 
 def _callable(path: str | Callable[..., Any]) -> Callable[..., Any]:

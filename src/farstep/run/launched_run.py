@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import gymnasium
 
 from farstep.config.env import EnvConfig
-from farstep.config.launch import LaunchConfig
+from farstep.config.launch import LaunchConfig, LocalConfig
 from farstep.elastic.run_share import RunShare
 from farstep.errors import ClosedError
 from farstep.head.collector import Collector
 from farstep.head.events import EventLog
+from farstep.rollout.sources import Source
 from farstep.run.launch_monitor import LaunchMonitor
 from farstep.run.run_page import RunPage
 from farstep.sync.rules import rule_of, threshold_of
@@ -93,7 +94,7 @@ class LaunchProgress:
 
     def diagnoses(self) -> list[Diagnosis]:
         """Return the diagnoses of a running run, or what the run waits for."""
-        from farstep.observe.diagnosis import Diagnosis
+        from farstep.observe.diagnosis import MIN_NODES_REMEDY, Diagnosis
 
         share, run = self.share, self.run
         if share is None:
@@ -103,6 +104,10 @@ class LaunchProgress:
         if run is None or not run.is_started:
             workers = "workers to start" if run is None else run.collector.server.waiting_for()
             return [Diagnosis(cause="starting", text=f"The run is waiting for {workers}.")]
+        if nodes := run.collector.server.missing_nodes():
+            return [
+                Diagnosis(cause="no nodes", text=f"The run is waiting for nodes: {nodes}.", remedy=MIN_NODES_REMEDY)
+            ]
         return run.page_monitor.diagnoses(run.stats(), self.kl_threshold)
 
     def forget(self) -> None:
@@ -173,6 +178,8 @@ class Launch:
     def _launched(self) -> LaunchedRun:
         """Wait for the run's share, and return the run, before its start."""
         env_config, config, _, events = self._options
+        if isinstance(config, LocalConfig):  # on nodes, other environments may be registered
+            Source.of(env_config).check_id()
         num_workers = config.num_workers(env_config.envs_per_node)
         share = RunShare(config, num_workers, events.emit, per_session=env_config.release_idle)
         self._progress.share = share

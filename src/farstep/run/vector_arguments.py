@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -25,6 +25,8 @@ def check_env_name(env_name: object) -> None:
     if isinstance(env_name, (str, EnvSpec)) or callable(env_name):
         return
     hint = " Call list() on it first." if isinstance(env_name, Iterable) else ""
+    if isinstance(env_name, Mapping):
+        hint = " Instead of a mapping pass a callable, e.g. functools.partial(Grid, size=4), or a list of callables."
     if isinstance(env_name, gymnasium.Env):
         hint = " Pass a function that makes the environment: each worker calls it."
     raise ConfigError(

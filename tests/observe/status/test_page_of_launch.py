@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import threading
 import time
 import urllib.request
@@ -22,6 +23,7 @@ from farstep.errors import ClosedError
 from farstep.head.server import Server
 from farstep.launch.in_process import InProcessLauncher
 from farstep.testing import CountingEnv, TableAgent
+from tests.cluster.nodes import SHELL, node_config
 from tests.cluster.test_sharing import PATIENCE_S, serving, shared, wait_until
 from tests.observe.status.test_status_command import DESCRIBED
 
@@ -53,6 +55,29 @@ def test_page_says_that_the_run_waits_for_slots_of_its_coordinator(tmp_path: Pat
         finally:
             second.close()
         assert shown()["state"] == "ended"
+
+
+def test_page_says_that_a_call_waits_for_a_lost_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farstep.head.server.FIRST_START_S", 0.1)
+    config = node_config(tmp_path, 2, workers_per_node=1)
+    with farstep.ClusterEnv(DESCRIBED, config) as env:
+        source = status_page_of(env).source
+        env.collect(TableAgent(), steps=2)
+        assert source.read()["state"] == "running"
+        shell, ready = tmp_path / "shell", tmp_path / "ready"
+        (tmp_path / "slow").write_text(SHELL.replace("shift", f"until [ -e {ready} ]; do sleep 0.1; done; shift"))
+        (tmp_path / "slow").chmod(0o755)
+        (tmp_path / "slow").rename(shell)
+        os.kill(env.stats()["nodes"][1]["pid"], signal.SIGKILL)
+        collecting = threading.Thread(target=env.collect, args=(TableAgent(),), kwargs={"steps": 2})
+        wait_until(lambda: len(env.stats()["nodes"]) == 1)
+        collecting.start()
+        wait_until(lambda: source.read()["state"] == "waiting for nodes")
+        (found,) = source.read()["diagnoses"]
+        assert "waiting for nodes: 1 of 2 nodes" in found["text"] and "min_nodes" in found["remedy"]
+        ready.touch()
+        collecting.join(PATIENCE_S)
+        assert not collecting.is_alive() and source.read()["state"] == "running"
 
 
 def test_page_that_was_opened_before_the_launch_ends_without_one() -> None:

@@ -27,6 +27,8 @@ class Rule:
     find: Callable[[Window], Finding | None]
 
 
+MIN_NODES_REMEDY = "Set min_nodes below nodes: then calls do not wait while that many nodes are connected."
+"""What to do if calls wait for missing nodes."""
 RULES: tuple[Rule, ...] = (
     Rule(
         "memory",
@@ -142,6 +144,14 @@ RULES: tuple[Rule, ...] = (
         "More than 10 % of the chunks are dropped as stale",
         STALE_REMEDY,
         find.dropped_as_stale,
+    ),
+    Rule(
+        "lost node",
+        "time",
+        "A node was lost or replaced, and the other workers and the learner each wait for at least 30 % of their time. "
+        "farstep train does not warn",
+        MIN_NODES_REMEDY,
+        find.lost_node,
     ),
     Rule(
         "replaced worker",

@@ -25,9 +25,9 @@ class Diagnosis:
         text: The cause in one sentence.
         numbers: The numbers behind it, by name; shares are from 0 to 1.
         remedy: What to do; empty if nothing stands out.
-        is_problem: Whether to warn about it. False for `slow learner`, `replay ratio` and `replaced worker`, and for
-            `slow policy` and `slow environment` while the learner waits for less than 95 % of the time. True for every
-            other cause in docs/waiting.md.
+        is_problem: Whether to warn about it. False for `slow learner`, `replay ratio`, `lost node` and
+            `replaced worker`, and for `slow policy` and `slow environment` while the learner waits for less than 95 %
+            of the time. True for every other cause in docs/waiting.md.
     """
 
     cause: str

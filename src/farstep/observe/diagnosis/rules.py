@@ -325,6 +325,19 @@ def dropped_as_stale(window: Window) -> Finding | None:
     )
 
 
+def lost_node(window: Window) -> Finding | None:
+    """Batches have waited for the workers of a lost node."""
+    wait, tickets = window.learner["wait"], window.workers["tickets"]
+    if not window.after.lost_node or min(wait, tickets) < _WASTE:
+        return None
+    return Finding(
+        f"Batches waited for the workers of a lost node: in the last {_duration(window.seconds)}, the learner waited "
+        f"{percent(wait)} of the time, and the other workers {percent(tickets)}.",
+        {"time/learner/wait": wait, "time/workers/tickets": tickets},
+        is_problem=False,  # it passes; the loss of the node is an event
+    )
+
+
 def replaced_worker(window: Window) -> Finding | None:
     """Batches wait for a worker that was lost and is started again."""
     restarts, wait, tickets = window.grown("workers", "restarts"), window.learner["wait"], window.workers["tickets"]

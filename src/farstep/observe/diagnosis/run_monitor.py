@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, SupportsFloat
 
 from farstep.config.launch import RESTART_WINDOW_S
@@ -63,7 +65,15 @@ class RunMonitor:
             machine=machine,
             metrics=metrics,
         )
-        return all_diagnoses(Window(self._before(now), now))
+        before = self._before(now)
+        lost_node = self._lost_node(time.time() - (now.time_s - before.time_s))
+        return all_diagnoses(Window(before, replace(now, lost_node=lost_node)))
+
+    def _lost_node(self, since: float) -> bool:
+        """Whether a node was lost after `since` (Unix time), or connected after such a loss."""
+        nodes = [event for event in self._events.events(["lost", "joined"]) if event.worker is None]
+        first = next((event.time for event in nodes if event.kind == "lost"), math.inf)
+        return any(event.time >= max(first, since) for event in nodes)
 
     def _before(self, now: Snapshot) -> Snapshot:
         """Return the snapshot to compare with, and keep the new one; the start of a run is left out if possible."""

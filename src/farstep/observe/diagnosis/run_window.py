@@ -27,6 +27,8 @@ class Snapshot:
     """Divergence above which workers pull weights; None: they do not pull by divergence."""
     restarts: Mapping[int, int] | None = None
     """Restarts of each worker in the last ten minutes; workers without one may be missing."""
+    lost_node: bool = False
+    """Whether a node was lost, or connected after such a loss, since the snapshot with which this one is compared."""
     machine: MachineUse | None = None
     """Processes and memory of the head's machine; None: not measured."""
     metrics: Sequence[Mapping[str, float]] = ()

@@ -21,7 +21,8 @@ EXPOSED_GROUPS = (
             _head(
                 "diagnosis/causes/<rank>",
                 "name of a cause, such as `slow environment`; `starting` before workers run, `no slots` while the run "
-                "waits for its coordinator. Rank 0 is the most important one; the others are independent of it",
+                "waits for its coordinator, `no nodes` while a call waits for missing nodes. "
+                "Rank 0 is the most important one; the others are independent of it",
                 kind="info",
             ),
             _head("diagnosis/problems", "causes to warn about", unit="causes", healthy="0"),

@@ -12,7 +12,7 @@ from farstep.event import Event
 from farstep.observe.diagnosis import Diagnosis
 
 SHOWN_EVENTS = 200
-WAITING = {"starting": "starting", "no slots": "waiting for slots"}
+WAITING = {"starting": "starting", "no slots": "waiting for slots", "no nodes": "waiting for nodes"}
 """The causes for which no worker rolls, and the state of the run then."""
 _TRACEBACK_CHARACTERS = 20_000
 

@@ -14,7 +14,7 @@ from farstep.core import Array
 from farstep.errors import SpaceError, described
 from farstep.rollout.progress import COUNT, PHASE, RESET, SLOT, Phase
 from farstep.rollout.sources import Source
-from farstep.schema import Schema, leaf_names, leaves, nest, space_schema
+from farstep.schema import Schema, Structure, leaf_names, leaves, nest, space_schema
 
 
 class SingleEnvs:
@@ -57,9 +57,11 @@ class SingleEnvs:
         return as_info(info)
 
     def check_obs(self, obs: Any) -> None:
-        """Raise `SpaceError` if an observation does not have the shape of its space. NumPy would broadcast silently."""
+        """Raise `SpaceError` if an observation does not have the keys or the shape of its space. NumPy would broadcast
+        silently."""
         if self._shape is not None and getattr(obs, "shape", None) == self._shape:
             return  # the usual case
+        check_keys(self._obs, obs)
         for name, leaf in leaves(self._obs, obs):
             if np.shape(leaf) != self._obs_schema[name].shape:
                 raise SpaceError(
@@ -92,6 +94,32 @@ class SingleEnvs:
         for i, env in enumerate(self.envs):
             self._progress[SLOT] = i
             env.close()
+
+
+def check_keys(structure: Structure, obs: Any, name: str = "obs") -> None:
+    """Raise `SpaceError` if an observation of a Dict or Tuple space does not have the entries of the space."""
+    if isinstance(structure, dict):
+        if not hasattr(obs, "keys"):
+            raise SpaceError(f"{name}: the environment returned a {type(obs).__name__}, but its space is a Dict.")
+        if set(obs.keys()) != structure.keys():
+            raise SpaceError(
+                f"{name}: the environment returned the keys {_listed(obs.keys())}, but its space has "
+                f"{_listed(structure)}."
+            )
+        for key, sub in structure.items():
+            check_keys(sub, obs[key], f"{name}.{key}")
+    elif isinstance(structure, tuple):
+        if not hasattr(obs, "__len__") or len(obs) != len(structure):
+            got = f"{len(obs)} entries" if hasattr(obs, "__len__") else f"a {type(obs).__name__}"
+            raise SpaceError(
+                f"{name}: the environment returned {got}, but its space is a Tuple with {len(structure)} entries."
+            )
+        for i, (sub, entry) in enumerate(zip(structure, obs, strict=True)):
+            check_keys(sub, entry, f"{name}.{i}")
+
+
+def _listed(keys: Iterable[Any]) -> str:
+    return f"[{', '.join(sorted(map(str, keys)))}]"
 
 
 def check_dtypes(arrays: Iterable[tuple[str, Any]], schema: Schema, env: Any) -> None:
