@@ -41,10 +41,11 @@ def summary(document: dict[str, Any]) -> str:
     title = (
         f"On {machines(document)}: {settings['total_steps']:,} environment steps on {settings['workers']} workers "
         f"whose steps take {low_ms:g} to {high_ms:g} ms, {_seeds(document)}. *Success*: share of "
-        f"{settings['final_episodes']:,} episodes with the final agent and its most likely actions, mean and (from two "
-        "seeds on) 95 % interval over seeds. *Difference*: to A-RIDE with the same seeds, in percentage points. "
-        "*DistRL*: the difference that the DistRL paper reports. *Seconds*: only of runs during which the load average "
-        f"was at most {CALM_LOAD:g} per core."
+        f"successful episodes among {settings['final_episodes']:,} with the final agent, which takes its most likely "
+        "actions; mean over the seeds, and 95 % interval. *Difference*: to A-RIDE with the same seeds, in percentage "
+        "points. *DistRL*: the difference that the DistRL paper reports. *Seconds*: only of runs during which the load "
+        f"average was at most {CALM_LOAD:g} per core. *Staleness*, *ess*: in the last line of metrics of each run; "
+        "staleness is the age of rows when they arrive, in versions."
     )
     header = ["", "success", "by seed", "difference", "DistRL", "seconds", "steps/s", "staleness", "ess"]
     parts = [title]
@@ -56,15 +57,16 @@ def summary(document: dict[str, Any]) -> str:
     loads, jobs = zip(*((max(run["load"]), run["jobs"]) for run in document["runs"]), strict=True)
     parts.append(
         f"{_time(document)}During the runs, the machine's load average was {min(loads):.0f} to {max(loads):.0f} on "
-        f"{document['machine']['cores']} cores. Up to {max(jobs)} of these runs shared the machine with other "
-        "programs. `results/aride.json` has every run."
+        f"{document['machine']['cores']} cores. Up to {max(jobs)} of these runs ran at the same time, next to "
+        "other programs. `results/aride.json` has every run."
     )
     return "\n\n".join(parts)
 
 
 def page(document: dict[str, Any]) -> str:
     """The section of docs/aride.md: tables and plot."""
-    image = "![success over environment steps, and over seconds of calm runs, by variant and warm-up]"
+    has_seconds = any(_is_calm(run, document) for run in document["runs"])
+    image = f"![success over environment steps{' and over seconds' if has_seconds else ''}, by variant and warm-up]"
     return f"{summary(document)}\n\n{image}(images/aride-success.png)"
 
 

@@ -272,7 +272,7 @@ def _in_brackets(run: dict[str, Any]) -> str:
     """The steps of a run, in brackets if it did not reach its threshold."""
     steps = f"{run['steps'] / 1000:.0f}"
     if run.get("stopped"):
-        return f"({steps}, stopped at {run['curve'][-1][1]:g})"
+        return f"({steps}, last return {run['curve'][-1][1]:g})"
     return steps if run["reached"] else f"({steps})"
 
 

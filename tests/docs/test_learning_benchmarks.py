@@ -83,7 +83,7 @@ def test_stopped_run_is_stored_as_not_reached_and_continued(
         assert "1 runs, 1 at a time" in capsys.readouterr().out
         (stored,) = json.loads(out.read_text())["runs"]
         assert (stored["steps"], stored["reached"], stored["stopped"]) == (8192, False, True)
-    assert "0 of 1 | (8, stopped at 31.5) |" in " ".join(defaults.learner_summary(document, "ppo").split())
+    assert "0 of 1 | (8, last return 31.5) |" in " ".join(defaults.learner_summary(document, "ppo").split())
     (run / "metrics.jsonl").write_text(json.dumps(lines[1] | {"step": 12288, "env/return_mean": 480.0}) + "\n")
 
     def train(self: Any, _: Any, finished: Any) -> bool:

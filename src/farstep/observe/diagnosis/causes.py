@@ -183,8 +183,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "taking turns",
         "time",
-        "Workers wait while the learner works, and the learner waits while workers roll: the two shares of time add "
-        "up to at least 130 %",
+        "Workers and learner wait for each other: the share of time in which workers wait for the learner, plus the "
+        "share in which the learner waits for rollouts, is at least 130 %. What exceeds 100 % is time in which both "
+        "wait at once",
         "Use stream instead of collect (async-ppo instead of ppo), so that workers roll while the learner updates. If "
         "you already use stream, raise max_staleness (async-ppo: --staleness-threshold, impala: --max-staleness).",
         find.both_wait,
