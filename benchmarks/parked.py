@@ -21,6 +21,7 @@ from typing import Any
 
 import gymnasium
 import torch
+from children import run_script
 from tables import table
 
 import farstep
@@ -119,4 +120,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import imageio_ffmpeg
 import tyro
+from children import run_script
 from PIL import Image
 
 FARSTEP = (sys.executable, "-m", "farstep")
@@ -48,8 +49,9 @@ def frames(video: Path, width: int) -> list[Image.Image]:
     return [Image.frombytes("RGB", size, data).resize((width, height), Image.Resampling.LANCZOS) for data in reader]
 
 
-def main(args: Args) -> None:
+def main() -> None:
     """Train, record and convert."""
+    args = tyro.cli(Args)
     if args.run is None:
         subprocess.run([*FARSTEP, *TRAIN.split()], check=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -64,4 +66,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    run_script(main)
