@@ -196,7 +196,8 @@ class CoordinatorClient:
         """The slots that the run waits for; empty while it needs none or may use some."""
         if self._allowed or not self._register.wanted:
             return ""
-        return f"{counted(self._register.minimum, 'slot')} of coordinator {self._name!r}, which other runs are using"
+        reason = "which does not run" if self._socket is None else "which other runs are using"
+        return f"{counted(self._register.minimum, 'slot')} of coordinator {self._name!r}, {reason}"
 
     def snapshot(self) -> dict[str, Any]:
         """Return what the run wants and has got, as in `ClusterEnv.stats`."""
@@ -253,13 +254,12 @@ class CoordinatorClient:
 
     def _report_wait(self) -> None:
         if not self._allowed and self._waits.report_is_due(time.monotonic()):
-            needed = counted(self._register.minimum, "slot")
-            where = (
-                f"which other runs are using; 'farstep coordinator status{_option(self._name)}' lists them"
-                if self._socket is not None
-                else f"which does not run; start it with 'farstep coordinator start --slots N{_option(self._name)}'"
+            remedy = (
+                f"start it with 'farstep coordinator start --slots N{_option(self._name)}'"
+                if self._socket is None
+                else f"'farstep coordinator status{_option(self._name)}' lists them"
             )
-            self._emit("warned", f"waiting for {needed} of coordinator {self._name!r}, {where}")
+            self._emit("warned", f"waiting for {self.waiting_for}; {remedy}")
 
     def _refusal(self) -> ConfigError:
         return ConfigError(f"coordinator {self._name!r} refuses this run: {self._refused}.")
