@@ -40,7 +40,7 @@ try:
     {seen}
 except NameError:
     def __open_records__():
-        import builtins, mmap
+        import builtins, gc, mmap
         try:
             with open({records!r}, "r+b") as file:
                 records = mmap.mmap(file.fileno(), {count})
@@ -49,11 +49,17 @@ except NameError:
         seen = [False] * {count}
         def record(number):
             records[number] = seen[number] = True
-        builtins.{seen}, builtins.{record} = seen, record
+        for names in gc.get_referrers(builtins.__build_class__):
+            if type(names) is dict and names.get("__name__") == "builtins":
+                names.update({seen}=seen, {record}=record)
     __open_records__()
     del __open_records__
 """
-"""At the start of every module, because a process may have imported the others before their files were replaced."""
+"""At the start of every module, because a process may have imported the others before their files were replaced.
+
+The names are added to both dictionaries of builtins: an interpreter that ends restores the second, and destructors run
+after that.
+"""
 
 
 class Statement(NamedTuple):

@@ -99,6 +99,14 @@ def test_what_cannot_be_recorded_runs_nevertheless(tmp_path: Path) -> None:
         assert call(tmp_path, "exits()") == 3
 
 
+def test_destructors_run_until_the_interpreter_has_ended(tmp_path: Path) -> None:
+    (package(tmp_path) / "cycle.py").write_text("class Cycle:\n    def __del__(self):\n        self.me = None\n")
+    script = "from counted.cycle import Cycle; it = Cycle(); it.me = it"
+    with recording(tmp_path / "counted", tmp_path / "records"):
+        ended = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, timeout=60, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def killed(folder: Path, *signals: signal.Signals) -> Path:
     """The records of a process that got signals while it recorded."""
     (package(folder) / "other.py").write_text("used = True\n")
