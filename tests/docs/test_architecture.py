@@ -1,4 +1,4 @@
-"""Files and folders that docs/architecture.md and CONTRIBUTING.md name exist; the map has all folders and layers."""
+"""Files and folders that pages for contributors name exist; the map has all folders and layers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "farstep"
-PAGE = (ROOT / "docs" / "architecture.md").read_text()
+MAP, INTERNALS, GLOSSARY = (
+    (ROOT / "docs" / f"{name}.md").read_text() for name in ("architecture", "internals", "glossary")
+)
 
 
-def named_paths() -> set[str]:
+def named_paths(text: str) -> set[str]:
     """Everything in backticks that is a path: it ends in `.py` or a slash."""
-    return set(re.findall(r"`((?:\w+/)*(?:\w+\.py|\w+/))`", PAGE))
+    return set(re.findall(r"`((?:\w+/)*(?:\w+\.py|\w+/))`", text))
 
 
 def folders() -> set[str]:
@@ -31,7 +33,7 @@ def layers() -> list[list[str]]:
 
 
 def test_named_files_and_folders_exist() -> None:
-    paths = named_paths()
+    paths = named_paths(MAP + INTERNALS + GLOSSARY)
     assert len(paths) > 60
     assert sorted(path for path in paths if not (PACKAGE / path).exists()) == []
 
@@ -48,9 +50,9 @@ def test_files_that_the_contributing_page_names_exist() -> None:
 
 
 def test_every_folder_is_named() -> None:
-    assert sorted(folders() - named_paths()) == []
+    assert sorted(folders() - named_paths(MAP)) == []
 
 
 def test_layers_are_those_that_lint_checks() -> None:
-    table = PAGE.partition("| layer | owns |\n|---|---|\n")[2].partition("\n\n")[0]
+    table = MAP.partition("| layer | owns |\n|---|---|\n")[2].partition("\n\n")[0]
     assert [re.findall(r"`([\w.]+/?)`", row.split("|")[1]) for row in table.splitlines()] == layers()

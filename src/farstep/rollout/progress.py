@@ -67,7 +67,7 @@ class ProgressBoard:
         return {"board_fd": self.memory.fd, "board_bytes": self.memory.nbytes, "words": self.range(worker)}
 
     def words(self, worker: int) -> memoryview:
-        """The words of a worker, cleared for its next incarnation."""
+        """The words of a worker, cleared for its next process."""
         first, stop = self.range(worker)
         words = self._all[first:stop]
         copy_words([0] * self._width, words)

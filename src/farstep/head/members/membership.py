@@ -2,10 +2,10 @@
 
     starting ─hello─► constructing ─ready─► alive ─idle─► parked ─unpark─► alive
                                             alive ─release─► released ─acquire─► alive
-        └───────────────┴────── stuck, gone ──┴─► dying ─ended─► waiting ─back-off over─► starting (next incarnation)
+        └───────────────┴────── stuck, gone ──┴─► dying ─ended─► waiting ─back-off over─► starting (incarnation + 1)
 
 The supervisor reports events with `handle`, calls `tick` periodically, and performs the actions that both return. A
-worker is restarted only after its process has certainly ended, so that two incarnations never write to the same
+worker is restarted only after its process has certainly ended, so that two of its processes never write to the same
 columns. A parked worker has no time limits. If its process ends, it is restarted when it is unparked. A released worker
 is suspended between two rollouts; unlike a parked one, it takes part in the next rollout. It has no time limits either.
 """
@@ -225,7 +225,7 @@ Action = (
 
 @dataclass
 class Member:
-    """One worker, through all its incarnations."""
+    """One worker, through all its processes."""
 
     state: State = State.WAITING
     incarnation: int = -1

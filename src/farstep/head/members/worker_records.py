@@ -22,7 +22,7 @@ _ENV_PHASES = ("step", "reset", "construct")
 
 @dataclass
 class WorkerRecord:
-    """One worker, through all its incarnations."""
+    """One worker, through all its processes."""
 
     worker: int
     first: int

@@ -16,7 +16,7 @@ _INTRODUCTION = """\
 This page lists every number that farstep logs or counts, with its unit and meaning. The names are the same in
 `metrics.jsonl`, TensorBoard, Weights & Biases and the terminal. A *counter* never decreases while the process runs; a
 *gauge* may rise and fall; an *info* is text. The *head* is the process of your program. The
-[glossary](architecture.md#glossary) explains words such as chunk, ticket, version and probe.
+[glossary](glossary.md) explains words such as chunk, ticket, version and probe.
 
 - [Metrics of `farstep train`](#metrics-of-farstep-train)
 - [Counters of `env.stats()`](#counters-of-envstats), for any program

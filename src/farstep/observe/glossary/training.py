@@ -86,7 +86,7 @@ NAMESPACES = (
                 "lag/versions_mean",
                 "mean staleness of these rows",
                 unit="versions",
-                healthy="ppo: 0 without AAPS; async-ppo, impala: up to the staleness bound",
+                healthy="without AAPS: 0 with ppo, up to the staleness bound with async-ppo and impala",
                 label="staleness",
             ),
             _loop("lag/versions_max", "staleness of the oldest of these rows", unit="versions", label="oldest row"),

@@ -1,6 +1,6 @@
 """The head's end of ZeroMQ links: one ROUTER socket for all workers. Each worker has a DEALER (`dealer.py`).
 
-All control connections use CURVE. The head issues one key pair per worker incarnation and admits no other key. It
+All control connections use CURVE. The head issues one key pair per worker process and admits no other key. It
 identifies the sender of a message by the key of the connection, never by the contents of the message.
 
 A `reliable` hub survives broken connections (see `reliable_channel.py`) and has a second ROUTER for bulk data. The
