@@ -30,7 +30,7 @@ from farstep.head.request import OnPart, Request
 from farstep.head.server import Server
 from farstep.head.stats.counters import Counters
 from farstep.head.tickets.records import AcceptedChunk, FeedPlan, IssuedTicket
-from farstep.head.user_warnings import UserWarnings
+from farstep.head.warnings.user_warnings import UserWarnings
 from farstep.head.weights.publisher import Publisher
 from farstep.rollout.program import Program
 from farstep.rollout.sources import Source
