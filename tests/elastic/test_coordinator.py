@@ -8,11 +8,9 @@ from collections import deque
 import msgspec
 import pytest
 
-from farstep.elastic.coordinator import (
-    SHARE_S,
-    TURN_S,
+from farstep.elastic.coordinator import SHARE_S, TURN_S, Coordinator
+from farstep.elastic.coordinator_messages import (
     Answer,
-    Coordinator,
     GrantDevice,
     GrantSlots,
     Heartbeat,
