@@ -19,13 +19,10 @@ import pytest
 import farstep
 from farstep.config.launch import LaunchConfig
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent
-from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, in_process, together, within
+from tests.cluster.checks import BOTH, assert_balanced, assert_sound, cluster, eventually, in_process, together, within
 from tests.cluster.faulty import SelfNamingEnv
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp"])
-BOTH = pytest.mark.parametrize(
-    "config", [in_process(2), farstep.LocalConfig(workers_per_node=2)], ids=["in_process", "local"]
-)
 SLOW = {"fault": "slow", "phase": "step", "at": 0, "slow_s": 0.02}
 
 
