@@ -21,9 +21,9 @@ from farstep.core import Array, Nested
 from farstep.errors import ConfigError, EndedError, PendingStepError, RemoteEnvError, WireError
 from farstep.event import Event, EventKind
 from farstep.head.events import EventLog
-from farstep.head.lock_step import Info, LockStepHead
 from farstep.head.members.worker_records import ResetRequest
-from farstep.head.stepper import Stepper
+from farstep.head.stepping.lock_step import Info, LockStepHead
+from farstep.head.stepping.stepper import Stepper
 from farstep.rollout.program import Program
 from farstep.rollout.progress import Phase
 from farstep.rollout.sources import Source

@@ -106,6 +106,11 @@ def in_process(workers: int = 1, **options: Any) -> farstep.InProcessConfig:
     return farstep.InProcessConfig(workers_per_node=workers, **options)
 
 
+BOTH = pytest.mark.parametrize(
+    "config", [in_process(2), farstep.LocalConfig(workers_per_node=2)], ids=["in_process", "local"]
+)
+
+
 def assert_sound(batch: farstep.Batch) -> None:
     """A batch of `CountingEnv`: every row follows from the one before, or begins an episode and says so."""
     obs = np.concatenate([batch["obs"], batch.last_obs[None]])

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from farstep.config.launch import SSHConfig
-from tests.cluster.parking import state_of
 
 SHELL = """#!/bin/sh
 shift
@@ -25,11 +24,3 @@ def shell_in(folder: Path) -> str:
 def node_config(folder: Path, nodes: int, max_nodes: int | None = None, **options: Any) -> SSHConfig:
     hosts = [f"host{i}" for i in range(max_nodes or nodes)]
     return SSHConfig(hosts=hosts, ssh=(shell_in(folder),), nodes=nodes, max_nodes=max_nodes, **options)
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process exists and is not a zombie that nobody has waited for."""
-    try:
-        return state_of(pid) != "Z"
-    except OSError:
-        return False

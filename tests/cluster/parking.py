@@ -1,10 +1,14 @@
-"""What the tests of parked workers share: an agent whose parameters change, and a check that no step is lost."""
+"""What the tests of parked workers share: heads to kill, scaling at random, and a check that no step is lost."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import random
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,10 @@ import numpy as np
 
 import farstep
 from farstep.testing import TableAgent
-from tests.cluster.checks import eventually
+from tests.cluster.checks import assert_balanced, eventually
+from tests.cluster.tables import helper
+
+ROOT = Path(__file__).parents[2]
 
 
 class Trajectories:
@@ -49,6 +56,41 @@ def scaling_at_random(env: farstep.ClusterEnv, seen: Trajectories, times: int, s
     return scale
 
 
+def collect_while_scaling(env: farstep.ClusterEnv, agent: TableAgent, seen: Trajectories, times: int) -> None:
+    with helper(scaling_at_random(env, seen, times, 1)) as scaler:
+        while scaler.is_alive():
+            seen.add(env.collect(agent, steps=4))
+
+
+def stream_while_scaling(env: farstep.ClusterEnv, agent: TableAgent, seen: Trajectories, times: int) -> None:
+    stream = env.stream(agent, steps=4, max_staleness=2)
+    with helper(scaling_at_random(env, seen, times, 2)) as scaler:
+        for batch in stream:
+            seen.add(batch)
+            if not scaler.is_alive():
+                break
+    stats = env.stats()
+    assert_balanced(stats)
+    assert not stats["dropped"] and not stats["workers"]["restarts"]
+    stream.close()
+
+
+@contextlib.contextmanager
+def parking_head(folder: Path, shell: str, *park_method: str) -> Iterator[dict[str, list[int]]]:
+    """The process ids of a head with parked workers, of its workers and of its daemons. All end with this context."""
+    file = folder / "pids"
+    command = [sys.executable, "-m", "tests.cluster.parking_head", shell, str(file), *park_method]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as head:
+        try:
+            eventually(lambda: file.exists() or head.poll() is not None)
+            assert head.poll() is None, head.communicate()
+            pids = json.loads(file.read_text())
+            yield {"head": [head.pid], **pids}
+        finally:
+            head.kill()
+    eventually(lambda: not any(map(is_running, pids["daemons"])), 30)
+
+
 def settled(env: farstep.ClusterEnv, parked: int) -> dict[str, Any]:
     """The counters once this many workers are parked, and all others run."""
     wanted = {"parked": parked, "alive": env.num_workers - parked}
@@ -64,6 +106,14 @@ def settled(env: farstep.ClusterEnv, parked: int) -> dict[str, Any]:
 def state_of(pid: int) -> str:
     """The letter of a process's state: T is stopped."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is not a zombie that nobody has waited for."""
+    try:
+        return state_of(pid) != "Z"
+    except OSError:
+        return False
 
 
 def changed(agent: TableAgent) -> TableAgent:

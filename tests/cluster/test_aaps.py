@@ -46,32 +46,36 @@ def never_ending() -> CountingEnv:
     return CountingEnv(length=None)
 
 
+def versions_while_drifting(env: farstep.ClusterEnv, delta: float) -> list[int]:
+    """Collect 12 rollouts with an agent that changes, and return the version that acted in each; check that a pull
+    precedes a rollout exactly if the divergence exceeds `delta`."""
+    agent, held, versions, seen = CoinAgent(), 0.0, [0], []
+    for k in range(12):
+        if k:
+            agent.logit += 0.2
+            versions.append(versions[-1])
+        if divergence(held, float(agent.logit[0])) > delta:
+            held, versions[-1] = float(agent.logit[0]), k
+        assert set(within(lambda: env.collect(agent, steps=8))["version"].flat) == {versions[-1]}
+        seen.append(env.stats()["divergence"])
+    assert 2 < len(set(versions)) < 12  # it pulled now and then, not always
+    assert seen[0] == {0: 0.0, 1: 0.0}  # just pulled
+    assert seen[1][0] == seen[1][1] == pytest.approx(divergence(0, 0.2), rel=1e-4)
+    return versions
+
+
 @EVERYWHERE
 def test_workers_pull_exactly_when_the_divergence_exceeds_the_threshold(config: LaunchConfig) -> None:
-    delta, held, expected, versions, seen = 0.05, 0.0, [], [], []
-    with cluster(envs=4, sync=AAPS(delta, window=1), config=config) as env:
-        agent = CoinAgent()
-        acted = 0
-        for k in range(12):
-            if k:
-                agent.logit += 0.2
-            if divergence(held, float(agent.logit[0])) > delta:
-                held, acted = float(agent.logit[0]), k
-            expected.append({acted})
-            versions.append(set(env.collect(agent, steps=8)["version"].flat))
-            seen.append(env.stats()["divergence"])
+    with cluster(envs=4, sync=AAPS(0.05, window=1), config=config) as env:
+        versions = versions_while_drifting(env, 0.05)
         stats = env.stats()
-    assert versions == expected
-    assert len({tuple(v) for v in versions}) > 2  # it pulled now and then, not always
-    pulls = len({tuple(v) for v in versions})
+    pulls = len(set(versions))
     assert stats["pulls"] == {"total": 2 * pulls, "per_worker": [pulls, pulls]}
     assert stats["bytes"]["weights_sent"] == 2 * pulls * 64  # one number, aligned
     assert 0 < stats["bytes"]["probes_sent"] < 11 * 2 * 500
-    assert seen[1][0] == seen[1][1] == pytest.approx(divergence(0, 0.2), rel=1e-4)
     lags = stats["versions"]["lag_histogram"]
     assert len(lags) == 2 and lags[0] == lags[1] and sum(lags[0].values()) == 12
-    assert sum(lag * count for lag, count in lags[0].items()) == sum(k - min(v) for k, v in enumerate(versions))
-    assert seen[0] == {0: 0.0, 1: 0.0}  # just pulled
+    assert sum(lag * count for lag, count in lags[0].items()) == sum(k - v for k, v in enumerate(versions))
 
 
 @pytest.mark.parametrize("rule", [AAPS(0.0), Always()], ids=["delta=0", "always"])

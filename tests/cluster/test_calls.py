@@ -19,13 +19,10 @@ import pytest
 import farstep
 from farstep.config.launch import LaunchConfig
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent
-from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, in_process, together, within
+from tests.cluster.checks import BOTH, assert_balanced, assert_sound, cluster, eventually, in_process, together, within
 from tests.cluster.faulty import SelfNamingEnv
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp"])
-BOTH = pytest.mark.parametrize(
-    "config", [in_process(2), farstep.LocalConfig(workers_per_node=2)], ids=["in_process", "local"]
-)
 SLOW = {"fault": "slow", "phase": "step", "at": 0, "slow_s": 0.02}
 
 
@@ -123,7 +120,7 @@ def test_a_publish_from_another_thread_reaches_a_call_that_waits() -> None:
 
 @TRANSPORTS
 def test_a_stream_that_starves_says_so_once(transport: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    monkeypatch.setattr("farstep.head.user_warnings._STARVED_S", 0.0)
+    monkeypatch.setattr("farstep.head.warnings.user_warnings._STARVED_S", 0.0)
     with cluster(FaultyEnv, envs=1, env_kwargs=SLOW, transport=transport) as env:
         agent = TableAgent()
         stream = env.stream(agent, steps=4, max_staleness=0)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,13 +22,19 @@ from farstep.launch.daemon.criu import PROGRAM
 from farstep.testing import CountingEnv, TableAgent
 from tests.cluster import parking, test_parking
 from tests.cluster.checks import assert_balanced, cluster, eventually
-from tests.cluster.nodes import is_running, node_config, shell_in
-from tests.cluster.parking import Trajectories, scaling_at_random, state_of
+from tests.cluster.nodes import node_config, shell_in
+from tests.cluster.parking import (
+    Trajectories,
+    collect_while_scaling,
+    is_running,
+    parking_head,
+    state_of,
+    stream_while_scaling,
+)
 from tests.cluster.parking_head import TellingEnv
-from tests.cluster.tables import ENDLESS, helper
+from tests.cluster.tables import ENDLESS
 
 pytestmark = [pytest.mark.usefixtures("criu"), pytest.mark.timeout(180)]
-ROOT = Path(__file__).parents[2]
 
 
 def on_disk(
@@ -126,21 +130,11 @@ def test_workers_are_written_to_disk_and_restored_without_loss_under_load(tmp_pa
     with on_disk(tmp_path, 3, CountingEnv, release_idle=release_idle) as env:
         agent, seen = TableAgent(), Trajectories()
         seen.add(env.collect(agent, steps=4))
-        with helper(scaling_at_random(env, seen, 12, 1)) as scaler:
-            while scaler.is_alive():
-                seen.add(env.collect(agent, steps=4))
+        collect_while_scaling(env, agent, seen, 12)
         env.scale(workers=1)
         settled(env, parked=2)
-        stream = env.stream(agent, steps=4, max_staleness=2)
-        with helper(scaling_at_random(env, seen, 12, 2)) as scaler:
-            for batch in stream:
-                seen.add(batch)
-                if not scaler.is_alive():
-                    break
-        stats = env.stats()
-        assert_balanced(stats)
-        assert not stats["dropped"] and not stats["workers"]["restarts"] and not env.events(["lost", "warned"])
-        stream.close()
+        stream_while_scaling(env, agent, seen, 12)
+        assert not env.events(["lost", "warned"])
 
 
 # ---- memory, disk and processes ----
@@ -311,22 +305,10 @@ def test_criu_that_is_killed_at_any_point_costs_at_most_the_worker(
 
 @pytest.mark.parametrize("killed", ["head", "daemon"])
 def test_neither_images_nor_processes_outlive_a_killed_head_or_daemon(killed: str, tmp_path: Path) -> None:
-    file = tmp_path / "pids"
-    command = [sys.executable, "-m", "tests.cluster.parking_head", shell_in(tmp_path), str(file), "criu"]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as head:
-        try:
-            eventually(lambda: file.exists() or head.poll() is not None)
-            assert head.poll() is None, head.communicate()
-            pids = json.loads(file.read_text())
-            [folder] = images()
-            if killed == "daemon":
-                os.kill(pids["daemons"][0], signal.SIGKILL)
-            else:
-                head.kill()
-            eventually(lambda: not folder.exists() and not any(map(is_running, pids["workers"])), 30)
-        finally:
-            head.kill()
-    eventually(lambda: not any(is_running(pid) for pid in pids["daemons"]), 30)
+    with parking_head(tmp_path, shell_in(tmp_path), "criu") as pids:
+        [folder] = images()
+        os.kill(pids["daemons" if killed == "daemon" else "head"][0], signal.SIGKILL)
+        eventually(lambda: not folder.exists() and not any(map(is_running, pids["workers"])), 30)
     eventually(lambda: not images(), 30)
 
 

@@ -88,7 +88,7 @@ def test_a_step_of_local_workers_costs_no_message() -> None:
 
 
 def test_steps_of_processes_that_poll_before_they_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farstep.head.lock_step.spinning_allowed", lambda workers: True)
+    monkeypatch.setattr("farstep.head.stepping.lock_step.spinning_allowed", lambda workers: True)
     theirs = SyncVectorEnv([CountingEnv] * 4)
     with vector(CountingEnv) as ours, contextlib.closing(theirs):
         theirs.reset(seed=1)

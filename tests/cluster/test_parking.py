@@ -34,7 +34,7 @@ from tests.cluster.checks import (
     worker_pids,
 )
 from tests.cluster.flows import full
-from tests.cluster.parking import Trajectories, changed, scaling_at_random, settled, state_of
+from tests.cluster.parking import Trajectories, changed, collect_while_scaling, scaling_at_random, settled, state_of
 from tests.cluster.tables import ENDLESS, TRANSPORTS, helper, launch, ppo
 from tests.cluster.test_stagger import CyclingAgent
 
@@ -52,9 +52,7 @@ def endless(workers: int = 4, *, transport: str = "shm", envs: int | None = None
 def test_collect_continues_while_workers_are_parked_and_unparked(transport: str) -> None:
     with endless(transport=transport) as env:
         seen, agent = Trajectories(), TableAgent()
-        with helper(scaling_at_random(env, seen, TIMES, 1)) as scaler:
-            while scaler.is_alive():
-                seen.add(env.collect(agent, steps=4))
+        collect_while_scaling(env, agent, seen, TIMES)
         env.scale(workers=4)
         seen.add(env.collect(agent, steps=4))
         assert seen.columns[-1] == 4 and set(seen.columns) == {1, 2, 3, 4}

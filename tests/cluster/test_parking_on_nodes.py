@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,12 +13,18 @@ import pytest
 import farstep
 from farstep.testing import CountingEnv, TableAgent
 from tests.cluster.checks import assert_balanced, cluster, eventually, within
-from tests.cluster.nodes import is_running, node_config, shell_in
-from tests.cluster.parking import Trajectories, scaling_at_random, settled, state_of
+from tests.cluster.nodes import node_config, shell_in
+from tests.cluster.parking import (
+    Trajectories,
+    collect_while_scaling,
+    is_running,
+    parking_head,
+    settled,
+    state_of,
+    stream_while_scaling,
+)
 from tests.cluster.parking_head import TellingEnv
-from tests.cluster.tables import ENDLESS, helper
-
-ROOT = Path(__file__).parents[2]
+from tests.cluster.tables import ENDLESS
 
 
 def on_nodes(
@@ -45,19 +48,8 @@ def test_workers_on_nodes_are_parked_and_unparked_without_loss(tmp_path: Path, r
     with on_nodes(tmp_path, 2, 2, relay=relay) as env:
         eventually(lambda: env.stats()["workers"]["alive"] == 4)
         agent, seen = TableAgent(), Trajectories()
-        with helper(scaling_at_random(env, seen, 25, 1)) as scaler:
-            while scaler.is_alive():
-                seen.add(env.collect(agent, steps=4))
-        stream = env.stream(agent, steps=4, max_staleness=2)
-        with helper(scaling_at_random(env, seen, 25, 2)) as scaler:
-            for batch in stream:
-                seen.add(batch)
-                if not scaler.is_alive():
-                    break
-        stats = env.stats()
-        assert_balanced(stats)
-        assert not stats["dropped"] and not stats["workers"]["restarts"]
-        stream.close()
+        collect_while_scaling(env, agent, seen, 25)
+        stream_while_scaling(env, agent, seen, 25)
 
 
 @pytest.mark.timeout(120)
@@ -118,14 +110,20 @@ def test_node_that_is_lost_with_parked_workers_is_replaced_when_they_are_needed(
         assert not env.stats()["workers"]["restarts"]  # the node is to blame
 
 
+def park_second(env: farstep.ClusterEnv, agent: TableAgent) -> int:
+    """Park the second of two workers, and return its process id."""
+    eventually(lambda: env.stats()["workers"]["alive"] == 2)
+    pid = int(env.step(agent)[4]["pid"][1])
+    env.scale(workers=1)
+    settled(env, parked=1)
+    return pid
+
+
 @pytest.mark.timeout(120)
 def test_node_that_its_engine_reclaims_ends_with_its_parked_workers(tmp_path: Path) -> None:
     with on_nodes(tmp_path, 2, 2, workers=1, env=TellingEnv) as env:
         agent = TableAgent()
-        eventually(lambda: env.stats()["workers"]["alive"] == 2)
-        pid = int(env.step(agent)[4]["pid"][1])
-        env.scale(workers=1)
-        settled(env, parked=1)
+        pid = park_second(env, agent)
         daemon = env.stats()["nodes"][1]["pid"]
         os.kill(daemon, signal.SIGTERM)
         eventually(lambda: not is_running(pid) and not is_running(daemon), 30)
@@ -140,9 +138,7 @@ def test_node_that_its_engine_reclaims_ends_with_its_parked_workers(tmp_path: Pa
 def test_parked_worker_on_a_node_that_is_killed_is_restarted_when_it_is_unparked(tmp_path: Path) -> None:
     with on_nodes(tmp_path, 1, 1, env=TellingEnv) as env:
         agent = TableAgent()
-        pid = int(env.step(agent)[4]["pid"][1])
-        env.scale(workers=1)
-        settled(env, parked=1)
+        pid = park_second(env, agent)
         eventually(lambda: state_of(pid) == "T")
         os.kill(pid, signal.SIGKILL)
         eventually(lambda: env.events("lost"))
@@ -156,10 +152,7 @@ def test_parked_worker_on_a_node_that_is_killed_is_restarted_when_it_is_unparked
 def test_parked_worker_that_was_killed_is_not_restarted_because_its_node_leaves(tmp_path: Path) -> None:
     with on_nodes(tmp_path, 2, 2, workers=1, env=TellingEnv) as env:
         agent = TableAgent()
-        eventually(lambda: env.stats()["workers"]["alive"] == 2)
-        pid = int(env.step(agent)[4]["pid"][1])
-        env.scale(workers=1)
-        settled(env, parked=1)
+        pid = park_second(env, agent)
         eventually(lambda: state_of(pid) == "T")
         os.kill(pid, signal.SIGKILL)
         eventually(lambda: env.events("lost"))
@@ -175,18 +168,6 @@ def test_parked_worker_that_was_killed_is_not_restarted_because_its_node_leaves(
 @pytest.mark.parametrize("killed", ["head", "head on nodes", "daemon"])
 def test_no_stopped_process_outlives_a_killed_head_or_daemon(killed: str, tmp_path: Path) -> None:
     shell = "" if killed == "head" else shell_in(tmp_path)
-    file = tmp_path / "pids"
-    command = [sys.executable, "-m", "tests.cluster.parking_head", shell, str(file)]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as head:
-        try:
-            eventually(lambda: file.exists() or head.poll() is not None)
-            assert head.poll() is None, head.communicate()
-            pids = json.loads(file.read_text())
-            if killed == "daemon":
-                os.kill(pids["daemons"][0], signal.SIGKILL)
-            else:
-                head.kill()
-            eventually(lambda: not any(is_running(pid) for pid in pids["workers"]), 30)
-        finally:
-            head.kill()
-    eventually(lambda: not any(is_running(pid) for pid in pids["daemons"]), 30)
+    with parking_head(tmp_path, shell) as pids:
+        os.kill(pids["daemons" if killed == "daemon" else "head"][0], signal.SIGKILL)
+        eventually(lambda: not any(map(is_running, pids["workers"])), 30)

@@ -13,7 +13,8 @@ import pytest
 import farstep
 from farstep.testing import CountingEnv, TableAgent
 from tests.cluster.checks import assert_balanced, cluster, eventually
-from tests.cluster.nodes import is_running, node_config
+from tests.cluster.nodes import node_config
+from tests.cluster.parking import is_running
 from tests.cluster.tables import ENDLESS
 
 pytestmark = pytest.mark.timeout(120)

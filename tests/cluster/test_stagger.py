@@ -16,15 +16,21 @@ from farstep.cluster_env import collector_for
 from farstep.head.tickets.records import FeedPlan
 from farstep.rollout.seeds import episode_seed
 from farstep.testing import CountingEnv, TableAgent
-from tests.cluster.checks import arrays_of, assert_balanced, assert_same, assert_sound, cluster, eventually, in_process
+from tests.cluster.checks import (
+    BOTH,
+    arrays_of,
+    assert_balanced,
+    assert_same,
+    assert_sound,
+    cluster,
+    eventually,
+    in_process,
+)
 from tests.cluster.faulty import MortalEnv, PoisonEnv
 from tests.cluster.toys import NestedAgent, NestedEnv
 
 H, K, N = 20, 5, 8
 ENDLESS = {"length": None}
-BOTH = pytest.mark.parametrize(
-    "config", [in_process(2), farstep.LocalConfig(workers_per_node=2)], ids=["in_process", "local"]
-)
 
 
 class DrawingAgent(TableAgent):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import farstep
-from farstep.head import slow_call_warnings
+from farstep.head.warnings import slow_calls
 from farstep.testing import CountingEnv
 from tests.cluster.checks import cluster, eventually, within
 
@@ -47,7 +47,7 @@ def test_workers_that_are_slow_to_build_environments_are_named(
 ) -> None:
     """One wait is one event, whose text the log repeats."""
     for name in ("FIRST_START_S", "REPEAT_S"):
-        monkeypatch.setattr(slow_call_warnings, name, 0.05)
+        monkeypatch.setattr(slow_calls, name, 0.05)
     gate = tmp_path / "gate"
     env = cluster(GatedEnv, env_kwargs={"gate": str(gate)})
     with caplog.at_level(logging.WARNING, "farstep"):
@@ -111,7 +111,7 @@ def test_a_start_that_ends_as_the_warning_is_due_is_not_warned_about(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An in-process worker builds its environments inside the head's event loop, longer than the warning waits."""
-    monkeypatch.setattr(slow_call_warnings, "FIRST_START_S", 0.05)
+    monkeypatch.setattr(slow_calls, "FIRST_START_S", 0.05)
 
     class SlowToBuild(CountingEnv):
         def __init__(self) -> None:

@@ -8,11 +8,9 @@ from collections import deque
 import msgspec
 import pytest
 
-from farstep.elastic.coordinator import (
-    SHARE_S,
-    TURN_S,
+from farstep.elastic.coordinator import SHARE_S, TURN_S, Coordinator
+from farstep.elastic.coordinator_messages import (
     Answer,
-    Coordinator,
     GrantDevice,
     GrantSlots,
     Heartbeat,
@@ -265,7 +263,8 @@ def test_large_minimum_is_not_overtaken() -> None:
     assert large.used == 4
 
 
-def test_rollouts_of_two_runs_alternate_and_each_uses_all_slots() -> None:
+def rolling_and_learning() -> tuple[World, Run, Run]:
+    """Two runs: one rolls with all slots, and the other has returned its own."""
     world = World(slots=4)
     a, b = world.join("a", wanted=4), world.join("b", wanted=4)
     world.settle()
@@ -273,6 +272,11 @@ def test_rollouts_of_two_runs_alternate_and_each_uses_all_slots() -> None:
     b.return_slots()
     a.roll(4)
     world.settle()
+    return world, a, b
+
+
+def test_rollouts_of_two_runs_alternate_and_each_uses_all_slots() -> None:
+    world, a, b = rolling_and_learning()
     for rolling, learning in [(a, b), (b, a)] * 3:
         assert world.used == {rolling.id: 4, learning.id: 0}
         learning.roll(4)
@@ -297,13 +301,7 @@ def test_returned_slots_go_to_a_run_that_never_returns_its_own_and_come_back() -
 
 
 def test_rollout_that_takes_longer_than_a_turn_shares_its_slots() -> None:
-    world = World(slots=4)
-    a, b = world.join("a", wanted=4), world.join("b", wanted=4)
-    world.settle()
-    a.return_slots()
-    b.return_slots()
-    a.roll(4)
-    world.settle()
+    world, _, b = rolling_and_learning()
     b.roll(4)
     world.wait(TURN_S + LEASE_S)
     assert world.used == {"a": 2, "b": 2}

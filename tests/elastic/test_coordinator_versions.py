@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 import farstep
-from farstep.elastic.coordinator import PROTOCOL, Coordinator, Register
+from farstep.elastic.coordinator import Coordinator
+from farstep.elastic.coordinator_messages import PROTOCOL, Register
 from farstep.elastic.coordinator_server import PACKET_BYTES, CoordinatorServer, connect, read_status, socket_path
 from farstep.elastic.state_file import StateFile
 from farstep.testing import CountingEnv

@@ -7,22 +7,19 @@ connect over the network, with keys that the head issues (see `network.py`).
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import os
 import pickle
-import select
 import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from farstep.acting import messages as am
-from farstep.acting.batch_actor import BatchActor, Group
+from farstep.acting.batch_actor import BatchActor
 from farstep.acting.batching import next_batch
 from farstep.acting.mailbox import (
     ANSWER,
@@ -30,7 +27,6 @@ from farstep.acting.mailbox import (
     DIVERGENCE,
     EPISODES,
     FAILED,
-    HELD,
     MIN_VERSION,
     NEWEST,
     PULLED_BYTES,
@@ -44,13 +40,13 @@ from farstep.acting.mailbox import (
     divergence_bits,
 )
 from farstep.acting.requests import (
-    answer_frames,
     check_arrays,
     check_rows,
     check_saved,
     take_request,
     take_update,
 )
+from farstep.acting.server_clients import Client, Clients, Request
 from farstep.core import BytesLike, Link, Received
 from farstep.errors import AgentError, WireError, report_of
 from farstep.rollout.probe_rows import ProbeRows
@@ -60,7 +56,7 @@ from farstep.rollout.rows import Slots
 from farstep.rollout.weight_headers import check_digest
 from farstep.wire import messages as m
 from farstep.wire.channels.doorbell import Doorbell, Fence
-from farstep.wire.channels.local import LocalLink, is_own_process
+from farstep.wire.channels.local import LocalLink
 from farstep.wire.codec import pack, unpack
 from farstep.wire.versions import versions
 from farstep.worker.inbox import Inbox, TicketCancelled
@@ -70,76 +66,13 @@ from farstep.worker.weights.weight_messages import WeightMessages
 from farstep.worker.weights.weight_sync import WeightSync
 
 if TYPE_CHECKING:
-    from farstep.acting.network import NetworkListener, PeerLink
+    from farstep.acting.network import NetworkListener
 
 _IDLE_S = 0.2
 """Seconds between two updates of the progress counter while there is nothing to do."""
 _SERVICE_S = 0.01
 """Maximum seconds between two polls of the sockets while the server is busy."""
 _OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
-
-
-@dataclass(eq=False)
-class _Client:
-    """A worker that is connected to this server."""
-
-    link: LocalLink | PeerLink
-    is_authenticated: bool = False
-    """Whether it has sent a `Join` with the right proof; other messages before that are refused."""
-    groups: list[Group] = field(default_factory=list)
-    mailbox: Mailbox | None = None
-    doorbell: Doorbell | None = None
-    """None if the worker is reached over the network."""
-    acted_ticket: int = 0
-    """The newest ticket for which a request was answered."""
-    failure: am.Failed | None = None
-    """Why its last failed request failed."""
-    waiting: tuple[am.Join, Received] | None = None
-    """A `Join` for an agent that has not arrived yet."""
-
-    def holds(self, cancelled: int) -> bool:
-        """Whether it is inside a chunk whose rows must all have one version.
-
-        A worker that steps an environment notices late that its chunk was cancelled.
-
-        Args:
-            cancelled: The id of the last cancelled ticket.
-        """
-        return self.mailbox is not None and cancelled < self.mailbox.words[HELD] == self.acted_ticket
-
-    def notify(self, group: Group) -> None:
-        """Tell the worker that a request was answered."""
-        assert self.mailbox is not None
-        if self.doorbell is not None:
-            self.doorbell.ring()
-        else:
-            self.link.send(answer_frames(self.mailbox, group.index))
-
-    def forget_groups(self) -> None:
-        if self.mailbox is not None:
-            self.mailbox.close()
-        if self.doorbell is not None:
-            self.doorbell.close()
-        self.groups, self.mailbox, self.doorbell, self.acted_ticket = [], None, None, 0
-
-    def close(self) -> None:
-        self.forget_groups()
-        self.link.close()
-
-
-class _Request(NamedTuple):
-    """A request of a worker, read once: a worker whose chunk is cancelled replaces it at any time."""
-
-    client: _Client
-    group: Group
-    number: int
-    ticket: int
-    min_version: int
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the server has already acted in the chunk of this request."""
-        return self.ticket == self.client.acted_ticket
 
 
 class ActingServer:
@@ -170,16 +103,7 @@ class ActingServer:
         self._inbox = Inbox(link, words)
         self._sync = WeightSync(words)
         self._weights = WeightMessages(link, self._inbox, self._sync)
-        self._doorbell = Doorbell.create()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind("\0" + address)
-        self._listener.listen(1024)
-        self._listener.setblocking(False)
-        self._clients: dict[int, _Client] = {}
-        """Connected workers by the descriptor of their socket; over the network, by -1 - their number."""
-        self._network = network
-        others = [] if network is None else network.filenos()
-        self._poll = self._doorbell.poll_with([self._listener.fileno(), link.fileno(), *others])
+        self._clients = Clients(link, address, network, self._answer)
         self._program: Program | None = None
         self._payload = b""
         self._actor: BatchActor | None = None
@@ -204,7 +128,7 @@ class ActingServer:
         timeout_s = 0.0
         while self._running:
             self._words[COUNT] += 1
-            if self._network is not None and self._read_network(self._network):
+            if self._clients.read_network():
                 timeout_s = 0.0
             if timeout_s > 0 or time.monotonic() >= self._next_service:
                 self._service(timeout_s)
@@ -212,73 +136,14 @@ class ActingServer:
 
     def close(self) -> None:
         """Close all connections."""
-        for client in self._clients.values():
-            client.close()
-        self._listener.close()
-        self._doorbell.close()
-        if self._network is not None:
-            self._network.close()
-
-    # ---- sockets ----
+        self._clients.close()
 
     def _service(self, timeout_s: float) -> None:
         """Wait for a doorbell or a message, and handle all messages."""
-        ready = [fd for fd, _ in self._poll.poll(timeout_s * 1000)]
+        self._clients.wait(timeout_s)
         self._next_service = time.monotonic() + _SERVICE_S
-        for fd in ready:
-            if fd == self._doorbell.fd:
-                self._doorbell.clear()
-            elif fd == self._listener.fileno():
-                self._accept()
-            elif (client := self._clients.get(fd)) is not None:
-                self._read(client)
         while self._running and (received := self._inbox.receive(0.0)) is not None:
             self._handle(m.decode_from_head(received.frames), received)
-
-    def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            sock, _ = self._listener.accept()
-            if not is_own_process(sock):
-                sock.close()
-                return
-            sock.setblocking(False)
-            client = _Client(LocalLink(sock))
-            self._clients[sock.fileno()] = client
-            self._poll.register(sock.fileno(), select.POLLIN)
-
-    def _read_network(self, network: NetworkListener) -> bool:
-        """Handle what workers have sent over the network. Return whether there was anything."""
-        arrived = False
-        for worker, received in network.messages():
-            arrived = True
-            client = self._clients.get(-1 - worker)
-            if client is None:
-                continue
-            try:
-                message = am.decode_from_client(received.frames)
-                network.check(worker, message, received)
-                self._answer(client, message, received)
-            except WireError as error:
-                self._drop(worker)
-                self._link.send([m.encode(m.RejectClient(worker, str(error)[:1000]))])
-        return arrived
-
-    def _drop(self, worker: int) -> None:
-        """Stop acting for a worker that was reached over the network."""
-        if (client := self._clients.pop(-1 - worker, None)) is not None and self._network is not None:
-            self._network.drop(worker)
-            client.close()
-
-    def _read(self, client: _Client) -> None:
-        assert isinstance(client.link, LocalLink)
-        fd = client.link.fileno()
-        try:
-            while (received := client.link.receive()) is not None:
-                self._answer(client, am.decode_from_client(received.frames), received)
-        except (EOFError, OSError, WireError):  # the worker ended, or sent an invalid message
-            self._poll.unregister(fd)
-            del self._clients[fd]
-            client.close()
 
     # ---- messages of the head ----
 
@@ -296,13 +161,10 @@ class ActingServer:
                 self._words[CANCEL] = message.upto
             case m.Probe() if self._actor is not None and message.agent == self._weights.agent_id:
                 self._compare(message, received, self._actor)
-            case m.AdmitClient() if self._network is not None:
-                self._drop(message.worker)
-                self._network.admit(message)
-                self._clients[-1 - message.worker] = _Client(self._network.link(message.worker))
-                self._link.send([m.encode(m.ClientAdmitted(message.worker, message.incarnation))])
+            case m.AdmitClient():
+                self._clients.admit(message)
             case m.DropClient():
-                self._drop(message.worker)
+                self._clients.drop(message.worker)
             case m.Refuse() | m.Stop():
                 self._running = False
             case _:
@@ -329,15 +191,14 @@ class ActingServer:
         for module in message.preload:
             __import__(module)
         self._words[PHASE] = Phase.IDLE
-        listening = None if self._network is None else self._network.listening
-        self._link.send([m.encode(m.Ready(b"", b"", listening=listening))])
+        self._link.send([m.encode(m.Ready(b"", b"", listening=self._clients.listening))])
 
     def _adopt(self, message: m.SendAgent, payload: bytes) -> None:
         """Use this agent from now on; it is loaded when the first worker joins with its observations."""
         self._weights.new_agent(message)
         self._weights.agent_id, self._payload = message.agent, payload
         self._actor = self._reply = self._rejection = self._probe_error = self._divergence = None
-        for client in list(self._clients.values()):
+        for client in list(self._clients):
             client.forget_groups()
             if client.waiting is not None:
                 join, received = client.waiting
@@ -346,7 +207,7 @@ class ActingServer:
 
     # ---- messages of workers ----
 
-    def _answer(self, client: _Client, message: am.FromClient, received: Received) -> None:
+    def _answer(self, client: Client, message: am.FromClient, received: Received) -> None:
         if isinstance(message, am.Join):
             client.is_authenticated = hmac.compare_digest(message.proof, am.proof(self._secret, "worker"))
         if not client.is_authenticated:
@@ -382,7 +243,7 @@ class ActingServer:
         finally:
             self._words[PHASE] = Phase.IDLE
 
-    def _take(self, client: _Client, message: am.Act | am.Update, received: Received) -> None:
+    def _take(self, client: Client, message: am.Act | am.Update, received: Received) -> None:
         """Take what a worker has sent over the network instead of writing it into shared memory."""
         if client.doorbell is not None:
             raise WireError(f"{type(message).__name__} of a worker that shares memory with this server.")
@@ -393,14 +254,14 @@ class ActingServer:
         else:
             take_update(client.mailbox, message)
 
-    def _done(self, client: _Client, result: object) -> None:
+    def _done(self, client: Client, result: object) -> None:
         client.link.send([am.encode(am.Done()), pack(result)])
 
     def _failed(self, error: BaseException) -> am.Failed:
         report = report_of(error)
         return am.Failed(report.message, report.traceback, Phase(self._words[PHASE]).label, report.kind)
 
-    def _join(self, client: _Client, join: am.Join, received: Received) -> None:
+    def _join(self, client: Client, join: am.Join, received: Received) -> None:
         client.forget_groups()
         agent_id = self._weights.agent_id
         if join.agent > agent_id or self._program is None:
@@ -433,7 +294,7 @@ class ActingServer:
             client.link.send([joined])
             return
         client.doorbell = Doorbell.create()
-        client.link.send([joined], [client.mailbox.memory.fd, self._doorbell.fd, client.doorbell.fd])
+        client.link.send([joined], [client.mailbox.memory.fd, self._clients.doorbell.fd, client.doorbell.fd])
 
     def _load(self, join: am.Join, current: dict[str, Any]) -> None:
         """Load the agent and try it on a worker's observations."""
@@ -486,7 +347,7 @@ class ActingServer:
             return 0.0
         finally:
             self._words[PHASE] = Phase.IDLE
-        options, possible = self._program.serving, sum(len(client.groups) for client in self._clients.values())
+        options, possible = self._program.serving, sum(len(client.groups) for client in self._clients)
         by_group = {id(request.group): request for request in admitted}
         groups, wait_s = next_batch(
             [request.group for request in admitted], possible, now, options.max_batch, options.window_ms / 1000
@@ -496,20 +357,20 @@ class ActingServer:
         self._run([by_group[id(group)] for group in groups], now)
         return 0.0
 
-    def _pending(self) -> list[_Request]:
+    def _pending(self) -> list[Request]:
         """The requests that wait for an answer."""
         found = []
-        for client in self._clients.values():
+        for client in self._clients:
             for group in client.groups:
                 if group.is_pending:
                     number = group.words[REQUEST]
                     self._fence()
                     ticket = group.words[TICKET]
                     self._fence()  # the worker writes the ticket after its version
-                    found.append(_Request(client, group, number, ticket, group.words[MIN_VERSION]))
+                    found.append(Request(client, group, number, ticket, group.words[MIN_VERSION]))
         return found
 
-    def _update_weights(self, pending: Sequence[_Request]) -> Sequence[_Request]:
+    def _update_weights(self, pending: Sequence[Request]) -> Sequence[Request]:
         """Pull weights between two batches if the sync rule decides to. Return the requests that may be answered now.
 
         While a worker is inside a chunk that must have one version, the weights stay as they are. If they should
@@ -525,7 +386,7 @@ class ActingServer:
         assert actor is not None
         if isinstance(weights := self._sync.weights, RemoteWeights):
             weights.announced = max(weights.announced, *(request.group.words[NEWEST] for request in pending))
-        if any(client.holds(self._words[CANCEL]) for client in self._clients.values()):
+        if any(client.holds(self._words[CANCEL]) for client in self._clients):
             needs_pull = self._sync.needs_pull(ticket, actor)
             return [request for request in pending if request.has_begun] if needs_pull else pending
         self._words[PHASE] = Phase.LOAD
@@ -538,7 +399,7 @@ class ActingServer:
         pending[0].client.mailbox.words[PULLED_BYTES] += totals.nbytes  # type: ignore[union-attr]
         return pending
 
-    def _with_probe(self, pending: Sequence[_Request]) -> Sequence[_Request]:
+    def _with_probe(self, pending: Sequence[Request]) -> Sequence[Request]:
         """The requests that do not have to wait for a probe of the newest version, which the head sends with every
         publish. A worker or the shared memory may have announced the version earlier."""
         actor, probing, weights = self._actor, self._sync.probing, self._sync.weights
@@ -549,7 +410,7 @@ class ActingServer:
             return []
         return [request for request in pending if request.group.words[NEWEST] <= known]
 
-    def _run(self, requests: Sequence[_Request], now: float) -> None:
+    def _run(self, requests: Sequence[Request], now: float) -> None:
         assert self._actor is not None
         self._words[PHASE] = Phase.ACT
         self._words[COUNT] += 1
@@ -569,7 +430,7 @@ class ActingServer:
             raise error  # the head restarts this process, and workers roll their chunks again
         return self._failed(error)
 
-    def _reply_to(self, requests: Sequence[_Request], now: float, failure: am.Failed | None) -> None:
+    def _reply_to(self, requests: Sequence[Request], now: float, failure: am.Failed | None) -> None:
         actor = self._actor
         assert actor is not None
         counts_as = max(actor.version, self._sync.passed)

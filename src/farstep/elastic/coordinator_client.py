@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from farstep.elastic.coordinator import (
+from farstep.elastic.coordinator_messages import (
     PROTOCOL,
     Answer,
     GrantDevice,

@@ -20,17 +20,15 @@ from pathlib import Path
 
 import msgspec
 
-from farstep.elastic.coordinator import (
+from farstep.elastic.coordinator import TURN_S, Coordinator, Workload
+from farstep.elastic.coordinator_messages import (
     PROTOCOL,
-    TURN_S,
     Answer,
-    Coordinator,
     Heartbeat,
     Message,
     Refused,
     Register,
     Welcome,
-    Workload,
 )
 from farstep.elastic.state_file import StateFile
 from farstep.errors import ConfigError, LaunchError, counted

@@ -23,14 +23,14 @@ from farstep.head.chunks.rollouts import Rollouts, base_rows, key_of
 from farstep.head.events import EventLog
 from farstep.head.inference_choice import Inference, InferenceChoice
 from farstep.head.members.broadcast import Broadcast
-from farstep.head.members.resuming import ReplayResult, replay_episodes
-from farstep.head.members.saved_state import check_saved
 from farstep.head.members.worker_records import ResetRequest, WorkerRecord
 from farstep.head.request import OnPart, Request
+from farstep.head.saving.resuming import ReplayResult, replay_episodes
+from farstep.head.saving.saved_state import check_saved
 from farstep.head.server import Server
 from farstep.head.stats.counters import Counters
 from farstep.head.tickets.records import AcceptedChunk, FeedPlan, IssuedTicket
-from farstep.head.user_warnings import UserWarnings
+from farstep.head.warnings.user_warnings import UserWarnings
 from farstep.head.weights.publisher import Publisher
 from farstep.rollout.program import Program
 from farstep.rollout.sources import Source

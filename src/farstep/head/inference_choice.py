@@ -10,7 +10,7 @@ from typing import Literal
 from farstep.batch import Batch
 from farstep.core import Agent
 from farstep.event import Emit
-from farstep.head.user_warnings import UserWarnings
+from farstep.head.warnings.user_warnings import UserWarnings
 from farstep.head.weights.publisher import Publisher
 from farstep.resources import available_memory
 

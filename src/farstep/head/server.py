@@ -41,8 +41,8 @@ from farstep.head.members.parking import Parking
 from farstep.head.members.supervisor import Supervisor
 from farstep.head.members.worker_records import WorkerRecord, acting_servers, expected, split
 from farstep.head.prewarming import Prewarming
-from farstep.head.slow_call_warnings import FIRST_START_S, WaitWarning, warn_while_slow
 from farstep.head.tickets.tickets import Tickets
+from farstep.head.warnings.slow_calls import FIRST_START_S, WaitWarning, warn_while_slow
 from farstep.launch import launcher_for
 from farstep.launch.acting_plan import ActingPlan
 from farstep.rollout.nested_launch import refuse_nested_launch

@@ -15,7 +15,7 @@ from farstep.head.request import Request
 from farstep.head.server import Server
 from farstep.head.stats.counters import Counters
 from farstep.head.tickets.records import IssuedTicket
-from farstep.head.user_warnings import UserWarnings
+from farstep.head.warnings.user_warnings import UserWarnings
 from farstep.head.weights.publisher import Publisher
 from farstep.wire import messages as m
 

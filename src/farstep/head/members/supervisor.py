@@ -15,8 +15,8 @@ from farstep.errors import FarstepError, LaunchError, ResourceError, WireError, 
 from farstep.event import Emit, EventKind
 from farstep.head.event_loop import EventLoop
 from farstep.head.members import membership
-from farstep.head.members.waiting import PendingWorker, describe
 from farstep.head.members.worker_records import WorkerRecord
+from farstep.head.warnings.pending_workers import PendingWorker, describe
 from farstep.rollout.progress import BEAT_S, COUNT, SLOT, Phase, check_words
 from farstep.wire.messages import Stop, encode
 

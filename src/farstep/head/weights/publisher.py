@@ -18,7 +18,7 @@ from farstep.head.chunks.rollouts import Rollouts, agent_structures
 from farstep.head.members.worker_records import WorkerRecord
 from farstep.head.server import Server
 from farstep.head.stats.counters import Counters
-from farstep.head.user_warnings import UserWarnings
+from farstep.head.warnings.user_warnings import UserWarnings
 from farstep.head.weights.parameters import ParameterStore
 from farstep.head.weights.probes import Prober, ProbeRequest
 from farstep.rollout.blocks import Layout

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from farstep.head.user_warnings import STALE_REMEDY
+from farstep.head.warnings.user_warnings import STALE_REMEDY
 from farstep.observe.diagnosis import rules as find
 from farstep.observe.diagnosis.rules import Finding
 from farstep.observe.diagnosis.run_window import Window

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from farstep.head.events import EventLog
-from farstep.head.slow_call_warnings import WaitWarning
+from farstep.head.warnings.slow_calls import WaitWarning
 
 
 @pytest.mark.parametrize(("starting", "first"), [(True, 1005), (False, 1010)])

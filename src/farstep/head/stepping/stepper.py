@@ -12,13 +12,13 @@ from farstep.errors import WireError, WorkerError
 from farstep.head.chunks.incoming_chunks import IncomingChunk, decode_ends
 from farstep.head.chunks.rollouts import Rollouts, base_rows
 from farstep.head.events import EventLog
-from farstep.head.lock_step import Info, LockStepHead, checked_infos
 from farstep.head.members.broadcast import Broadcast
 from farstep.head.members.worker_records import ResetRequest, WorkerRecord
 from farstep.head.server import Server
 from farstep.head.stats.counters import members_snapshot
 from farstep.head.stats.rates import Rate
 from farstep.head.stats.worker_times import WorkerTimes
+from farstep.head.stepping.lock_step import Info, LockStepHead, checked_infos
 from farstep.head.tickets.records import AcceptedChunk, IssuedTicket
 from farstep.rollout.program import Program
 from farstep.schema import ArraySpec, Schema, space_schema

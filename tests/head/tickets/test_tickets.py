@@ -9,7 +9,7 @@ import pytest
 
 from farstep.head.tickets.records import FeedPlan, IssuedTicket
 from farstep.head.tickets.tickets import Tickets
-from tests.head.ticket_world import TicketWorld
+from tests.head.tickets.ticket_world import TicketWorld
 
 RUNS, EVENTS = 13, 600  # for each of 24 kinds of session: 187,200 events
 MODES = pytest.mark.parametrize("mode", ["rounds", "several rounds", "first-come"])

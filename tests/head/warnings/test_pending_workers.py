@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farstep.head.members.waiting import PendingWorker, describe
+from farstep.head.warnings.pending_workers import PendingWorker, describe
 
 
 def acting(*workers: int) -> list[PendingWorker]:

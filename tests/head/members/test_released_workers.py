@@ -20,7 +20,7 @@ from farstep.head.members.membership import (
     SuspendReleased,
     Unpark,
 )
-from tests.head.test_parked_workers import alive
+from tests.head.members.test_parked_workers import alive
 
 
 def test_released_worker_continues_when_it_is_needed_and_has_no_time_limit_before() -> None:

@@ -18,7 +18,7 @@ from farstep.errors import AgentError
 from farstep.schema import ArraySpec
 from farstep.sync import AAPS
 from farstep.testing import TableAgent
-from tests.head.probing_world import (
+from tests.head.weights.probing_world import (
     ENVS,
     SIZE,
     DeterministicAgent,

@@ -25,7 +25,7 @@ from farstep.head.members.membership import (
 from farstep.head.members.worker_records import expected, split
 from farstep.rollout.progress import ROLLED
 from farstep.testing import FakeClock
-from tests.head.member_world import LIMITS_S, MemberWorld
+from tests.head.members.member_world import LIMITS_S, MemberWorld
 
 RUNS, EVENTS = 15, 2000  # for each of 4 budgets: 120,000 events
 
