@@ -194,6 +194,28 @@ def test_process_of_an_environment_goes_to_disk_with_its_worker(tmp_path: Path) 
     eventually(lambda: not any(map(is_running, pids)))
 
 
+IN_PID_NAMESPACE = """#!/bin/sh
+shift
+exec unshare --pid --fork --kill-child --mount-proc {process_1} sh -c "$*"
+"""
+WAITS_FOR_ITS_CHILD = f"{sys.executable} -c 'import subprocess, sys; subprocess.call(sys.argv[1:])'"
+
+
+@pytest.mark.parametrize("process_1", ["", WAITS_FOR_ITS_CHILD], ids=["daemon", "another"])
+def test_process_of_an_environment_is_restored_where_process_1_reaps_no_orphans(tmp_path: Path, process_1: str) -> None:
+    """As in pods, where the node daemon is process 1, and in other containers."""
+    config = node_config(tmp_path, 1, workers_per_node=2, relay=True, park_method="criu")
+    Path(config.ssh[0]).write_text(IN_PID_NAMESPACE.format(process_1=process_1))
+    with cluster(ParentEnv, envs=2, config=config, env_kwargs={}) as env:
+        pids = pids_of(env)
+        for _ in range(2):  # the worker is a child of the zygote first, and then of the node daemon
+            env.scale(workers=1)
+            settled(env, parked=1)
+            env.scale(workers=2)
+            assert pids_of(env) == pids
+        assert (env.stats()["nodes"][0]["pid"] == 1) == (not process_1)
+
+
 class ConnectedEnv(TellingEnv):
     """Has a TCP connection, which criu does not dump."""
 
