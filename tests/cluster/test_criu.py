@@ -21,13 +21,14 @@ import pytest
 import farstep
 from farstep.errors import LaunchError
 from farstep.launch.daemon.criu import PROGRAM
-from farstep.testing import CountingEnv, TableAgent
+from farstep.testing import CountingEnv, TableAgent, check_start_backend
 from tests.cluster import parking, test_parking
 from tests.cluster.checks import assert_balanced, cluster, eventually
 from tests.cluster.nodes import is_running, node_config, shell_in
 from tests.cluster.parking import Trajectories, scaling_at_random, state_of
 from tests.cluster.parking_head import TellingEnv
 from tests.cluster.tables import ENDLESS, helper
+from tests.engines.ray_nodes import RayCluster
 
 pytestmark = [pytest.mark.usefixtures("criu"), pytest.mark.timeout(180)]
 ROOT = Path(__file__).parents[2]
@@ -396,3 +397,15 @@ def test_worker_stays_in_memory_if_the_disk_is_full(tmp_path: Path) -> None:
             assert pids_of(env) == pids and not env.stats()["workers"]["restarts"]
     finally:
         subprocess.run(["umount", mounted], check=True)
+
+
+# ---- Ray ----
+
+
+def test_workers_on_ray_are_parked_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    with RayCluster(nodes=0, head_cpus=3) as started:
+        for name, value in started.environment.items():
+            monkeypatch.setenv(name, value)
+        make = functools.partial(farstep.RayConfig, relay=True, park_method="criu")
+        check_start_backend(make, keeps_memory=False)
