@@ -151,8 +151,9 @@ def commands() -> dict[int, str]:
 
 
 @pytest.mark.timeout(600)
-def test_the_contract(ray_cluster: RayCluster) -> None:
-    make = functools.partial(farstep.RayConfig, address=ray_cluster.address)
+@pytest.mark.parametrize("relay", [False, True], ids=["direct", "relay"])
+def test_the_contract(ray_cluster: RayCluster, relay: bool) -> None:
+    make = functools.partial(farstep.RayConfig, address=ray_cluster.address, relay=relay)
     scarce = functools.partial(make, nodes=3, cpus_per_worker=3)  # two nodes have four cores each
     check_launcher(make, kill_node=kill, scarce=scarce, missing=without_ray)
 

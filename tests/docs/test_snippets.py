@@ -32,6 +32,7 @@ ELSEWHERE = {
     ("docs/ssh.md", 0): "test_cluster_pages.py",
     ("docs/kubernetes.md", 0): "test_kubernetes_page.py",
     ("docs/kubernetes.md", 1): "test_kubernetes_page.py",
+    ("docs/kubernetes.md", 2): "test_kubernetes_page.py",
     ("docs/ray.md", 0): "test_ray_page.py",
     ("docs/sharing.md", 0): "test_sharing_page.py",
 }

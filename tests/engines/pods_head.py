@@ -57,7 +57,8 @@ def drain(make_config: Any, url: str) -> None:
 if __name__ == "__main__":
     url, folder = sys.argv[1:]
     config = functools.partial(PodmanConfig.make, url, folder)
-    train(config)
+    for relay in (False, True):
+        train(functools.partial(config, relay=relay))
     drain(config, url)
     check_launcher(config, kill_node=functools.partial(kill_pod, url))
     print("kept")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import shutil
@@ -32,6 +33,7 @@ _STALE_S = 60.0
 _POLL_S = 0.1
 _WAIT = os.WEXITED | os.WNOHANG | os.WNOWAIT
 _REASON_CHARS = 300
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,8 @@ class Criu:
         self._guardian = Guardian()
         self._guardian.register("images", ["rm", "-rf", str(self.folder)])
         self._runs: list[CriuRun] = []
+        self._orphans: dict[int, Sequence[int]] = {}
+        """For each process that is being dumped, or was dumped, its descendants that may not be reaped yet."""
 
     @property
     def is_busy(self) -> bool:
@@ -148,8 +152,31 @@ class Criu:
         """Write a process and its descendants to the new folder `images`, and end them. If this fails, they run on."""
         images.mkdir()
         command = [self.program, "dump", "--tree", str(pid), *self._options(images, "dump.log")]
-        nbytes = sum(_resident_bytes(each) for each in (pid, *descendants(pid)))
+        orphans = descendants(pid)
+        self._expect(pid, orphans)
+        nbytes = sum(_resident_bytes(each) for each in (pid, *orphans))
         return self._run(CriuRun(command, images / "dump.log", nbytes))
+
+    def reap(self, pid: int) -> bool:
+        """Reap the descendants of a process that was dumped. Return whether their process ids are free."""
+        orphans = [each for each in self._orphans.get(pid, ()) if not _is_reaped(each)]
+        self._expect(pid, orphans)
+        return not orphans
+
+    def remove(self, pid: int, images: Path) -> None:
+        """Remove the images of a process that was restored, has ended, or could not be dumped."""
+        self._expect(pid, ())
+        shutil.rmtree(images, ignore_errors=True)
+
+    def _expect(self, pid: int, orphans: Sequence[int]) -> None:
+        """Let this process adopt the descendants of a process that ends: process 1 of a container may not reap them.
+
+        It adopts orphans only while it expects some, because nothing would reap the others.
+        """
+        self._orphans.pop(pid, None)
+        if orphans:
+            self._orphans[pid] = orphans
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(bool(self._orphans)))
 
     def restore(self, pid: int, images: Path, pipes: Mapping[str, int]) -> CriuRun:
         """Restore a process and its descendants, with the same process ids. It becomes a child of this process.
@@ -262,6 +289,13 @@ def _ended_child(pid: int) -> os.waitid_result | None:
         return os.waitid(os.P_PID, pid, _WAIT)
     except ChildProcessError:
         return None
+
+
+def _is_reaped(pid: int) -> bool:
+    """Reap a process if it is a child of this one and has ended. Return whether its process id is free."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
+    return not Path(f"/proc/{pid}").exists()
 
 
 def size_of(images: Path) -> int:

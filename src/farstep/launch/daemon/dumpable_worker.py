@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shutil
 import signal
 import socket
 import struct
@@ -18,14 +17,14 @@ from pathlib import Path
 
 from farstep.core import BytesLike, Ended
 from farstep.launch.daemon.child import RestoredProcess
-from farstep.launch.daemon.criu import Criu, CriuRun, affinities, descendants, end_restored, size_of
+from farstep.launch.daemon.criu import Criu, CriuRun, affinities, end_restored, size_of
 from farstep.launch.daemon.node_worker import NodeWorker
 from farstep.wire.channels.local import LocalLink
 
 _ATTACH_S = 30.0
 """Seconds for a worker to detach, or to attach again."""
 _REAP_S = 10.0
-"""Seconds for the init process to reap the processes that were dumped with a worker."""
+"""Seconds for the processes that were dumped with a worker to end."""
 
 
 class Stage(Enum):
@@ -66,10 +65,8 @@ class DumpableWorker(NodeWorker):
     _failed: bool = False
     """Whether the worker could not be dumped since it was parked."""
     _pid: int = 0
-    _descendants: Sequence[int] = ()
-    """Processes that were dumped with the worker."""
     _affinities: Mapping[int, set[int]] = field(default_factory=dict)
-    """The cores of each thread of these processes. Criu does not restore them."""
+    """The cores of each thread of the processes that were dumped. Criu does not restore them."""
     _run: CriuRun | None = None
     _waiting: list[Sequence[BytesLike]] = field(default_factory=list)
     """Messages of the head that arrived while the worker had no link."""
@@ -206,8 +203,7 @@ class DumpableWorker(NodeWorker):
             self.process.suspend()
         else:
             self.process.resume()  # otherwise criu would restore it suspended: it could not notice the daemon's end
-            self._pid, self._descendants = self.process.pid, descendants(self.process.pid)
-            self._affinities = affinities(self._pid)
+            self._pid, self._affinities = self.process.pid, affinities(self.process.pid)
             self._run = self.criu.dump(self._pid, self._path("images"))
             self._enter(Stage.DUMPING)
 
@@ -234,10 +230,9 @@ class DumpableWorker(NodeWorker):
         self.process.suspend()
 
     def _restore(self) -> None:
-        if self._is_parked or self.criu.is_busy:
+        is_free = self.criu.reap(self._pid)
+        if self._is_parked or self.criu.is_busy or not (is_free or self._is_late):
             return
-        if not self._is_late and any(Path(f"/proc/{pid}").exists() for pid in self._descendants):
-            return  # the init process has not reaped them yet, so that their process ids are not free
         if Path(f"/proc/{self._pid}").exists():
             self._lose(f"another process has its process id {self._pid}")
             return
@@ -319,7 +314,7 @@ class DumpableWorker(NodeWorker):
             self._listener = None
 
     def _remove_images(self) -> None:
-        shutil.rmtree(self._path("images"), ignore_errors=True)
+        self.criu.remove(self._pid, self._path("images"))
         self.disk_bytes = 0
 
 
