@@ -127,6 +127,20 @@ def test_page_has_no_errors_and_is_accessible(window: Browser, workers: int, siz
         server.close()
 
 
+def test_page_shows_the_run_before_its_server_sends_anything(window: Browser) -> None:
+    """As a screenshot of a browser without a window does."""
+    server = PageServer(SimulatedRun(3, nodes=1))
+    window.driver.execute_cdp_cmd("Network.enable", {})
+    window.driver.execute_cdp_cmd("Network.setBlockedURLs", {"urls": ["*/events*"]})
+    try:
+        window.driver.get(server.url)
+        assert window.text("#title") == "ppo on Far-v0" and "5,000 of 10,000 steps" in window.text("#progress-text")
+        assert "Worker 3 is slow." in window.text("#diagnosis") and "worker 3" in window.text("#events")
+    finally:
+        window.driver.execute_cdp_cmd("Network.setBlockedURLs", {"urls": []})
+        server.close()
+
+
 def test_workers_are_reached_by_keyboard_and_tracebacks_by_one_click(window: Browser) -> None:
     server = PageServer(SimulatedRun(200, nodes=2))
     try:

@@ -1,5 +1,5 @@
 "use strict";
-// Shows the data of a run: embedded in the page, or sent by its server.
+// Shows the data of a run: those in the page, and then those that its server sends.
 const byId = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 const STATES = {
@@ -322,7 +322,8 @@ function showEvents(events) {
 
 function start() {
   const embedded = JSON.parse(byId("data").textContent);
-  if (embedded) return show(embedded);
+  show(embedded);
+  if (!embedded.live) return;
   const source = new EventSource(`events${location.search}`);
   source.onmessage = (message) => show(JSON.parse(message.data));
   source.addEventListener("happened", (message) => showEvents(JSON.parse(message.data)));
