@@ -550,7 +550,7 @@ class Server:
         elif self.tickets.retry(record.worker, failure.ticket, "environment_failed"):
             self.supervisor.act_on(membership.Failed(record.worker))
             if self._failure is None:
-                self.supervisor.emit_failure("warned", error, "; continuing with the next episodes")
+                self.events.emit_retry(error)
                 record.error = None  # otherwise it could be reported as the cause of a later death
 
     # ---- tickets ----
