@@ -337,6 +337,11 @@ class Server:
         with self.locked():
             return self.supervisor.whereabouts()
 
+    def absent_nodes(self) -> str:
+        """Describe the nodes that are not connected; empty if all are connected."""
+        with self.locked():
+            return self.supervisor.launcher.waiting()
+
     def missing_nodes(self) -> str:
         """Describe the missing nodes if a call has waited for several seconds and needs them; empty otherwise."""
         with self.locked():

@@ -46,7 +46,7 @@ class SimulatedRun:
 
     def __init__(self, workers: int, nodes: int) -> None:
         states = np.array(["alive"] * 7 + ["starting", "parked", "lost"])[np.arange(workers) % 10].tolist()
-        self._data = {
+        self.data: dict[str, Any] = {
             "live": True,
             "state": "running",
             "time": 0.0,
@@ -64,6 +64,7 @@ class SimulatedRun:
             "workers": {
                 "state": states,
                 "host": [f"node-{k * nodes // workers}" for k in range(workers)],
+                "no_host": "no node",
                 "rate": [100.0] * workers,
                 "lag": [0.5] * workers,
                 "divergence": [0.02] * workers,
@@ -104,7 +105,7 @@ class SimulatedRun:
 
     def read(self) -> dict[str, Any]:
         self.reads += 1
-        return dict(self._data)
+        return dict(self.data)
 
     def metrics(self) -> str:
         return ""
@@ -138,6 +139,19 @@ def test_page_shows_the_run_before_its_server_sends_anything(window: Browser) ->
         assert "Worker 3 is slow." in window.text("#diagnosis") and "worker 3" in window.text("#events")
     finally:
         window.driver.execute_cdp_cmd("Network.setBlockedURLs", {"urls": []})
+        server.close()
+
+
+def test_workers_without_a_node_stand_below_what_is_known_about_it(window: Browser) -> None:
+    run = SimulatedRun(4, nodes=2)
+    no_host = "1 of 2 nodes not connected yet: SLURM job 7 is pending (Resources)"
+    run.data["workers"] |= {"host": ["a", "a", None, None], "no_host": no_host}
+    server = PageServer(run)
+    try:
+        window.open(server.url)
+        assert window.text("#cluster .node:last-child .name") == no_host
+        assert "4 workers on 1 host:" in window.text("#cluster-text") and "null" not in window.text("#cluster")
+    finally:
         server.close()
 
 

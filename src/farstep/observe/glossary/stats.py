@@ -99,7 +99,9 @@ STATS_GROUPS = (
                 "rollout), `lost` or `stopped`",
                 kind="info",
             ),
-            _launcher("workers/hosts/<worker>", "name of the host of one worker", kind="info"),
+            _launcher(
+                "workers/hosts/<worker>", "name of the host of one worker; `?` while it has no node", kind="info"
+            ),
             _launcher(
                 "workers/cores/<worker>",
                 "cores that one worker may use, such as `0-3,8`; its own if `cpu_affinity` is set",

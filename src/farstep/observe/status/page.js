@@ -108,12 +108,14 @@ function showCluster({ workers, kl_threshold: threshold }) {
   const count = workers.state.length, nodes = new Map(), totals = {};
   workers.state.forEach((state, worker) => {
     totals[state] = (totals[state] || 0) + 1;
-    const host = workers.host[worker];
+    const host = workers.host[worker] ?? workers.no_host;
     nodes.set(host, [...(nodes.get(host) || []), worker]);
   });
+  const hosts = new Set(workers.host.filter((host) => host !== null)).size;
+  const where = hosts ? ` on ${hosts} host${hosts > 1 ? "s" : ""}` : "";
   const inWords = Object.entries(totals).map(([state, n]) => `${n} ${STATES[state] || state}`).join(", ");
   byId("cluster-text").textContent =
-    `The head gives tickets to ${count} worker${count > 1 ? "s" : ""} on ${nodes.size} host${nodes.size > 1 ? "s" : ""}: ${inWords}.`;
+    `The head gives tickets to ${count} worker${count > 1 ? "s" : ""}${where}: ${inWords}.`;
   const cluster = byId("cluster");
   cluster.className = count <= FEW ? "few" : count > 100 ? "many" : "";
   const layout = JSON.stringify([...nodes]);
