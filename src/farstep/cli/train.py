@@ -194,7 +194,7 @@ def train(
             write_yaml(name, options, folder)
             if page is not None:
                 page.source.resumed(training.progress.steps)
-        display = console_logger(run.total_steps, f"{name} on {run.env}")
+        display = console_logger(run.total_steps, f"{name} on {run.env}", target_return=run.target_return)
         if page is not None:
             _store_address(page, folder, stack)
         shown = None if page is None else page.source

@@ -142,6 +142,18 @@ def test_page_shows_the_run_before_its_server_sends_anything(window: Browser) ->
         server.close()
 
 
+def test_run_that_reached_its_target_shows_a_full_bar(window: Browser) -> None:
+    run = SimulatedRun(3, nodes=1)
+    run.data["progress"] |= {"target_return": 475.5}
+    server = PageServer(run)
+    try:
+        window.open(server.url)
+        assert window.text("#progress-text") == "target return 475.5 reached after 5,000 of 10,000 steps"
+        assert window.script("return document.getElementById('bar').value") == 1
+    finally:
+        server.close()
+
+
 def test_workers_without_a_node_stand_below_what_is_known_about_it(window: Browser) -> None:
     run = SimulatedRun(4, nodes=2)
     no_host = "1 of 2 nodes not connected yet: SLURM job 7 is pending (Resources)"

@@ -68,11 +68,13 @@ function show(data) {
 }
 
 function showProgress({ progress, live }) {
-  byId("progress").hidden = !progress.total_steps;
-  if (!progress.total_steps) return;
-  byId("bar").value = Math.min(1, progress.steps / progress.total_steps);
-  const left = live && progress.seconds_left ? `, about ${duration(progress.seconds_left)} left` : "";
-  byId("progress-text").textContent = `${number(progress.steps)} of ${number(progress.total_steps)} steps${left}`;
+  const { steps, total_steps: total, seconds_left: seconds, target_return: target } = progress;
+  byId("progress").hidden = !total;
+  if (!total) return;
+  const reached = typeof target === "number", done = `${number(steps)} of ${number(total)} steps`;
+  byId("bar").value = reached ? 1 : Math.min(1, steps / total);
+  const left = live && seconds && !reached ? `, about ${duration(seconds)} left` : "";
+  byId("progress-text").textContent = reached ? `target return ${number(target, 6)} reached after ${done}` : done + left;
 }
 
 function showDiagnosis(diagnoses) {
