@@ -293,7 +293,8 @@ STATS_GROUPS = (
         (
             _workers(
                 "inference",
-                "`fast`, or why `act` is not replayed, or how acting servers act; empty before the first rollout",
+                "`fast: ...` if workers replay a recording of `act`, or why they do not, or how acting servers act; "
+                "empty before the first rollout",
                 kind="info",
             ),
         ),
