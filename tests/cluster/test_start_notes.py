@@ -70,8 +70,8 @@ def test_training_says_where_its_page_is_what_it_waits_for_and_that_it_was_stopp
     program(programs, "sbatch", f"while [ ! -e {programs}/go ]; do sleep 0.05; done", "echo 77")
     program(programs, "scancel", f"echo $* >> {programs}/cancelled")
     command = [sys.executable, "-m", "farstep", "train", "ppo", "--env", "CartPole-v1", "--launcher", "slurm"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=programs, text=True, **pipes) as head:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=programs, stdout=pipe, stderr=pipe, text=True) as head:
         assert head.stdout is not None and head.stderr is not None
         try:
             label, *status = within(head.stdout.readline).split()
