@@ -26,6 +26,11 @@ $(VENV)/.ready: $(VENV)/.demo-ready
 	@# box2d has no wheel for ARM: box2d-py is compiled, with the swig that pip brings.
 	@test "$$(uname -m)" = x86_64 || { echo "  box2d (compiling, about a minute)"; $(PIP) --quiet swig setuptools wheel && PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --quiet --no-build-isolation box2d-py==2.3.8; }
 	@$(ADD) --quiet --editable '.[$(EXTRAS)]'
+	@touch $(VENV)/.docs-ready $@
+
+$(VENV)/.docs-ready: $(VENV)/.demo-ready  # `make setup` makes it too
+	@echo "installing what the site needs"
+	@$(ADD) --quiet --editable '.[docs]'
 	@touch $@
 
 demo: $(VENV)/.demo-ready  ## train CartPole-v1 on two local workers until it is solved; installs only torch, farstep and Gymnasium
@@ -63,10 +68,10 @@ lint: setup      ## ruff, mypy --strict, import-linter
 format: setup    ## let ruff rewrite the code
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
-docs: setup      ## build the documentation as a site into build/site; open build/site/index.html
+docs: $(VENV)/.docs-ready  ## build the documentation as a site into build/site; open build/site/index.html
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build  # not --quiet, which hides and ignores warnings
 
-docs-serve: setup  ## show the site in a browser, and build it again when a page changes
+docs-serve: $(VENV)/.docs-ready  ## show the site in a browser, and build it again when a page changes
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 bench: setup     ## throughput against the limit and the peers that bench-peers installed

@@ -407,8 +407,8 @@ class ClusterEnv:
 
     @property
     def inference(self) -> str:
-        """How workers call the agent: `fast`, or the reason why the fast path is not used; empty before the first
-        rollout."""
+        """How workers act, in words: `fast: ...` if they replay a recording of `act`, otherwise why not or how, such as
+        `eager: ...` or `served on cpu, ...`; empty before the first rollout."""
         return self._launch.inference
 
     @property

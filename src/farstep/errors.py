@@ -61,6 +61,10 @@ class HandshakeError(LaunchError):
     """Head and worker have different versions or array schemas; the message has both."""
 
 
+UNKNOWN_HOST = "?"
+"""Host of a worker that has no node yet."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Where:
     """Where on the cluster an error happened.
@@ -80,7 +84,7 @@ class Where:
 
     worker: int
     incarnation: int = 0
-    host: str = "?"
+    host: str = UNKNOWN_HOST
     pid: int = 0
     phase: str = "?"
     slot: int | None = None

@@ -19,7 +19,7 @@ import farstep
 from farstep.agents.base_weights import base_hash, base_weights, unpickle_agent
 from farstep.agents.lora import LoraLinear
 from farstep.agents.parameters import ParameterSchema, leaves_of
-from farstep.agents.policy import ship
+from farstep.agents.policy import FAST, ship
 from farstep.checkpoint import folder as checkpoint
 from farstep.learners import (
     DQN,
@@ -236,7 +236,7 @@ def test_half_precision_and_the_fast_path() -> None:
         assert env.stats()["bytes"]["weights_sent"] == schema.nbytes
         batch = env.collect(policy, steps=2)
         np.testing.assert_allclose(batch["logits"][0], logits(policy, batch["obs"][0]), atol=0.02)
-        assert env.inference == "fast"
+        assert env.inference == FAST
 
 
 def test_aaps_compares_adapters() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from farstep.agents.policy import Policy, ship
+from farstep.agents.policy import FAST, Policy, ship
 from farstep.errors import AgentError
 from farstep.rollout.blocks import Layout
 from farstep.rollout.rows import Rows, Slots
@@ -87,7 +87,7 @@ class SubtractsArray:
 )
 def test_an_agent_may_change_its_input(make: Callable[[], Any], inference: str) -> None:
     policy = policy_of(make(), inference)
-    assert policy.note != "fast"
+    assert policy.note != FAST
     obs = OBS.copy()
     for _ in range(3):
         action = policy(obs, None, STARTS, None)["action"]
@@ -103,7 +103,7 @@ def test_a_recording_cannot_change_its_input() -> None:
             return {"action": (mine * self.weight).sum(-1), "obs_again": obs}
 
     policy, obs = policy_of(Careful()), OBS.copy()
-    assert policy.note == "fast"
+    assert policy.note == FAST
     out = policy(obs, None, STARTS, None)
     np.testing.assert_allclose(out["action"], (OBS - 1).sum(-1), rtol=1e-5)
     out["obs_again"][:] = 7
@@ -160,7 +160,7 @@ class Remembers(Module):
 
 def test_a_recurrent_module_has_a_fast_path_too() -> None:
     fast, eager = policy_of(Remembers()), policy_of(Remembers(), "eager")
-    assert (fast.note, eager.note) == ("fast", "eager")
+    assert (fast.note, eager.note) == (FAST, "eager")
     states = [fast.initial_state(3), eager.initial_state(3)]
     for t in range(4):
         starts = np.array([t == 0, t == 2, False])
@@ -214,7 +214,7 @@ class Doubting(Module):
 def test_a_path_given_up_after_a_load_is_told_once() -> None:
     actor, probe = actor_of(Doubting())
     probe()
-    assert actor.policy.note == "fast" and actor.take_note() == ""
+    assert actor.policy.note == FAST and actor.take_note() == ""
     weight = np.full(4, 2, np.float32)
     actor.loader.load([weight, np.array(False)])
     actor.loaded(1)
@@ -230,7 +230,7 @@ def test_a_path_given_up_after_a_load_is_told_once() -> None:
 def test_a_load_of_weights_leaves_the_recurrent_state_alone() -> None:
     actor, probe = actor_of(Remembers())
     probe()
-    assert actor.policy.note == "fast"
+    assert actor.policy.note == FAST
     floats = {"obs": ArraySpec((4,), "<f4"), "action": ArraySpec((), "<f4")}
     layout = Layout(1, 1, 3, {**floats, "episode_start": ArraySpec((), "|b1")}, {"state": floats["obs"]})
     rows = Rows(layout, layout.views(bytearray(layout.nbytes)), 0, 0, 3)
@@ -373,7 +373,7 @@ def test_act_that_ends_in_numpy_is_replayed_with_equal_results() -> None:
     fast, eager = Policy(agent, "auto"), Policy(agent, "eager")
     example = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
     fast.accelerate(example, None, None)
-    assert fast.note == "fast"
+    assert fast.note == FAST
     for seed in range(3):
         obs = np.random.default_rng(seed).normal(size=(3, 4)).astype(np.float32)
         results = []

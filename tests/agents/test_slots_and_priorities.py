@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import farstep
-from farstep.agents.policy import Policy
+from farstep.agents.policy import FAST, Policy
 from farstep.buffer import NStep, Prioritized
 from farstep.errors import AgentError
 
@@ -46,7 +46,7 @@ class BySlotNumpy:
 def test_torch_agent_gets_its_slots_on_both_paths(inference: str) -> None:
     policy = Policy(BySlot(), inference, slots=np.array([5, 6, 7]))
     policy.accelerate(OBS, None, STARTS)
-    assert policy.note == ("fast" if inference == "auto" else "eager")
+    assert policy.note == (FAST if inference == "auto" else "eager")
     assert policy(OBS, None, STARTS, None)["action"].tolist() == [1, 0, 1]
     assert policy(OBS, None, STARTS, None)["scaled"].tolist() == [5, 6, 7]
 

@@ -68,6 +68,17 @@ def test_an_environment_that_raises_has_its_traceback(tmp_path: Path, caplog: py
     assert warned.worker == 0 and warned.text in caplog.messages
 
 
+def test_an_environment_that_always_raises_is_logged_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    fault = {"fault": "raise", "phase": "step"}
+    env = cluster(FaultyEnv, envs=2, env_kwargs=fault, config=in_process(restart_budget=9))
+    with env, pytest.raises(farstep.RemoteEnvError, match=r"10 failures within 10 minutes(?s:.*)in do_fault"):
+        env.collect(TableAgent(), steps=6)
+    warned = [event for event in env.events("warned") if "continuing" in event.text]
+    assert len(warned) == 9 and all("in do_fault" in event.traceback for event in warned)
+    assert "(9 such failures so far); continuing" in warned[-1].text
+    assert [text for text in caplog.messages if "raised" in text] == [warned[0].text]
+
+
 def test_the_failure_that_ends_a_run_is_its_last_event(caplog: pytest.LogCaptureFixture) -> None:
     fault = {"fault": "raise", "phase": "step"}
     env = cluster(FaultyEnv, envs=1, env_kwargs=fault, config=in_process(restart_budget=0))

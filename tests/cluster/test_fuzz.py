@@ -82,6 +82,7 @@ FROM_WORKER: list[m.FromWorker] = [
         passed=0,
         divergence=0.5,
         unmeasured="why",
+        outside="obs was 2",
         syncs=1,
         synced_bytes=100,
         times=TIMES,

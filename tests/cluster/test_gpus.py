@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import farstep
+from farstep.agents.policy import FAST
 from farstep.testing import CountingEnv
 
 
@@ -59,4 +60,4 @@ def test_modules_act_on_it_if_torch_can() -> None:
             assert (batch["action"] == expected).all()
             with torch.no_grad():
                 agent.layer.weight += 1.0
-        assert env.inference == ("eager on cuda" if torch.cuda.is_available() else "fast")
+        assert env.inference == ("eager on cuda" if torch.cuda.is_available() else FAST)

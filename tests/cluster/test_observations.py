@@ -44,6 +44,29 @@ def test_observations_that_do_not_fit_the_space_are_named(lie: Any) -> None:
     envs.close()
 
 
+def warnings_about_bounds(env: farstep.ClusterEnv) -> list[str]:
+    return [event.text for event in env.events("warned") if "observation space" in event.text]
+
+
+@pytest.mark.parametrize("steps", [1, 8])
+def test_observations_outside_their_bounds_are_warned_about_once(steps: int, caplog: pytest.LogCaptureFixture) -> None:
+    lie = np.full(3, -7, np.float32)
+    with cluster(LyingEnv, env_kwargs={"lie": lie}, envs=4, workers=2) as env:
+        for _ in range(5):
+            batch = env.collect(TableAgent(), steps=steps)
+        assert (batch["obs"] == -7).any()  # as they are
+        (text,) = warnings_about_bounds(env)
+    said = "observations of LyingEnv are outside its observation space: obs[0] was -7 in environment slot "
+    assert text.startswith(said) and "but its Box allows -1 to 1e+09." in text and "wrapper" in text
+    assert text in caplog.messages
+
+
+def test_observations_inside_their_bounds_cause_no_warning() -> None:
+    with cluster(config=in_process()) as env:
+        env.collect(TableAgent(), steps=8)
+        assert warnings_about_bounds(env) == []
+
+
 class NestedEnv(CountingEnv):
     """Returns `obs` from its second step on, as an observation of a Dict space."""
 

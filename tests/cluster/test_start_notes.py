@@ -63,14 +63,21 @@ def test_workers_that_are_slow_to_build_environments_are_named(
     env.close()
 
 
-def test_training_says_that_the_engine_does_not_answer_and_that_it_was_stopped(programs: Path) -> None:
+def test_training_says_where_its_page_is_what_it_waits_for_and_that_it_was_stopped(
+    programs: Path,
+) -> None:
     """A job that is submitted in the moment of Ctrl-C is cancelled."""
     program(programs, "sbatch", f"while [ ! -e {programs}/go ]; do sleep 0.05; done", "echo 77")
     program(programs, "scancel", f"echo $* >> {programs}/cancelled")
     command = [sys.executable, "-m", "farstep", "train", "ppo", "--env", "CartPole-v1", "--launcher", "slurm"]
-    with subprocess.Popen(command, cwd=programs, stderr=subprocess.PIPE, text=True) as head:
-        assert head.stderr is not None
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=programs, stdout=pipe, stderr=pipe, text=True) as head:
+        assert head.stdout is not None and head.stderr is not None
         try:
+            label, *status = within(head.stdout.readline).split()
+            assert label == "status:" and "token" not in " ".join(status)  # other users may read the output
+            found = subprocess.run([sys.executable, "-m", *status], cwd=programs, capture_output=True, timeout=60)
+            assert b"/?token=" in found.stdout and b"while it trains" in found.stdout
             said = within(head.stderr.readline)
             assert "Slurm has not answered yet" in said
             head.send_signal(signal.SIGINT)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import farstep
+from farstep.agents.policy import FAST
 from farstep.config.launch import LaunchConfig
 from farstep.sync import AAPS, MaxLag
 from farstep.testing import CountingEnv, TableAgent
@@ -117,7 +118,7 @@ def test_a_module_on_the_fast_path() -> None:
 
     with cluster(envs=4, kl_threshold=0.05, config=in_process(2)) as env:
         assert versions(env, Module(), SLIGHTLY_THEN_MUCH) == [0, 0, 0, 0, 4, 4, 4]
-        assert env.inference == "fast"
+        assert env.inference == FAST == "fast: workers replay the recorded torch operations of act"
 
 
 @EVERYWHERE

@@ -45,6 +45,25 @@ def is_external(address: str) -> bool:
     return re.match(r"(\w+:)?//", address) is not None
 
 
+def made_by(target: str, venv: Path) -> str:
+    """The commands with which make would make a target."""
+    command = ["make", "--dry-run", target, f"VENV={venv}"]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def test_make_docs_installs_only_what_the_site_needs(tmp_path: Path) -> None:
+    commands = made_by("docs", tmp_path)
+    assert "'.[docs]'" in commands and "mkdocs build" in commands
+    assert ",ray," not in commands and ",ray," in made_by("setup", tmp_path)
+
+
+def test_make_docs_installs_nothing_after_make_setup(tmp_path: Path) -> None:
+    assert f"touch {tmp_path}/.docs-ready {tmp_path}/.ready" in made_by("setup", tmp_path)
+    for stamp in (".demo-ready", ".docs-ready"):
+        (tmp_path / stamp).touch()
+    assert "pip install" not in made_by("docs", tmp_path)
+
+
 def test_navigation_has_every_page() -> None:
     navigation = re.findall(r"^ +- (?:.*: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert sorted(page for page in navigation if not page.startswith("repository/")) == sorted(["index.md", *PAGES])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_a_run_warns_once_about_each_cause_that_lasts(monkeypatch: pytest.Monkey
 
 def test_the_live_display_shows_diagnosis_and_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100, height=40)
-    monkeypatch.setattr("farstep.cli.train.console_logger", lambda steps, title: LiveDisplay(steps, title, console))
+    monkeypatch.setattr("farstep.cli.train.console_logger", partial(LiveDisplay, console=console))
     monkeypatch.setattr(diagnosing, "EVERY_S", 0.0)
     monkeypatch.setattr(diagnosing, "diagnoses_of", lambda *_: [Diagnosis(cause="memory", text="Memory runs out.")])
     options = ["--folder", str(tmp_path), "--num-envs", "4", "--num-steps", "16", "--total-steps", "128"]

@@ -92,6 +92,18 @@ def test_the_line_says_how_the_run_stands() -> None:
     assert "left" not in line(status, 2.0)
 
 
+def test_a_run_that_reached_its_target_is_done() -> None:
+    status = RunStatus(500_000, target_return=120.5)
+    for step, episodes in ((51_200, 99), (53_248, 100)):
+        status.update(step, METRICS | {"env/episodes": episodes}, step / 2048)
+        assert status.reached_target == (episodes == 100)
+    assert line(status, 26.0).startswith("target return 120.5 reached after 53,248 of 500,000 steps · return 123.4 · ")
+    text = shown(status)
+    assert "53,248 of 500,000" in text and "target return 120.5 reached" in text
+    assert "left" not in text and "%" not in text.splitlines()[1]
+    assert not after(METRICS | {"env/episodes": 100}).reached_target
+
+
 def test_what_is_not_a_number_is_as_if_it_were_not_there() -> None:
     status = after({"env/return_mean": 5.0}, {"env/return_mean": math.nan, "time/actor_training": math.inf})
     assert status.latest == {"env/return_mean": 5.0} and status.returns == [5.0] and not status.shares()

@@ -21,6 +21,8 @@ from farstep.errors import AgentError, described
 from farstep.schema import flat, map_leaves
 
 log = logging.getLogger(__name__)
+FAST = "fast: workers replay the recorded torch operations of act"
+"""`Policy.note` of an agent whose `act` was recorded."""
 
 
 class Policy:
@@ -54,7 +56,7 @@ class Policy:
                 "act(obs, rng)."
             )
         self.note = "eager"
-        """How `act` is called, as shown to users: "fast", or "eager" with the reason."""
+        """How `act` is called, as shown to users: `FAST`, or "eager" with the reason."""
         self._has_doubles: bool | None = None
         """Whether observations are float64; None before the first observation. A check in every step would cost 5
         us."""
@@ -235,7 +237,7 @@ class Policy:
     def _choose_path(self, reason: str | None) -> None:
         """Use the program if `reason` is None; otherwise stay eager."""
         if reason is None:
-            self.note = "fast"
+            self.note = FAST
             return
         self._fast = None
         self.note = f"eager: {reason}"

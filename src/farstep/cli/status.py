@@ -20,7 +20,7 @@ from farstep.config.field_docs import show_fields
 from farstep.errors import ConfigError
 from farstep.observe.files import as_run_error, replace_file
 from farstep.observe.run_folder import RunFolder
-from farstep.observe.status import FolderSource, PageServer, page
+from farstep.observe.status import FolderSource, PageServer, as_json, page
 from farstep.observe.status.grafana import dashboard
 from farstep.observe.status.page_server import SERVER_NAME
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("'farstep status' needs the folder of a run, e.g. farstep status runs/NAME.")
     folder = RunFolder.open(options.run)
     if options.html is not None:
-        return _write(options.html, page(data=FolderSource(folder).read()))
+        return _write(options.html, page(as_json(FolderSource(folder).read())))
     if url := _live_page(folder):
         _announce(url, "the run serves this page while it trains")
         return 0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 import warnings
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -83,16 +85,19 @@ def main(arguments: Sequence[str]) -> int:
             recorded = None if replay is None else check_before_launch(replay, env, resumed)
             stack.callback(env.close)
             page = _status_page(name, run, env) if run.status_page else None
-            env.launch()
-            learner = make_learner(name, run, options.learner, env)
-            if isinstance(learner, ReplayLearner):
-                check_launched(options.learner.replay, env, learner, recorded)
+            with ExitStack() as failed:  # a misspelled environment must not leave an empty run folder behind
+                folder = _folder(name, options, failed)
+                stack.enter_context(folder.lock())
+                if page is not None:
+                    _store_address(page, folder, stack)
+                env.launch()
+                learner = make_learner(name, run, options.learner, env)
+                if isinstance(learner, ReplayLearner):
+                    check_launched(options.learner.replay, env, learner, recorded)
+                failed.pop_all()
         except KeyboardInterrupt:
             sys.stderr.write("farstep: stopped by SIGINT before training began; no run folder was created\n")
             return _EXIT_STATUS["SIGINT"]
-        folder = _folder(
-            name, options
-        )  # last, because a misspelled environment must not leave an empty run folder behind
         sys.stdout.write(f"run: {folder.path}\n{_normalized(options.learner.net, learner.agent)}\n")
         if isinstance(learner, PPO | AsyncPPO) and learner.agent.sees_images:
             used = _sizes_in_use(learner, env)
@@ -124,14 +129,23 @@ def _cluster(options: Options[Any, Any]) -> ClusterEnv:
     return ClusterEnv(run.env_config(info_keys=info_keys), replace(run.launch_config(), **vars(nodes)))
 
 
-def _folder(name: str, options: Options[Any, Any]) -> RunFolder:
+def _folder(name: str, options: Options[Any, Any], failed: ExitStack) -> RunFolder:
+    """Open or create the run folder. `failed` removes what was created."""
     run = options.run
     config = stored_config(name, options)
     if options.resume is not None:
         return RunFolder.open(options.resume)
-    folder = RunFolder.create(run.folder, run.name or run_name(run.env, name, run.seed), config)
+    if not (root := Path(run.folder)).exists():
+        failed.callback(_remove_if_empty, root)
+    folder = RunFolder.create(root, run.name or run_name(run.env, name, run.seed), config)
+    failed.callback(shutil.rmtree, folder.path, ignore_errors=True)
     write_yaml(name, options, folder)
     return folder
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):  # another run has begun there
+        folder.rmdir()
 
 
 def train(
@@ -149,7 +163,7 @@ def train(
         name: A key of `ALGORITHMS`.
         options: Options of the command line.
         env: The environments to train in.
-        folder: Where checkpoints, metrics, events and videos are written; it is locked until training ends.
+        folder: Where checkpoints, metrics, events and videos are written; the caller holds its lock.
         page: The status page of the run; None: the run has none.
 
     Returns:
@@ -161,7 +175,6 @@ def train(
     """
     run, resume = options.run, options.resume is not None
     with ExitStack() as stack:
-        stack.enter_context(folder.lock())
         events = EventFile(folder.events_file)
         stack.callback(events.close)
         event_log = event_log_of(env)
@@ -194,9 +207,7 @@ def train(
             write_yaml(name, options, folder)
             if page is not None:
                 page.source.resumed(training.progress.steps)
-        display = console_logger(run.total_steps, f"{name} on {run.env}")
-        if page is not None:
-            _store_address(page, folder, stack)
+        display = console_logger(run.total_steps, f"{name} on {run.env}", target_return=run.target_return)
         shown = None if page is None else page.source
         sink = _loggers(name, options, folder, training.progress.steps if resume else None, env, display, shown)
         stack.callback(sink.close)
@@ -208,7 +219,7 @@ def train(
 
 
 def _status_page(name: str, run: RunConfig, env: ClusterEnv) -> StatusPage | None:
-    """Start the status page. Print its address on a terminal, since the launch may wait for nodes or slots."""
+    """Start the status page. Print its address on a terminal; `_store_address` says what to do without one."""
     try:
         page = status_page_of(env)
     except RunError as error:
@@ -223,7 +234,8 @@ def _status_page(name: str, run: RunConfig, env: ClusterEnv) -> StatusPage | Non
 
 def _store_address(page: StatusPage, folder: RunFolder, stack: ExitStack) -> None:
     """Store the address of the page in the run folder until the run ends. Without a terminal, print the command that
-    reads it: other users may be able to read the output."""
+    reads it: other users may be able to read the output. Do so before the launch, which may wait for nodes or
+    slots."""
     with as_run_error(folder.status_file):
         replace_file(folder.status_file, page.url.encode(), private=True)
     stack.callback(folder.status_file.unlink, missing_ok=True)

@@ -81,7 +81,7 @@ class Collector:
         self.counters = Counters(self._num_workers)
         self.kl_threshold = threshold_of(rule)
         """The divergence above which workers pull weights; None: they do not pull by divergence."""
-        self._warnings = UserWarnings(rule, env_config.weights, events.emit)
+        self._warnings = UserWarnings(rule, env_config.weights, env_config.label, events.emit)
         self._continuity = Continuity(self.server.records)
         self.publisher = Publisher(self.server, env_config, rule, self.counters, self._warnings, self.end)
         copies = self._num_workers // (config.most_nodes if isinstance(config, EngineConfig) else 1)

@@ -20,6 +20,8 @@ MAX_EVENTS = 1_000
 """Latest events that are kept in memory."""
 _MAX_TEXT, _MAX_TRACEBACK = 4_000, 16_000
 """Most characters of an event's text and traceback; longer ones are cut, since a peer may have written them."""
+_COMPARED_TEXT = 500
+"""Characters of two failures that must be equal for the failures to count as equal."""
 _MAX_UNREAD = 10_000
 """Events that may wait for a slow subscriber; further ones are dropped and counted."""
 _CLOSE_S = 5.0
@@ -46,6 +48,8 @@ class EventLog:
         self._last = 0.0
         self._failed = False
         """Whether the error that ends the run was emitted."""
+        self._retried: Counter[str] = Counter()
+        """How often each failure was emitted by `emit_retry`."""
 
     def emit(
         self,
@@ -97,6 +101,23 @@ class EventLog:
         """
         self._relay = lambda event: emit(
             event.kind, f"{prefix}{event.text}", node=event.node, traceback=event.traceback
+        )
+
+    def emit_retry(self, error: WorkerError) -> None:
+        """Emit a failure of an environment that the run survives. Of equal failures, only the 1st, 10th, 100th and so
+        on are logged."""
+        key = error.message[:_COMPARED_TEXT]
+        with self._lock:
+            self._retried[key] += 1
+            times = self._retried[key]
+        so_far = f" ({times} such failures so far)" if times > 1 else ""
+        self.emit(
+            "warned",
+            f"{str(error).splitlines()[0]}{so_far}; continuing with the next episodes",
+            worker=error.where.worker,
+            node=error.where.host,
+            traceback=error.evidence,
+            logged=times == 10 ** (len(str(times)) - 1),
         )
 
     def emit_failure(self, error: Exception) -> None:

@@ -337,6 +337,11 @@ class Server:
         with self.locked():
             return self.supervisor.whereabouts()
 
+    def absent_nodes(self) -> str:
+        """Describe the nodes that are not connected; empty if all are connected."""
+        with self.locked():
+            return self.supervisor.launcher.waiting()
+
     def missing_nodes(self) -> str:
         """Describe the missing nodes if a call has waited for several seconds and needs them; empty otherwise."""
         with self.locked():
@@ -550,7 +555,7 @@ class Server:
         elif self.tickets.retry(record.worker, failure.ticket, "environment_failed"):
             self.supervisor.act_on(membership.Failed(record.worker))
             if self._failure is None:
-                self.supervisor.emit_failure("warned", error, "; continuing with the next episodes")
+                self.events.emit_retry(error)
                 record.error = None  # otherwise it could be reported as the cause of a later death
 
     # ---- tickets ----

@@ -19,7 +19,7 @@ import zmq
 
 from farstep.config.launch import EngineConfig
 from farstep.core import Ended, Launcher, Received, Started
-from farstep.errors import LaunchError, WireError, counted
+from farstep.errors import UNKNOWN_HOST, LaunchError, WireError, counted
 from farstep.event import Emit
 from farstep.launch.acting_plan import ActingPlan
 from farstep.launch.addresses import own_addresses
@@ -136,7 +136,7 @@ class ClusterLauncher(Launcher):
             self._queued[worker] = handle
         else:
             node.start(handle, time.monotonic())
-        return Started(handle, HubLink(self.hub, worker), words, node.host if node else "?")
+        return Started(handle, HubLink(self.hub, worker), words, node.host if node else UNKNOWN_HOST)
 
     def filenos(self) -> Sequence[int]:
         return [*self.hub.filenos(), self._changed_fd]

@@ -17,14 +17,30 @@ RETURN, EVALUATION, SPEED, STALENESS = (
     "rate/steps_per_second",
     "lag/versions_mean",
 )
-RESTARTS = "workers/restarts"
+RESTARTS, EPISODES = "workers/restarts", "env/episodes"
+LAST_EPISODES = 100
+"""Number of last episodes whose mean return is reported, and compared with the target return."""
+
+
+def reached_target(target_return: float | None, latest: Mapping[str, float | None]) -> bool:
+    """Return whether the run has ended because it reached its target return.
+
+    Args:
+        target_return: The target; None: the run has none.
+        latest: The latest value of each metric; None if it was not finite.
+
+    Returns:
+        Whether the mean return of enough episodes is at least the target.
+    """
+    mean, episodes = latest.get(RETURN), latest.get(EPISODES) or 0
+    return target_return is not None and mean is not None and mean >= target_return and episodes >= LAST_EPISODES
 
 
 class RunStatus:
     """The latest value of each metric, the history of the return, the remaining time, and the time of each phase."""
 
-    def __init__(self, total_steps: int) -> None:
-        self.total_steps = total_steps
+    def __init__(self, total_steps: int, target_return: float | None = None) -> None:
+        self.total_steps, self.target_return = total_steps, target_return
         self.step = 0
         self.updates = 0
         self.latest: dict[str, float] = {}
@@ -65,8 +81,15 @@ class RunStatus:
             self._updates_per_point *= 2
 
     @property
+    def reached_target(self) -> bool:
+        """Whether the run has ended because it reached its target return."""
+        return reached_target(self.target_return, self.latest)
+
+    @property
     def fraction(self) -> float:
-        """The fraction of `total_steps` that is done."""
+        """The fraction of the run that is done."""
+        if self.reached_target:
+            return 1.0
         return min(self.step / self.total_steps, 1.0) if self.total_steps > 0 else 1.0
 
     def seconds_left(self, now_s: float) -> float | None:
@@ -111,6 +134,8 @@ def line(status: RunStatus, now_s: float, diagnosis: str | None = None) -> str:
     """
     latest = status.latest
     parts = [f"steps {status.step:,} of {status.total_steps:,} ({percent(status.fraction)})"]
+    if status.reached_target:
+        parts = [f"{target_text(status)} after {status.step:,} of {status.total_steps:,} steps"]
     if status.fraction < 1 and (left := status.seconds_left(now_s)) is not None:
         parts.append(f"{duration(left)} left")
     parts += [f"{label(name)} {number(latest[name])}" for name in (RETURN, EVALUATION) if name in latest]
@@ -127,6 +152,12 @@ def line(status: RunStatus, now_s: float, diagnosis: str | None = None) -> str:
     if diagnosis:
         parts.append(" ".join(diagnosis.split()))
     return " · ".join(parts)
+
+
+def target_text(status: RunStatus) -> str:
+    """Return that the target return was reached; only if it was."""
+    assert status.target_return is not None
+    return f"target return {status.target_return:g} reached"
 
 
 def label(name: str) -> str:

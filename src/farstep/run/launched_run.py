@@ -110,6 +110,11 @@ class LaunchProgress:
             ]
         return run.page_monitor.diagnoses(run.stats(), self.kl_threshold)
 
+    def absent_nodes(self) -> str:
+        """Describe the nodes that are not connected; empty if all are connected."""
+        run = self.run
+        return run.collector.server.absent_nodes() if run is not None else ""
+
     def forget(self) -> None:
         """Show the run as before its launch, because the launch was interrupted."""
         self.share = self.run = None

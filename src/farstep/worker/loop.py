@@ -38,6 +38,7 @@ from farstep.wire.versions import versions
 from farstep.worker.acting import Actor
 from farstep.worker.chunk_sender import ChunkSender
 from farstep.worker.hosting.base import Host, HostedEnvs
+from farstep.worker.hosting.bounds import BoundsCheck
 from farstep.worker.hosting.hosts import AnyHost, make_host
 from farstep.worker.hosting.staggered import Staggered
 from farstep.worker.hosting.strict import StrictEnvs
@@ -93,6 +94,7 @@ class Worker:
         self._timer = WorkerTimer()
         self._index = 0
         """Number of chunks started so far (see `messages.Chunk.index`)."""
+        self._bounds = BoundsCheck()
 
     # ---- the loop ----
 
@@ -439,6 +441,7 @@ class Worker:
             passed=rollout.passed,
             divergence=source.divergence,
             unmeasured=unmeasured,
+            outside=self._bounds.check(self._host, self._roller.rows, ticket.steps),
             syncs=totals.pulls,
             synced_bytes=totals.nbytes,
             times=self._timer.take(),

@@ -46,7 +46,7 @@ class SimulatedRun:
 
     def __init__(self, workers: int, nodes: int) -> None:
         states = np.array(["alive"] * 7 + ["starting", "parked", "lost"])[np.arange(workers) % 10].tolist()
-        self._data = {
+        self.data: dict[str, Any] = {
             "live": True,
             "state": "running",
             "time": 0.0,
@@ -64,6 +64,7 @@ class SimulatedRun:
             "workers": {
                 "state": states,
                 "host": [f"node-{k * nodes // workers}" for k in range(workers)],
+                "no_host": "no node",
                 "rate": [100.0] * workers,
                 "lag": [0.5] * workers,
                 "divergence": [0.02] * workers,
@@ -104,7 +105,7 @@ class SimulatedRun:
 
     def read(self) -> dict[str, Any]:
         self.reads += 1
-        return dict(self._data)
+        return dict(self.data)
 
     def metrics(self) -> str:
         return ""
@@ -123,6 +124,45 @@ def test_page_has_no_errors_and_is_accessible(window: Browser, workers: int, siz
         assert "Coordinator default has granted 3 of 6 slots." in window.text("#slots")
         assert window.violations() == []
         assert window.errors() == []
+    finally:
+        server.close()
+
+
+def test_page_shows_the_run_before_its_server_sends_anything(window: Browser) -> None:
+    """As a screenshot of a browser without a window does."""
+    server = PageServer(SimulatedRun(3, nodes=1))
+    window.driver.execute_cdp_cmd("Network.enable", {})
+    window.driver.execute_cdp_cmd("Network.setBlockedURLs", {"urls": ["*/events*"]})
+    try:
+        window.driver.get(server.url)
+        assert window.text("#title") == "ppo on Far-v0" and "5,000 of 10,000 steps" in window.text("#progress-text")
+        assert "Worker 3 is slow." in window.text("#diagnosis") and "worker 3" in window.text("#events")
+    finally:
+        window.driver.execute_cdp_cmd("Network.setBlockedURLs", {"urls": []})
+        server.close()
+
+
+def test_run_that_reached_its_target_shows_a_full_bar(window: Browser) -> None:
+    run = SimulatedRun(3, nodes=1)
+    run.data["progress"] |= {"target_return": 475.5}
+    server = PageServer(run)
+    try:
+        window.open(server.url)
+        assert window.text("#progress-text") == "target return 475.5 reached after 5,000 of 10,000 steps"
+        assert window.script("return document.getElementById('bar').value") == 1
+    finally:
+        server.close()
+
+
+def test_workers_without_a_node_stand_below_what_is_known_about_it(window: Browser) -> None:
+    run = SimulatedRun(4, nodes=2)
+    no_host = "1 of 2 nodes not connected yet: SLURM job 7 is pending (Resources)"
+    run.data["workers"] |= {"host": ["a", "a", None, None], "no_host": no_host}
+    server = PageServer(run)
+    try:
+        window.open(server.url)
+        assert window.text("#cluster .node:last-child .name") == no_host
+        assert "4 workers on 1 host:" in window.text("#cluster-text") and "null" not in window.text("#cluster")
     finally:
         server.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -16,7 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from farstep.errors import RunError
-from farstep.observe.status.page_server import PageServer, page
+from farstep.observe.status.page_server import PageServer, as_json, page
 
 DEADLINE_S = 20.0
 
@@ -74,6 +75,13 @@ def test_page_is_self_contained_and_allows_nothing_else(server: PageServer) -> N
     assert b"http://" not in body.replace(b"http://www.w3.org/2000/svg", b"") and b"https://" not in body
     assert "default-src 'none'" in headers["Content-Security-Policy"]
     assert headers["Cache-Control"] == "no-store" and headers["Referrer-Policy"] == "no-referrer"
+
+
+def test_page_has_the_current_data_which_cannot_end_their_script(server: PageServer) -> None:
+    text = get(server)[2].decode()
+    (embedded,) = re.findall(r'<script [^>]*id="data">(.*?)</script>', text)
+    assert json.loads(embedded) == {"live": True, "reads": 1, "events": [{"text": "</script>"}]}
+    assert text.count("</script>") == 2
 
 
 def test_data_and_metrics_are_plain_answers(server: PageServer) -> None:
@@ -233,7 +241,7 @@ def test_port_that_is_taken_is_named(server: PageServer, source: CountingSource)
 
 
 def test_embedded_data_cannot_end_their_script() -> None:
-    text = page(data={"text": "</script><b>"})
+    text = page(as_json({"text": "</script><b>"}))
     assert "</script><b>" not in text and "\\u003c/script>\\u003cb>" in text
 
 

@@ -13,10 +13,11 @@ import pytest
 
 import farstep
 from farstep.cli import main
+from farstep.cluster_env import status_page_of
 from farstep.errors import ClosedError, RunError
 from farstep.observe.loggers import JsonlLogger
 from farstep.observe.run_folder import RunFolder
-from farstep.observe.status import PageServer
+from farstep.observe.status import FolderSource, PageServer
 from farstep.testing import CountingEnv
 from tests.observe.status.test_page_server import DEADLINE_S, CountingSource
 
@@ -73,6 +74,22 @@ def test_page_is_written_to_a_file(folder: RunFolder, tmp_path: Path) -> None:
     assert main(["status", str(folder.path), "--html", str(tmp_path / "page.html")]) == 0
     text = (tmp_path / "page.html").read_text()
     assert '"title":"ppo on Far-v0"' in text and "NaN" not in text
+
+
+def test_page_says_that_a_run_reached_its_target(tmp_path: Path) -> None:
+    run = {"env": "Far-v0", "total_steps": 1000, "target_return": 5.0}
+    folder = RunFolder.create(tmp_path, "run", {"algorithm": "ppo", "run": run})
+    logger = JsonlLogger(folder.metrics_file, None)
+    for step, mean in ((60, 4.0), (70, 5.5)):
+        logger.log(step, {"env/return_mean": mean, "env/episodes": 100 + step})
+        progress = {"steps": step, "total_steps": 1000, "target_return": 5.0 if mean > 5 else None}
+        assert FolderSource(folder).read()["progress"] == progress
+    logger.close()
+    with farstep.ClusterEnv(DESCRIBED, farstep.InProcessConfig()) as env:
+        source = status_page_of(env).source
+        source.describe("ppo", run, total_steps=1000)
+        source.log(70, {"env/return_mean": 5.5, "env/episodes": 170})
+        assert source.read()["progress"]["target_return"] == 5.0
 
 
 def test_closed_run_starts_no_page() -> None:

@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 
 from farstep.core import Array, Ended, HeadLink, WorkerHandle
-from farstep.errors import ResourceError, Where, WorkerDied, WorkerError, WorkerStuck, is_own, remote_error
+from farstep.errors import (
+    UNKNOWN_HOST,
+    ResourceError,
+    Where,
+    WorkerDied,
+    WorkerError,
+    WorkerStuck,
+    is_own,
+    remote_error,
+)
 from farstep.rollout.progress import EPISODES, PHASE, ROLLED, SLOT, Phase, private_words
 from farstep.rollout.seeds import episode_seed
 from farstep.wire.messages import Failure, Reset
@@ -38,7 +47,7 @@ class WorkerRecord:
     incarnation: int = 0
     handle: WorkerHandle | None = None
     link: HeadLink | None = None
-    host: str = "?"
+    host: str = UNKNOWN_HOST
     pid: int = 0
     cores: str = ""
     """The cores that its process may use, e.g. `0-3,8`; empty until it has connected."""

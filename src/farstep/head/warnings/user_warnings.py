@@ -1,4 +1,4 @@
-"""Warnings about how workers use the agent, each emitted once."""
+"""Warnings about the agent and the environments, each emitted once."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ STALE_REMEDY = (
 
 
 class UserWarnings:
-    """Remembers which warnings were emitted about the current agent and the current stream."""
+    """Remembers which warnings were emitted about the environments, the current agent and the current stream."""
 
-    def __init__(self, rule: SyncRule, weights: WeightsConfig, emit: Emit) -> None:
-        self._rule, self._weights, self._emit = rule, weights, emit
+    def __init__(self, rule: SyncRule, weights: WeightsConfig, env_label: str, emit: Emit) -> None:
+        self._rule, self._weights, self._env_label, self._emit = rule, weights, env_label, emit
         self.silent = False
         """Whether `note_inference` does not warn."""
         self.inference = self._unmeasured = self._incomparable = ""
-        self._warned_remaining = False
+        self._warned_remaining = self._warned_outside = False
         self._starved: object = None
         """The last call for which starvation was reported."""
 
@@ -64,6 +64,17 @@ class UserWarnings:
                 "kl_threshold",
             )
         self._unmeasured = note
+
+    def note_outside(self, note: str) -> None:
+        """Warn that environments return observations outside their space, with an example that a worker gave."""
+        if not self._warned_outside:
+            self._emit(
+                "warned",
+                f"observations of {self._env_label} are outside its observation space: {note}. The run uses them as "
+                "they are. Correct the bounds of observation_space, or clip or rescale observations in a wrapper such "
+                "as gymnasium.wrappers.TransformObservation",
+            )
+        self._warned_outside = True
 
     def note_remaining(self, divergence: float) -> None:
         """Warn if a worker's divergence from the learner is above the threshold although it has just pulled."""

@@ -10,9 +10,7 @@ import msgspec
 
 from farstep.checkpoint.checks import Count, Finite, converted
 from farstep.checkpoint.files import Refused
-
-LAST_EPISODES = 100
-"""Number of latest episodes in the mean return of a run."""
+from farstep.observe.run_status import LAST_EPISODES
 
 
 @dataclass

@@ -25,13 +25,13 @@ from farstep.learners.loop.iteration import CheckpointMarker
 from farstep.learners.loop.iteration import Iteration as Iteration
 from farstep.learners.loop.iteration import Loop as Loop
 from farstep.learners.loop.journal import Journal
-from farstep.learners.loop.progress import LAST_EPISODES
 from farstep.learners.loop.progress import Progress as Progress
 from farstep.learners.loop.saving import check_agent, check_base, join_state, saved_parameters, split_state
 from farstep.learners.loop.stop_signals import Stopped as Stopped
 from farstep.learners.loop.stop_signals import StopSignals
 from farstep.learners.loop.timing import Timer, WorkerTimer
 from farstep.learners.networks.agent import NetworkAgent
+from farstep.observe.run_status import LAST_EPISODES
 
 
 class Learner(Protocol):

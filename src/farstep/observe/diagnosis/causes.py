@@ -204,8 +204,8 @@ RULES: tuple[Rule, ...] = (
         "time",
         "The learner waits for at least 80 % of the time, and workers spend most of their time in act. farstep train "
         "warns only from 95 % on",
-        "Make act faster: check that workers replay a recorded act (env.inference is 'fast'), use a smaller network, "
-        "more environments per worker, or a GPU (gpus_per_node).",
+        "Make act faster: check that workers replay a recorded act (env.inference starts with 'fast'), use a smaller "
+        "network, more environments per worker, or a GPU (gpus_per_node).",
         find.slow_policy,
     ),
     Rule(

@@ -99,7 +99,9 @@ STATS_GROUPS = (
                 "rollout), `lost` or `stopped`",
                 kind="info",
             ),
-            _launcher("workers/hosts/<worker>", "name of the host of one worker", kind="info"),
+            _launcher(
+                "workers/hosts/<worker>", "name of the host of one worker; `?` while it has no node", kind="info"
+            ),
             _launcher(
                 "workers/cores/<worker>",
                 "cores that one worker may use, such as `0-3,8`; its own if `cpu_affinity` is set",
@@ -291,7 +293,8 @@ STATS_GROUPS = (
         (
             _workers(
                 "inference",
-                "`fast`, or why `act` is not replayed, or how acting servers act; empty before the first rollout",
+                "`fast: ...` if workers replay a recording of `act`, or why they do not, or how acting servers act; "
+                "empty before the first rollout",
                 kind="info",
             ),
         ),

@@ -1,5 +1,5 @@
 "use strict";
-// Shows the data of a run: embedded in the page, or sent by its server.
+// Shows the data of a run: those in the page, and then those that its server sends.
 const byId = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 const STATES = {
@@ -68,11 +68,13 @@ function show(data) {
 }
 
 function showProgress({ progress, live }) {
-  byId("progress").hidden = !progress.total_steps;
-  if (!progress.total_steps) return;
-  byId("bar").value = Math.min(1, progress.steps / progress.total_steps);
-  const left = live && progress.seconds_left ? `, about ${duration(progress.seconds_left)} left` : "";
-  byId("progress-text").textContent = `${number(progress.steps)} of ${number(progress.total_steps)} steps${left}`;
+  const { steps, total_steps: total, seconds_left: seconds, target_return: target } = progress;
+  byId("progress").hidden = !total;
+  if (!total) return;
+  const reached = typeof target === "number", done = `${number(steps)} of ${number(total)} steps`;
+  byId("bar").value = reached ? 1 : Math.min(1, steps / total);
+  const left = live && seconds && !reached ? `, about ${duration(seconds)} left` : "";
+  byId("progress-text").textContent = reached ? `target return ${number(target, 6)} reached after ${done}` : done + left;
 }
 
 function showDiagnosis(diagnoses) {
@@ -108,12 +110,14 @@ function showCluster({ workers, kl_threshold: threshold }) {
   const count = workers.state.length, nodes = new Map(), totals = {};
   workers.state.forEach((state, worker) => {
     totals[state] = (totals[state] || 0) + 1;
-    const host = workers.host[worker];
+    const host = workers.host[worker] ?? workers.no_host;
     nodes.set(host, [...(nodes.get(host) || []), worker]);
   });
+  const hosts = new Set(workers.host.filter((host) => host !== null)).size;
+  const where = hosts ? ` on ${hosts} host${hosts > 1 ? "s" : ""}` : "";
   const inWords = Object.entries(totals).map(([state, n]) => `${n} ${STATES[state] || state}`).join(", ");
   byId("cluster-text").textContent =
-    `The head gives tickets to ${count} worker${count > 1 ? "s" : ""} on ${nodes.size} host${nodes.size > 1 ? "s" : ""}: ${inWords}.`;
+    `The head gives tickets to ${count} worker${count > 1 ? "s" : ""}${where}: ${inWords}.`;
   const cluster = byId("cluster");
   cluster.className = count <= FEW ? "few" : count > 100 ? "many" : "";
   const layout = JSON.stringify([...nodes]);
@@ -322,7 +326,8 @@ function showEvents(events) {
 
 function start() {
   const embedded = JSON.parse(byId("data").textContent);
-  if (embedded) return show(embedded);
+  show(embedded);
+  if (!embedded.live) return;
   const source = new EventSource(`events${location.search}`);
   source.onmessage = (message) => show(JSON.parse(message.data));
   source.addEventListener("happened", (message) => showEvents(JSON.parse(message.data)));

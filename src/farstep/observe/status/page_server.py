@@ -1,9 +1,9 @@
 """Serves the status page to browsers on this machine.
 
-The server is read-only: it answers GET with the page, with its data (once, or as server-sent events) and with metrics
-for Prometheus. It listens on the loopback interface only. Other users of the machine and other web sites in the
-user's browser can reach that interface, too; so each request needs the token of the URL, and a request that another
-site has caused is refused by its `Host`, `Origin` or `Sec-Fetch-Site` header.
+The server is read-only: it answers GET with the page, which has the current data inside, with these data (once, or as
+server-sent events) and with metrics for Prometheus. It listens on the loopback interface only. Other users of the
+machine and other web sites in the user's browser can reach that interface, too; so each request needs the token of the
+URL, and a request that another site has caused is refused by its `Host`, `Origin` or `Sec-Fetch-Site` header.
 
 A slow or idle client costs one thread for at most `_TIMEOUT_S` and never delays the run: the page's data are rendered
 once per interval for all clients, and only while there is a client. Each request of `/metrics` reads the counters once.
@@ -133,9 +133,14 @@ class _Feed:
                 self._showed_live = self._source.is_live
                 data = self._source.read()
                 events = data.pop("events", [])
-                self._json = _as_json(data), _as_json(events)
+                self._json = as_json(data), as_json(events)
                 self._rendered_s = time.monotonic()
             return self._json
+
+    def read_all(self) -> bytes:
+        """Return the data with the events, as JSON."""
+        data, events = self.read()
+        return b'{"events":' + events + b"," + data[1:]
 
     def wait(self) -> None:
         """Wait for the next interval, or for `close`."""
@@ -145,7 +150,8 @@ class _Feed:
         self._closed.set()
 
 
-def _as_json(value: object) -> bytes:
+def as_json(value: object) -> bytes:
+    """Return data of a `Source` as JSON in ASCII."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -233,11 +239,11 @@ class _Handler(BaseHTTPRequestHandler):
             f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'; connect-src 'self'; "
             "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
         )
-        self._answer(HTTPStatus.OK, page(nonce).encode(), "text/html", {"Content-Security-Policy": policy})
+        body = page(self.server.feed.read_all(), nonce).encode()
+        self._answer(HTTPStatus.OK, body, "text/html", {"Content-Security-Policy": policy})
 
     def _data(self) -> None:
-        data, events = self.server.feed.read()
-        self._answer(HTTPStatus.OK, b'{"events":' + events + b"," + data[1:], "application/json")
+        self._answer(HTTPStatus.OK, self.server.feed.read_all(), "application/json")
 
     def _metrics(self) -> None:
         try:
@@ -286,23 +292,22 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing: the terminal belongs to the run."""
 
 
-def page(nonce: str = "", data: dict[str, Any] | None = None) -> str:
-    """Return the page with its style and script inside.
+def page(data: bytes, nonce: str = "") -> str:
+    """Return the page with its style, script and data inside. If the run is live, the page then follows its server.
 
     Args:
+        data: The data to show first, as JSON (see `as_json`).
         nonce: Value that the content security policy allows for style and script.
-        data: The data to show; None: the page asks its server.
 
     Returns:
         The HTML text.
     """
     files = resources.files("farstep.observe.status")
     text = (files / "page.html").read_text(encoding="utf-8")
-    embedded = json.dumps(data, separators=(",", ":"), allow_nan=False) if data is not None else "null"
     parts = {
         "NONCE": nonce,
         "/*STYLE*/": (files / "page.css").read_text(encoding="utf-8"),
         "/*SCRIPT*/": (files / "page.js").read_text(encoding="utf-8"),
-        "/*DATA*/": embedded.replace("<", "\\u003c"),
+        "/*DATA*/": data.decode().replace("<", "\\u003c"),  # a text may have the tag that ends the script
     }
     return re.sub("|".join(map(re.escape, parts)), lambda mark: parts[mark.group()], text)

@@ -16,7 +16,7 @@ from farstep.observe.diagnosis import Diagnosis
 from farstep.observe.event_files import read_events
 from farstep.observe.files import read_rows
 from farstep.observe.run_folder import RunFolder
-from farstep.observe.run_status import EVALUATION, RETURN, RunStatus, phase_label
+from farstep.observe.run_status import EVALUATION, RETURN, RunStatus, phase_label, reached_target
 from farstep.observe.status import view
 from farstep.observe.status.openmetrics import exposition
 from farstep.observe.status.series import Series
@@ -47,6 +47,10 @@ class RunView(Protocol):
 
     def diagnoses(self) -> list[Diagnosis]:
         """Return what the run is waiting for."""
+        ...
+
+    def absent_nodes(self) -> str:
+        """Return what the launcher knows about nodes that are not connected; empty if all are connected."""
         ...
 
 
@@ -85,7 +89,7 @@ class LiveSource:
         """
         with self._lock:
             self._title, self._options = title, view.shown_options(config, _RUN_OPTIONS)
-            self._status = RunStatus(total_steps)
+            self._status = RunStatus(total_steps, config.get("target_return"))
 
     def resumed(self, step: int) -> None:
         """Continue the progress at this step, and count weights from the version that the run has now."""
@@ -168,7 +172,7 @@ class LiveSource:
             data |= {
                 "rate": stats["steps_per_second"],
                 "kl_threshold": self._run.kl_threshold,
-                "workers": view.workers_view(stats),
+                "workers": view.workers_view(stats, self._absent_nodes()),
                 "slots": view.slots_view(stats),
                 "buffer": view.buffer_view(stats),
                 "times": {
@@ -188,6 +192,7 @@ class LiveSource:
             "steps": status.step,
             "total_steps": status.total_steps,
             "seconds_left": status.seconds_left(time.monotonic()) if self.is_live else None,
+            "target_return": status.target_return if status.reached_target else None,
         }
 
     def _diagnoses(self) -> Sequence[Diagnosis]:
@@ -197,6 +202,12 @@ class LiveSource:
             found = []
         is_waiting = bool(found) and found[0].cause in view.WAITING
         return found if self._diagnosis is None or is_waiting else [self._diagnosis]
+
+    def _absent_nodes(self) -> str:
+        try:
+            return self._run.absent_nodes() if self.is_live else ""
+        except FarstepError:  # the run is failing
+            return ""
 
     def metrics(self) -> str:
         self._sample()
@@ -249,6 +260,7 @@ class FolderSource:
             if row["seconds"] > before["seconds"]:
                 speed = (row["step"] - before["step"]) / (row["seconds"] - before["seconds"])
                 rates.add(row["seconds"], speed)
+        target = run.get("target_return")
         return {
             "live": False,
             "state": "from the files of the run folder",
@@ -257,7 +269,11 @@ class FolderSource:
                 "title": f"{self._config.get('algorithm', '')} on {run.get('env', '')}",
                 "options": view.shown_options(run, _RUN_OPTIONS),
             },
-            "progress": {"steps": latest.get("step", 0), "total_steps": run.get("total_steps")},
+            "progress": {
+                "steps": latest.get("step", 0),
+                "total_steps": run.get("total_steps"),
+                "target_return": target if reached_target(target, latest) else None,
+            },
             "series": {"return": returns.rounded(), "evaluation": evaluations.rounded(), "rate": rates.rounded()},
             "metrics": view.metrics_view(latest),
             "rate": latest.get("rate/steps_per_second"),

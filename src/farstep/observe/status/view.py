@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from farstep.errors import UNKNOWN_HOST
 from farstep.event import Event
 from farstep.observe.diagnosis import Diagnosis
 
@@ -17,14 +18,16 @@ WAITING = {"starting": "starting", "no slots": "waiting for slots", "no nodes": 
 _TRACEBACK_CHARACTERS = 20_000
 
 
-def workers_view(stats: Mapping[str, Any]) -> dict[str, Any]:
+def workers_view(stats: Mapping[str, Any], absent_nodes: str = "") -> dict[str, Any]:
     """Return the state of every worker, one list per quantity, and the number of restarts. The quantities of policies
-    are None for `make_vec`, whose workers have none."""
+    are None for `make_vec`, whose workers have none. The host of a worker without a node is None; `no_host` says what
+    is known about such nodes."""
     workers, divergence = stats["workers"], stats.get("divergence", {})
     histograms = stats["versions"]["lag_histogram"] if "versions" in stats else [None] * len(workers["states"])
     return {
         "state": workers["states"],
-        "host": workers["hosts"],
+        "host": [None if host == UNKNOWN_HOST else host for host in workers["hosts"]],
+        "no_host": absent_nodes or "no node",
         "rate": [_rounded(rate) for rate in workers["steps_per_second"]],
         "lag": [None if lags is None else _rounded(_mean_lag(lags)) for lags in histograms],
         "divergence": [_rounded(divergence.get(worker)) for worker in range(len(workers["states"]))],

@@ -39,7 +39,10 @@ _MAX_LINES = 10_000
 
 
 def console_logger(
-    total_steps: int, title: str = "farstep", console: Console | None = None
+    total_steps: int,
+    title: str = "farstep",
+    console: Console | None = None,
+    target_return: float | None = None,
 ) -> LiveDisplay | PlainLines:
     """Create a logger that writes to the terminal.
 
@@ -47,13 +50,16 @@ def console_logger(
         total_steps: Environment steps of the whole run.
         title: Heading of the live display.
         console: Where to write; None: standard output.
+        target_return: Mean return at which the run ends earlier; None: it does not.
 
     Returns:
         A `LiveDisplay` if the terminal can show it, otherwise `PlainLines`.
     """
     console = OutputConsole() if console is None else console
     drawable = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
-    return LiveDisplay(total_steps, title, console) if drawable else PlainLines(total_steps, console)
+    if drawable:
+        return LiveDisplay(total_steps, title, console, target_return)
+    return PlainLines(total_steps, console, target_return=target_return)
 
 
 class OutputConsole(Console):
@@ -71,9 +77,13 @@ class PlainLines:
     """Prints at most one line every five seconds, and a last line at the end."""
 
     def __init__(
-        self, total_steps: int, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        total_steps: int,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        target_return: float | None = None,
     ) -> None:
-        self._status = RunStatus(total_steps)
+        self._status = RunStatus(total_steps, target_return)
         self._console = OutputConsole() if console is None else console
         self._clock = clock
         self._next_s = float("-inf")
@@ -106,8 +116,14 @@ class PlainLines:
 class LiveDisplay:
     """A panel at the bottom of the terminal that is redrawn four times per second."""
 
-    def __init__(self, total_steps: int, title: str = "farstep", console: Console | None = None) -> None:
-        self._status = RunStatus(total_steps)
+    def __init__(
+        self,
+        total_steps: int,
+        title: str = "farstep",
+        console: Console | None = None,
+        target_return: float | None = None,
+    ) -> None:
+        self._status = RunStatus(total_steps, target_return)
         self._title = title
         self._console = OutputConsole() if console is None else console
         self._console.file = self._console.file  # keeps the current stream: sys.stdout is redirected below

@@ -29,6 +29,7 @@ from farstep.observe.run_status import (
     label,
     number,
     percent,
+    target_text,
 )
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -166,10 +167,11 @@ class Progress:
     """Steps, a bar and the time that is left; if there is no room for the bar, in two lines without it."""
 
     def __init__(self, status: RunStatus, now_s: float) -> None:
-        left_s = status.seconds_left(now_s)
+        left_s = None if status.reached_target else status.seconds_left(now_s)
+        done = target_text(status) if status.reached_target else percent(status.fraction)
         self._fraction = status.fraction
         self._steps = Text(f"{status.step:,} of {status.total_steps:,}", no_wrap=False, overflow="fold")
-        self._left = Text(percent(status.fraction), no_wrap=False, overflow="fold")
+        self._left = Text(done, no_wrap=False, overflow="fold")
         self._left.append("" if left_s is None else f"  {duration(left_s)} left", style="dim")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -128,6 +128,8 @@ class Chunk(msgspec.Struct, tag="chunk"):
     none."""
     unmeasured: str = ""
     """Why the divergence could not be measured; sent once per reason."""
+    outside: str = ""
+    """Which observation is outside the bounds of its space; empty if none is, and after the first rows."""
     syncs: int = 0
     """Weight pulls since the last chunk."""
     synced_bytes: int = 0
