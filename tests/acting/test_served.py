@@ -161,6 +161,15 @@ def test_a_window_lets_the_server_wait_for_all_groups() -> None:
         assert (within(lambda: env.collect(WhoAgent(), 10))["rows"] == 4).all()
 
 
+@pytest.mark.parametrize("where", ["node", "head"])
+def test_the_window_does_not_wait_for_a_worker_that_is_parked(where: str) -> None:
+    inference = {"window_ms": 1000, "where": where}
+    with cluster(envs=4, workers=2, inference=inference, transport="tcp") as env:
+        assert within(lambda: env.collect(WhoAgent(), 3)).shape == (3, 4)
+        within(lambda: env.scale(workers=1))
+        assert within(lambda: env.collect(WhoAgent(), 200)).shape == (200, 2)
+
+
 def test_every_row_has_the_version_that_chose_its_action() -> None:
     agent, learner = HoldingAgent(), VersionAgent()
     with cluster(envs=4, workers=2, inference="served") as env:

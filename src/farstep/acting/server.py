@@ -26,11 +26,13 @@ from farstep.acting.batch_actor import BatchActor, Group
 from farstep.acting.batching import next_batch
 from farstep.acting.mailbox import (
     ANSWER,
+    CONTINUES,
     COUNTS_AS,
     DIVERGENCE,
     EPISODES,
     FAILED,
     HELD,
+    IS_FIRST,
     MIN_VERSION,
     NEWEST,
     PULLED_BYTES,
@@ -486,7 +488,9 @@ class ActingServer:
             return 0.0
         finally:
             self._words[PHASE] = Phase.IDLE
-        options, possible = self._program.serving, sum(len(client.groups) for client in self._clients.values())
+        options, possible = self._program.serving, len(admitted)
+        if options.window_ms:
+            possible += self._num_expected(pending)
         by_group = {id(request.group): request for request in admitted}
         groups, wait_s = next_batch(
             [request.group for request in admitted], possible, now, options.max_batch, options.window_ms / 1000
@@ -508,6 +512,13 @@ class ActingServer:
                     self._fence()  # the worker writes the ticket after its version
                     found.append(_Request(client, group, number, ticket, group.words[MIN_VERSION]))
         return found
+
+    def _num_expected(self, pending: Sequence[_Request]) -> int:
+        """The number of groups that may soon send a request: inside a chunk or, if a chunk begins, any other group."""
+        waiting = {id(request.group) for request in pending}
+        begins = any(request.group.words[IS_FIRST] for request in pending)
+        others = (group for client in self._clients.values() for group in client.groups if id(group) not in waiting)
+        return sum(begins or bool(group.words[CONTINUES]) for group in others)
 
     def _update_weights(self, pending: Sequence[_Request]) -> Sequence[_Request]:
         """Pull weights between two batches if the sync rule decides to. Return the requests that may be answered now.
