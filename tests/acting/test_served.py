@@ -129,6 +129,25 @@ def test_servers_share_half_of_the_cores_of_the_machine_that_starts_them(monkeyp
         assert (within(lambda: env.collect(ThreadsAgent(), 2))["threads"] == 4).all()
 
 
+def test_a_network_is_computed_with_one_thread_or_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr("farstep.launch.daemon.process.usable_cpus", lambda: 8)
+
+    class Network(torch.nn.Module):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 3)
+
+        def act(self, obs: Any) -> Any:
+            return {"action": self.layer(obs).argmax(-1), "threads": torch.full((len(obs),), torch.get_num_threads())}
+
+        def get_parameters(self) -> dict[str, Any]:
+            return dict(self.named_parameters())
+
+    with cluster(envs=4, workers=2, inference="served") as env:
+        assert set(within(lambda: env.collect(Network(), 50))["threads"].flat) == {1, 4}
+
+
 def test_a_process_without_the_secret_is_not_served() -> None:
     with cluster(envs=4, workers=2, inference="served") as env:
         within(lambda: env.collect(TableAgent(), 2))

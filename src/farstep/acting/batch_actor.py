@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from farstep.acting.mailbox import ANSWER, EPISODES, IS_FIRST, REQUEST, ROOTS, STARTS, USED, Mailbox
+from farstep.acting.thread_choice import ThreadChoice
 from farstep.agents.parameters import as_array, leaves_of
 from farstep.core import Array, Nested
 from farstep.rollout.seeds import episode_generator
@@ -85,6 +88,7 @@ class BatchActor(Actor):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._numbers = np.zeros(0, np.int64)
+        self._threads: ThreadChoice | None = None
         self._batch_rng: list[np.random.Generator] | None = None
         self._buffers: dict[str, Array] = {}
 
@@ -121,13 +125,29 @@ class BatchActor(Actor):
         if self.policy.recurrent:
             self._gather_state(groups)
         self._write_to(rows)
-        self.act(0)
+        self._act_timed(edges[-1])
         for group, part, request in zip(groups, parts, requests, strict=True):
             arrays, group.acted = group.mailbox.arrays, request
             for name in self._output_names:
                 arrays[name][group.range] = rows[name][0, part]
             if self.policy.recurrent:
                 group.state = _part(self._state, part)
+
+    def use_threads(self, max_threads: int) -> None:
+        """Let torch compute each batch with one thread or with `max_threads`, whichever is faster."""
+        self._threads = ThreadChoice(max_threads)
+
+    def _act_timed(self, count: int) -> None:
+        """Act on `count` rows, with the number of threads that is faster."""
+        if self._threads is None:
+            self.act(0)
+            return
+        torch, threads = sys.modules["torch"], self._threads.threads_for(count)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        began = time.perf_counter()
+        self.act(0)
+        self._threads.note(count, threads, time.perf_counter() - began)
 
     def _sized(self, count: int) -> dict[str, Array]:
         """Arrays `[1, count, ...]` for a batch."""

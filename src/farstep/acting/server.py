@@ -445,8 +445,11 @@ class ActingServer:
         obs = unpack(join.obs)
         actor = BatchActor(self._payload, "eager", obs, slots, program.weights, self._has_gpu, self._weights.base[1])
         if torch := sys.modules.get("torch"):
+            threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
             if not had_torch:
-                torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+                torch.set_num_threads(threads)
+            if actor.policy.is_torch and actor.policy.device is None and threads > 1:
+                actor.use_threads(threads)
             if self._has_gpu and actor.policy.is_torch and actor.policy.device is None:
                 raise AgentError(
                     "inference has device='cuda', but torch finds no GPU on this node; use device='cpu', or a node "
