@@ -282,7 +282,8 @@ def test_workers_can_be_parked_and_another_agent_used(options: dict[str, Any]) -
     ("options", "reason"),
     [
         ({"inference": {"where": "hed"}}, "Did you mean 'head'"),
-        ({"inference": {"dtype": "bfloat16"}}, "dtype is 'bfloat16'"),
+        ({"inference": {"dtype": "float16"}}, "needs device='cuda'"),
+        ({"inference": {"dtype": "int8"}}, "bfloat16"),
         ({"inference": {"device": "tpu"}}, "expected 'cpu' or 'cuda'"),
         ({"inference": {"copies": 0}}, "at least 1"),
         ({"inference": {"windows_ms": 1}}, "window_ms"),

@@ -440,10 +440,11 @@ class ActingServer:
     def _load(self, join: am.Join, current: dict[str, Any]) -> None:
         """Load the agent and try it on a worker's observations."""
         program, had_torch = self._program, "torch" in sys.modules
-        assert program is not None
+        assert program is not None and program.serving is not None
         slots = Slots(join.first, list(join.roots), list(join.episodes))
         obs = unpack(join.obs)
-        actor = BatchActor(self._payload, "eager", obs, slots, program.weights, self._has_gpu, self._weights.base[1])
+        dtype = program.serving.dtype
+        actor = BatchActor(self._payload, obs, slots, program.weights, self._has_gpu, self._weights.base[1], dtype)
         if torch := sys.modules.get("torch"):
             threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
             if not had_torch:
@@ -460,7 +461,7 @@ class ActingServer:
         schema, state, structure = actor.dry_run(current, join.action_schema)
         actor.prepare(join.obs_schema, schema)
         how = "eager" if actor.policy.is_torch else "the agent's own act"
-        note = f"served on {actor.policy.device or 'cpu'}, {how}"
+        note = f"served on {actor.policy.device or 'cpu'}, {how}" + (f", {dtype}" if dtype != "float32" else "")
         parts = (pack(actor.structure), pack(actor.recorded))
         proof = am.proof(self._secret, "server")
         description = self._sync.start_probing(actor, obs, schema, structure)

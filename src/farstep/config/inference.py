@@ -11,7 +11,7 @@ from farstep.config.field_docs import show_fields
 from farstep.errors import ConfigError
 
 Placement = Literal["node", "head"]
-ServedDtype = Literal["float32", "bfloat16"]
+ServedDtype = Literal["float32", "bfloat16", "float16"]
 
 
 @show_fields
@@ -30,7 +30,8 @@ class ServedInference(Options):
     """Longest time that the first request of a batch waits for others while the server is idle, in milliseconds. 0: act
     at once; requests that arrive while the server computes form the next batch."""
     dtype: ServedDtype = "float32"
-    """Precision of the forward pass. Only `float32` is available in this version."""
+    """Precision in which the layers of a torch module compute: `float32`, `bfloat16`, or `float16` with `cuda`. Weights
+    are converted when they arrive. The policy is compared with float32, and refused if it differs too much."""
     where: Placement = "node"
     """`node`: each node has its own acting servers, which act for its workers. `head`: all acting servers run on the
     machine of the head, and act for workers of all nodes over the network."""
@@ -43,8 +44,5 @@ class ServedInference(Options):
         self._one_of("where", Placement)
         if not isinstance(self.device, str) or not re.fullmatch("cpu|cuda", self.device):
             raise ConfigError(f"ServedInference.device is {self.device!r}; expected 'cpu' or 'cuda'.")
-        if self.dtype != "float32":
-            raise ConfigError(
-                f"ServedInference.dtype is {self.dtype!r}, which this version cannot do; leave it 'float32', or use "
-                "torch.autocast inside act."
-            )
+        if self.dtype == "float16" and self.device != "cuda":
+            raise ConfigError("ServedInference.dtype is 'float16', which needs device='cuda'; use dtype='bfloat16'.")
