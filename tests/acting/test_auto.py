@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 import farstep
 from farstep.head import inference_choice
 from tests.acting.agents import RandomAgent, RandomRecurrentAgent, WhoAgent
 from tests.acting.test_served import actions_in_progress, batches
-from tests.cluster.checks import arrays_of, assert_balanced, assert_same, cluster, in_process, within
+from tests.cluster.checks import (
+    arrays_of,
+    assert_balanced,
+    assert_same,
+    cluster,
+    eventually,
+    in_process,
+    within,
+    worker_pids,
+)
+from tests.cluster.parking import is_running
+from tests.cluster.test_parking_on_nodes import on_nodes
 from tests.cluster.toys import RememberingAgent
 
 pytestmark = pytest.mark.slow  # real processes, or learning
@@ -37,6 +52,40 @@ def test_the_measurement_chooses_and_says_so(choice: str) -> None:
         (text,) = announced(env)
         assert text.startswith(f"inference='auto': {choice} inference") and text.count("steps/s") == 2
         assert env.version == 0
+        eventually(lambda: len(worker_pids()) == (3 if choice == "served" else 2))  # servers that do not act have ended
+        within(lambda: env.collect(WhoAgent(), 5))
+        stats = env.stats()
+        assert_balanced(stats)
+        assert stats["workers"]["restarts"] == 0 and not env.events("lost")
+
+
+class TellingAgent(WhoAgent):
+    """Names every process that acts by a file in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def act(self, obs: Any, slots: Any) -> dict[str, Any]:  # type: ignore[override]
+        (self._folder / str(os.getpid())).touch()
+        return super().act(obs, slots)
+
+
+def test_servers_on_nodes_end_if_workers_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inference_choice, "_PREFER_LOCAL", FACTORS["local"])
+    (folder := tmp_path / "pids").mkdir()
+    agent = TellingAgent(folder)
+    with on_nodes(tmp_path, 2, 2, inference="auto") as env:
+        batch = within(lambda: env.collect(agent, 5))
+        servers = {int(path.name) for path in folder.iterdir()} - set(batch["pid"].ravel().tolist())
+        assert len(servers) == 2 and batch.shape == (5, 4)
+        eventually(lambda: not any(map(is_running, servers)))
+        within(lambda: env.scale(nodes=1))
+        eventually(lambda: len(env.stats()["nodes"]) == 1)
+        within(lambda: env.scale(nodes=2))
+        eventually(lambda: within(lambda: env.collect(agent, 5)).shape == (5, 4))
+        joined = [event.text for event in env.events("joined") if event.text.startswith("acting server")]
+        assert len(joined) == 2  # none on the new node
         assert_balanced(env.stats())
 
 
@@ -62,6 +111,7 @@ def test_a_resumed_run_keeps_the_choice(choice: str, monkeypatch: pytest.MonkeyP
         assert_same({name: found[name] for name in same}, {name: expected[name] for name in same})
         assert env.chosen_inference == choice
         assert announced(env) == [f"inference='auto': {choice} inference, as before this run was resumed"]
+        eventually(lambda: len(worker_pids()) == (3 if choice == "served" else 2))
 
 
 def test_workers_do_not_act_if_their_copies_do_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ def group_and_actor(request: pytest.FixtureRequest) -> Iterator[tuple[Group, Bat
     obs, obs_schema = space_schema(env.observation_space, "obs")
     _, action_schema = space_schema(env.action_space, "action")
     slots = Slots(0, [7, 7], [0, 0])
-    actor = BatchActor(cloudpickle.dumps(request.param()), "eager", obs, slots)
+    actor = BatchActor(cloudpickle.dumps(request.param()), obs, slots)
     current = {name: np.zeros((2, *spec.shape), spec.dtype) for name, spec in obs_schema.items()}
     schema, state, _ = actor.dry_run(current, action_schema)
     actor.prepare(obs_schema, schema)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from farstep.acting import messages as am
-from farstep.acting.mailbox import EPISODES, HELD, ROOTS, STARTS, USED, WORKER_WORDS, Mailbox, MailboxLayout
+from farstep.acting.mailbox import CONTINUES, EPISODES, HELD, ROOTS, STARTS, USED, WORKER_WORDS, Mailbox, MailboxLayout
 from farstep.acting.network import NetworkListener
 from farstep.acting.requests import answer_frames, check_arrays, check_rows, check_saved, take_request, take_update
 from farstep.core import Received
@@ -111,16 +111,17 @@ def request(any_starts: bool) -> bytes:
 
 @pytest.mark.parametrize("any_starts", [False, True])
 def test_a_request_and_its_answer_travel_whole(mailbox: Mailbox, any_starts: bool) -> None:
-    take_request(mailbox, am.Act(0, [1, 9, 0, any_starts, 0, 4], 9), request(any_starts))
+    take_request(mailbox, am.Act(0, [1, 9, 0, any_starts, 0, 4, 1], 9), request(any_starts))
     np.testing.assert_array_equal(mailbox.arrays["obs"][:2], np.arange(6).reshape(2, 3))
     assert mailbox.arrays[STARTS].tolist() == [any_starts, False, False]
     assert mailbox.arrays[ROOTS].tolist() == ([0, 1, 0] if any_starts else [0, 0, 0])
     assert mailbox.arrays[EPISODES].tolist() == ([2, 3, 0] if any_starts else [0, 0, 0])
-    assert mailbox.group_words[0][WORKER_WORDS].tolist() == [1, 9, 0, any_starts, 0, 4] and mailbox.words[HELD] == 9
+    assert mailbox.group_words[0][WORKER_WORDS].tolist() == [1, 9, 0, any_starts, 0, 4, 1] and mailbox.words[HELD] == 9
     _, payload = answer_frames(mailbox, 0)
     assert len(payload) == 2 * 8 + any_starts * 2 * 8  # actions, and the recurrent state of a chunk's first row
     take_update(mailbox, am.Update(0, [5, 6]))
-    assert [words[USED] for words in mailbox.group_words] == [5, 6] and mailbox.words[HELD] == 0
+    assert [(words[USED], words[CONTINUES]) for words in mailbox.group_words] == [(5, 0), (6, 0)]
+    assert mailbox.words[HELD] == 0
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_what_does_not_fit_is_refused(mailbox: Mailbox, refused: Callable[[Mailb
 
 def test_changed_messages_are_taken_or_refused_and_nothing_else(mailbox: Mailbox) -> None:
     chance, taken, refused = random.Random(4), 0, 0
-    messages: list[am.FromClient] = [JOIN, am.Act(0, [1, 9, 0, 1, 0, 4], 9), am.Update(1, [1, 1]), am.Save()]
+    messages: list[am.FromClient] = [JOIN, am.Act(0, [1, 9, 0, 1, 0, 4, 1], 9), am.Update(1, [1, 1]), am.Save()]
     valid = [am.encode(message) for message in messages]
     for _ in range(5000):
         header, payload = mutated(chance, chance.choice(valid), valid), mutated(chance, request(True))

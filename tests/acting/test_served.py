@@ -129,6 +129,25 @@ def test_servers_share_half_of_the_cores_of_the_machine_that_starts_them(monkeyp
         assert (within(lambda: env.collect(ThreadsAgent(), 2))["threads"] == 4).all()
 
 
+def test_a_network_is_computed_with_one_thread_or_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr("farstep.launch.daemon.process.usable_cpus", lambda: 8)
+
+    class Network(torch.nn.Module):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 3)
+
+        def act(self, obs: Any) -> Any:
+            return {"action": self.layer(obs).argmax(-1), "threads": torch.full((len(obs),), torch.get_num_threads())}
+
+        def get_parameters(self) -> dict[str, Any]:
+            return dict(self.named_parameters())
+
+    with cluster(envs=4, workers=2, inference="served") as env:
+        assert set(within(lambda: env.collect(Network(), 50))["threads"].flat) == {1, 4}
+
+
 def test_a_process_without_the_secret_is_not_served() -> None:
     with cluster(envs=4, workers=2, inference="served") as env:
         within(lambda: env.collect(TableAgent(), 2))
@@ -159,6 +178,15 @@ def test_max_batch_bounds_the_rows_of_a_call() -> None:
 def test_a_window_lets_the_server_wait_for_all_groups() -> None:
     with cluster(envs=4, workers=2, inference={"window_ms": 10_000}) as env:
         assert (within(lambda: env.collect(WhoAgent(), 10))["rows"] == 4).all()
+
+
+@pytest.mark.parametrize("where", ["node", "head"])
+def test_the_window_does_not_wait_for_a_worker_that_is_parked(where: str) -> None:
+    inference = {"window_ms": 1000, "where": where}
+    with cluster(envs=4, workers=2, inference=inference, transport="tcp") as env:
+        assert within(lambda: env.collect(WhoAgent(), 3)).shape == (3, 4)
+        within(lambda: env.scale(workers=1))
+        assert within(lambda: env.collect(WhoAgent(), 200)).shape == (200, 2)
 
 
 def test_every_row_has_the_version_that_chose_its_action() -> None:
@@ -254,7 +282,8 @@ def test_workers_can_be_parked_and_another_agent_used(options: dict[str, Any]) -
     ("options", "reason"),
     [
         ({"inference": {"where": "hed"}}, "Did you mean 'head'"),
-        ({"inference": {"dtype": "bfloat16"}}, "dtype is 'bfloat16'"),
+        ({"inference": {"dtype": "float16"}}, "needs device='cuda'"),
+        ({"inference": {"dtype": "int8"}}, "bfloat16"),
         ({"inference": {"device": "tpu"}}, "expected 'cpu' or 'cuda'"),
         ({"inference": {"copies": 0}}, "at least 1"),
         ({"inference": {"windows_ms": 1}}, "window_ms"),

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from farstep.errors import ConfigError
 from tests.acting.agents import WhoAgent
-from tests.cluster.checks import assert_balanced, eventually, within
+from tests.cluster.checks import assert_balanced, cluster, eventually, within
 from tests.cluster.test_parking_on_nodes import on_nodes
 
 pytestmark = pytest.mark.slow  # real processes, or learning
@@ -38,20 +39,60 @@ def test_each_node_has_a_server_which_leaves_with_it(tmp_path: Path, relay: bool
         assert_balanced(env.stats())
 
 
-def test_a_server_with_the_head_acts_for_all_nodes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["head", ["host1"]], ids=["head", "named"])
+def test_a_server_elsewhere_acts_for_all_nodes(tmp_path: Path, where: str | list[str]) -> None:
     agent = WhoAgent()
-    with on_nodes(tmp_path, 2, 2, inference={"where": "head"}) as env:
+    with on_nodes(tmp_path, 2, 2, inference={"where": where}) as env:
         batch = within(lambda: env.collect(agent, 10))
         (server,) = env.stats()["acting"]
         assert (batch["pid"] == server["pid"]).all()
         np.testing.assert_array_equal(batch["slot"][0], batch.slots)
+        places = {node["place"] for node in env.stats()["nodes"] if 4 in node["workers"]}
+        assert places == (set() if where == "head" else {"ssh host1"})
         os.kill(server["pid"], signal.SIGKILL)
         assert server["pid"] not in within(lambda: env.collect(agent, 10))["pid"]
         for version in (1, 2):
             within(lambda: env.publish(agent))
             assert (within(lambda: env.collect(agent, 5))["version"] == version).all()
-        within(lambda: env.scale(nodes=1))
-        eventually(lambda: len(env.stats()["nodes"]) == 1)
-        assert within(lambda: env.collect(agent, 5)).shape == (5, 2)
+        if where == "head":
+            within(lambda: env.scale(nodes=1))
+            eventually(lambda: len(env.stats()["nodes"]) == 1)
+            assert within(lambda: env.collect(agent, 5)).shape == (5, 2)
         assert env.stats()["acting"][0]["restarts"] == 1
         assert_balanced(env.stats())
+
+
+@pytest.mark.timeout(120)
+def test_a_server_starts_again_with_its_node(tmp_path: Path) -> None:
+    agent = WhoAgent()
+    with on_nodes(tmp_path, 2, 2, inference={"where": ["host1"]}) as env:
+        assert within(lambda: env.collect(agent, 5)).shape == (5, 4)
+        (server,) = env.stats()["acting"]
+        (node,) = [node for node in env.stats()["nodes"] if node["place"] == "ssh host1"]
+        os.kill(node["pid"], signal.SIGKILL)
+        eventually(lambda: env.stats()["acting"][0]["pid"] not in (0, server["pid"]))
+        eventually(lambda: within(lambda: env.collect(agent, 5)).shape == (5, 4))
+        assert server["pid"] not in within(lambda: env.collect(agent, 5))["pid"]
+        assert_balanced(env.stats())
+
+
+def test_nodes_with_servers_are_not_released(tmp_path: Path) -> None:
+    with on_nodes(tmp_path, 2, 2, inference={"where": ["host0", "host1"], "copies": 2}) as env:
+        batch = within(lambda: env.collect(WhoAgent(), 5))
+        assert len(env.stats()["acting"]) == len(np.unique(batch["pid"])) == 4
+        with pytest.raises(ConfigError, match="acting servers run on it"):
+            env.scale(nodes=1)
+        assert within(lambda: env.collect(WhoAgent(), 5)).shape == (5, 4)
+
+
+def test_servers_cannot_run_on_nodes_that_the_run_does_not_have(tmp_path: Path) -> None:
+    for where in (["host7"], ["host1", "host2"]):
+        with pytest.raises(ConfigError, match="unknown node in where"):
+            on_nodes(tmp_path, 2, 3, inference={"where": where}).launch()
+    with pytest.raises(ConfigError, match="relay=True"):
+        on_nodes(tmp_path, 2, 2, inference={"where": ["host1"]}, relay=True).launch()
+    with pytest.raises(ConfigError, match="has only this machine"):
+        cluster(inference={"where": ["host1"]}).launch()
+    for invalid in ([], [""], ["a", "a"], [1], 3):
+        with pytest.raises(ConfigError, match="a list of different nodes"):
+            cluster(inference={"where": invalid})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,10 +12,18 @@ from typing import Any
 import numpy as np
 
 from farstep.acting.mailbox import ANSWER, EPISODES, IS_FIRST, REQUEST, ROOTS, STARTS, USED, Mailbox
+from farstep.acting.thread_choice import ThreadChoice
+from farstep.agents.base_weights import BaseBytes
 from farstep.agents.parameters import as_array, leaves_of
+from farstep.agents.policy import Policy
+from farstep.agents.precision import ReducedPolicy, reduce_layers
+from farstep.config.env import ALL_WEIGHTS, WeightsConfig
+from farstep.config.inference import ServedDtype
 from farstep.core import Array, Nested
+from farstep.errors import AgentError, FarstepError, described
+from farstep.rollout.rows import Slots
 from farstep.rollout.seeds import episode_generator
-from farstep.schema import Schema, leaf_names, map_leaves
+from farstep.schema import Schema, Structure, leaf_names, map_leaves
 from farstep.worker.acting import Actor
 
 
@@ -80,13 +90,72 @@ class Group:
 
 
 class BatchActor(Actor):
-    """An `Actor` whose rows come from the mailboxes of several workers."""
+    """An `Actor` whose rows come from the mailboxes of several workers, and that may act in lower precision.
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    Args:
+        payload: The pickled agent.
+        obs: The structure of observations.
+        slots: The slots of the worker on whose observations `dry_run` tries the agent.
+        weights: Which weights are loaded.
+        has_gpu: Whether to act on the GPU.
+        base: The base of the agent; None if it has none.
+        dtype: Precision of the layers.
+    """
+
+    def __init__(
+        self,
+        payload: bytes,
+        obs: Structure,
+        slots: Slots,
+        weights: WeightsConfig = ALL_WEIGHTS,
+        has_gpu: bool = False,
+        base: BaseBytes | None = None,
+        dtype: ServedDtype = "float32",
+    ) -> None:
+        super().__init__(payload, "eager", obs, slots, weights, has_gpu and dtype == "float32", base)
+        self._reduced: ReducedPolicy | None = None
+        """The policy that acts, if its precision is lower than that of the weights that are loaded."""
+        self._state_before: Nested = None
+        """Recurrent state before the last call of `act`."""
+        self._dtype = dtype
+        if dtype != "float32":
+            assert self._trial is not None
+            self._trial = Policy(reduce_layers(self._trial.agent, dtype), "eager", has_gpu, self._trial.slots)
+            self._reduced = ReducedPolicy(self.policy, dtype, has_gpu)
+            self.policy = self._reduced.policy
         self._numbers = np.zeros(0, np.int64)
+        self._threads: ThreadChoice | None = None
         self._batch_rng: list[np.random.Generator] | None = None
         self._buffers: dict[str, Array] = {}
+
+    def dry_run(self, current: dict[str, Array], action_schema: Schema) -> tuple[Schema, Schema, Structure]:
+        if self._reduced is None:
+            return super().dry_run(current, action_schema)
+        try:
+            outputs, state, state_structure = super().dry_run(current, action_schema)
+        except FarstepError:
+            raise
+        except Exception as error:
+            raise AgentError(
+                f"act raised {described(error)} with dtype={self._dtype!r}. Layers such as torch.nn.Linear then have "
+                f"{self._dtype} weights, and take and return float32: use their weights only by calling the layers, or "
+                "leave dtype 'float32'."
+            ) from error
+        self._reduced.start(self._obs, self.structure["action"], state_structure, outputs, self.example)
+        return outputs, state, state_structure
+
+    def loaded(self, version: int) -> None:
+        if self._reduced is not None:
+            self._reduced.load()
+            self._reduced.check(self._last_rows())
+        super().loaded(version)
+
+    def _last_rows(self) -> dict[str, Array]:
+        """The rows of the last call of `act`, with the recurrent state."""
+        if not self._buffers:
+            return self.example
+        state = leaves_of(self._state_before, "state") if self.policy.recurrent else ()
+        return {name: array[0] for name, array in self._rows.items()} | {name: as_array(leaf) for name, leaf in state}
 
     def prepare(self, obs: Schema, outputs: Schema) -> None:
         """Set the arrays of a batch; called once, after `dry_run`."""
@@ -121,13 +190,29 @@ class BatchActor(Actor):
         if self.policy.recurrent:
             self._gather_state(groups)
         self._write_to(rows)
-        self.act(0)
+        self._act_timed(edges[-1])
         for group, part, request in zip(groups, parts, requests, strict=True):
             arrays, group.acted = group.mailbox.arrays, request
             for name in self._output_names:
                 arrays[name][group.range] = rows[name][0, part]
             if self.policy.recurrent:
                 group.state = _part(self._state, part)
+
+    def use_threads(self, max_threads: int) -> None:
+        """Let torch compute each batch with one thread or with `max_threads`, whichever is faster."""
+        self._threads = ThreadChoice(max_threads)
+
+    def _act_timed(self, count: int) -> None:
+        """Act on `count` rows, with the number of threads that is faster."""
+        if self._threads is None:
+            self.act(0)
+            return
+        torch, threads = sys.modules["torch"], self._threads.threads_for(count)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        began = time.perf_counter()
+        self.act(0)
+        self._threads.note(count, threads, time.perf_counter() - began)
 
     def _sized(self, count: int) -> dict[str, Array]:
         """Arrays `[1, count, ...]` for a batch."""
@@ -144,7 +229,7 @@ class BatchActor(Actor):
                 for name, leaf in leaves_of(group.state, "state"):
                     group.mailbox.arrays[name][group.range] = as_array(leaf)
             states.append(group.state)
-        self._state = _joined(states)
+        self._state = self._state_before = _joined(states)
 
     def _slot_of(self, i: int) -> int:
         return int(self._numbers[i]) if len(self._numbers) else super()._slot_of(i)

@@ -14,6 +14,7 @@ from farstep.acting import messages as am
 from farstep.acting.connections import Exchange, ServerAddress
 from farstep.acting.mailbox import (
     ANSWER,
+    CONTINUES,
     COUNTS_AS,
     DIVERGENCE,
     EPISODES,
@@ -240,10 +241,12 @@ class ServedActor:
         """End the chunk: the server may change its weights."""
         if self._exchange is not None:
             self._mailbox.words[HELD] = 0
+            for words in self._mailbox.group_words:
+                words[CONTINUES] = 0
             self._exchange.update()
 
-    def request(self, t: int, group: int) -> None:
-        """Ask for the actions of row `t` of a group."""
+    def request(self, t: int, group: int, continues: bool = False) -> None:
+        """Ask for the actions of row `t` of a group. `continues`: whether the chunk has a row after it."""
         assert self._exchange is not None
         mailbox, rows = self._mailbox, self._rows
         arrays, words, part = mailbox.arrays, mailbox.group_words[group], mailbox.ranges[group]
@@ -255,6 +258,7 @@ class ServedActor:
             arrays[ROOTS][part] = self._slots.roots[part]
             arrays[EPISODES][part] = self._slots.episodes[part]
         words[MIN_VERSION], words[NEWEST], words[IS_FIRST] = self._min_version, self.newest, self._is_first[group]
+        words[CONTINUES] = continues
         self._fence()  # the server may still read an earlier, cancelled request
         words[TICKET] = self._ticket
         self._requested[group] += 1

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from farstep.wire.channels.dealer import DealerLink
 
 _ANSWERED = (SERVER_WORDS, TOTALS)
+OWN_ADDRESS = "own"
+"""In a bootstrap: an acting server listens at the address with which its node reaches the head."""
 
 
 class Exchange(Protocol):
@@ -154,7 +156,7 @@ class SharedExchange:
 
 
 class RemoteServer:
-    """An acting server on the machine of the head, reached over the network.
+    """An acting server on the machine of the head or on another node, reached over the network.
 
     Args:
         head_address: The address at which this worker reaches the head.
@@ -187,7 +189,7 @@ class RemoteServer:
         from farstep.wire.channels.zmq import MAIN, bulk_address
         from farstep.wire.keys import KeyPair
 
-        address = use.port if use.port.startswith("ipc:") else bulk_address(self._head_address, use.port)
+        address = use.port if "://" in use.port else bulk_address(self._head_address, use.port)
         pair = KeyPair(use.public, use.secret)
         self._connected = use
         self._link = DealerLink(

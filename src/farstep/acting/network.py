@@ -21,11 +21,13 @@ class NetworkListener:
 
     Args:
         addresses: The addresses to listen on.
+        is_on_head: Whether these are the addresses at which workers reach the head.
         lease_s: The lease in seconds; it determines the heartbeat interval.
         encrypted: Whether bulk data is encrypted.
     """
 
-    def __init__(self, addresses: Sequence[str], lease_s: float, encrypted: bool) -> None:
+    def __init__(self, addresses: Sequence[str], lease_s: float, encrypted: bool, is_on_head: bool = True) -> None:
+        self._is_on_head = is_on_head
         self._hub = Hub(addresses, lease_s, reliable=True, encrypted=encrypted)
         self._admitted: dict[int, m.AdmitClient] = {}
         self._next_service = 0.0
@@ -34,7 +36,7 @@ class NetworkListener:
     def listening(self) -> m.Listening:
         """What workers need to know to connect."""
         address, key = self._hub.address, self._hub.keys.public
-        port = address if address.startswith("ipc:") else address.rpartition(":")[2]
+        port = address.rpartition(":")[2] if self._is_on_head and not address.startswith("ipc:") else address
         return m.Listening(port, self._hub.bulk_port, key)
 
     def filenos(self) -> list[int]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from farstep.acting import messages as am
 from farstep.acting.mailbox import (
+    CONTINUES,
     EPISODES,
     HELD,
     IS_FIRST,
@@ -111,7 +112,7 @@ def take_update(mailbox: Mailbox, update: am.Update) -> None:
         raise WireError(f"an Update of {len(update.used)} groups.")
     mailbox.words[HELD] = update.held
     for words, used in zip(mailbox.group_words, update.used, strict=True):
-        words[USED] = used
+        words[USED], words[CONTINUES] = used, 0
 
 
 def answer_frames(mailbox: Mailbox, group: int) -> list[bytes]:

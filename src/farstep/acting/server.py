@@ -23,10 +23,12 @@ from farstep.acting.batch_actor import BatchActor
 from farstep.acting.batching import next_batch
 from farstep.acting.mailbox import (
     ANSWER,
+    CONTINUES,
     COUNTS_AS,
     DIVERGENCE,
     EPISODES,
     FAILED,
+    IS_FIRST,
     MIN_VERSION,
     NEWEST,
     PULLED_BYTES,
@@ -299,13 +301,17 @@ class ActingServer:
     def _load(self, join: am.Join, current: dict[str, Any]) -> None:
         """Load the agent and try it on a worker's observations."""
         program, had_torch = self._program, "torch" in sys.modules
-        assert program is not None
+        assert program is not None and program.serving is not None
         slots = Slots(join.first, list(join.roots), list(join.episodes))
         obs = unpack(join.obs)
-        actor = BatchActor(self._payload, "eager", obs, slots, program.weights, self._has_gpu, self._weights.base[1])
+        dtype = program.serving.dtype
+        actor = BatchActor(self._payload, obs, slots, program.weights, self._has_gpu, self._weights.base[1], dtype)
         if torch := sys.modules.get("torch"):
+            threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
             if not had_torch:
-                torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+                torch.set_num_threads(threads)
+            if actor.policy.is_torch and actor.policy.device is None and threads > 1:
+                actor.use_threads(threads)
             if self._has_gpu and actor.policy.is_torch and actor.policy.device is None:
                 raise AgentError(
                     "inference has device='cuda', but torch finds no GPU on this node; use device='cpu', or a node "
@@ -316,7 +322,7 @@ class ActingServer:
         schema, state, structure = actor.dry_run(current, join.action_schema)
         actor.prepare(join.obs_schema, schema)
         how = "eager" if actor.policy.is_torch else "the agent's own act"
-        note = f"served on {actor.policy.device or 'cpu'}, {how}"
+        note = f"served on {actor.policy.device or 'cpu'}, {how}" + (f", {dtype}" if dtype != "float32" else "")
         parts = (pack(actor.structure), pack(actor.recorded))
         proof = am.proof(self._secret, "server")
         description = self._sync.start_probing(actor, obs, schema, structure)
@@ -347,7 +353,9 @@ class ActingServer:
             return 0.0
         finally:
             self._words[PHASE] = Phase.IDLE
-        options, possible = self._program.serving, sum(len(client.groups) for client in self._clients)
+        options, possible = self._program.serving, len(admitted)
+        if options.window_ms:
+            possible += self._num_expected(pending)
         by_group = {id(request.group): request for request in admitted}
         groups, wait_s = next_batch(
             [request.group for request in admitted], possible, now, options.max_batch, options.window_ms / 1000
@@ -369,6 +377,13 @@ class ActingServer:
                     self._fence()  # the worker writes the ticket after its version
                     found.append(Request(client, group, number, ticket, group.words[MIN_VERSION]))
         return found
+
+    def _num_expected(self, pending: Sequence[Request]) -> int:
+        """The number of groups that may soon send a request: inside a chunk or, if a chunk begins, any other group."""
+        waiting = {id(request.group) for request in pending}
+        begins = any(request.group.words[IS_FIRST] for request in pending)
+        others = (group for client in self._clients for group in client.groups if id(group) not in waiting)
+        return sum(begins or bool(group.words[CONTINUES]) for group in others)
 
     def _update_weights(self, pending: Sequence[Request]) -> Sequence[Request]:
         """Pull weights between two batches if the sync rule decides to. Return the requests that may be answered now.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Literal
 
 from farstep.config.base import Options
@@ -11,7 +12,7 @@ from farstep.config.field_docs import show_fields
 from farstep.errors import ConfigError
 
 Placement = Literal["node", "head"]
-ServedDtype = Literal["float32", "bfloat16"]
+ServedDtype = Literal["float32", "bfloat16", "float16"]
 
 
 @show_fields
@@ -30,21 +31,33 @@ class ServedInference(Options):
     """Longest time that the first request of a batch waits for others while the server is idle, in milliseconds. 0: act
     at once; requests that arrive while the server computes form the next batch."""
     dtype: ServedDtype = "float32"
-    """Precision of the forward pass. Only `float32` is available in this version."""
-    where: Placement = "node"
+    """Precision in which the layers of a torch module compute: `float32`, `bfloat16`, or `float16` with `cuda`. Weights
+    are converted when they arrive. The policy is compared with float32, and refused if it differs too much."""
+    where: Placement | Sequence[str] = "node"
     """`node`: each node has its own acting servers, which act for its workers. `head`: all acting servers run on the
-    machine of the head, and act for workers of all nodes over the network."""
+    machine of the head, and act for workers of all nodes over the network. A list of nodes: these nodes have acting
+    servers, which act for workers of all nodes over the network. A node is named by its host name, or as in
+    `SSHConfig.hosts`."""
 
     def __post_init__(self) -> None:
         self._at_least("copies", 1)
         self._at_least("max_batch", 1)
         self._at_least("window_ms", 0.0)
         self._one_of("dtype", ServedDtype)
-        self._one_of("where", Placement)
+        if isinstance(self.where, str):
+            self._one_of("where", Placement)
+        else:
+            self._check_nodes()
         if not isinstance(self.device, str) or not re.fullmatch("cpu|cuda", self.device):
             raise ConfigError(f"ServedInference.device is {self.device!r}; expected 'cpu' or 'cuda'.")
-        if self.dtype != "float32":
+        if self.dtype == "float16" and self.device != "cuda":
+            raise ConfigError("ServedInference.dtype is 'float16', which needs device='cuda'; use dtype='bfloat16'.")
+
+    def _check_nodes(self) -> None:
+        nodes = tuple(self.where) if isinstance(self.where, Sequence) else ()
+        if not nodes or not all(isinstance(node, str) and node for node in nodes) or len(set(nodes)) < len(nodes):
             raise ConfigError(
-                f"ServedInference.dtype is {self.dtype!r}, which this version cannot do; leave it 'float32', or use "
-                "torch.autocast inside act."
+                f"ServedInference.where is {self.where!r}; expected 'node', 'head' or a list of different nodes, e.g. "
+                "['gpu1', 'gpu2']."
             )
+        object.__setattr__(self, "where", nodes)

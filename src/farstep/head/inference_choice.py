@@ -89,5 +89,5 @@ class InferenceChoice:
         return rows / (time.monotonic() - began)
 
     def _use(self, chosen: Inference) -> None:
-        self._publisher.use_servers(chosen == "served")
+        self._publisher.use_servers(chosen == "served", for_good=True)
         self.chosen, self._is_open = chosen, False

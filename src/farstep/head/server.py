@@ -247,6 +247,13 @@ class Server:
             with self.locked():
                 self._parking.end_call()
 
+    def dismiss_servers(self) -> None:
+        """End the acting servers, because workers act themselves from now on."""
+        with self.locked():
+            dismissed, self.servers[:] = list(self.servers), []
+            for record in dismissed:
+                self.supervisor.act_on(membership.Dismiss(record.worker))
+
     def clients(self) -> list[list[int]]:
         """For each acting server, the workers that it acts for."""
         return [self._plan.clients_of(record.worker) for record in self.servers]

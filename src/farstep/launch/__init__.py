@@ -17,7 +17,7 @@ from farstep.config.launch import (
     SSHConfig,
 )
 from farstep.core import Launcher
-from farstep.errors import ConfigError
+from farstep.errors import ConfigError, unknown_name
 from farstep.event import Emit
 from farstep.launch.acting_plan import ActingPlan
 from farstep.launch.cluster import ClusterLauncher
@@ -53,6 +53,8 @@ def launcher_for(config: LaunchConfig, plan: ActingPlan, envs: int, modules: Seq
                 "inference is 'served', but InProcessConfig starts no processes; use LocalConfig, or inference='local'."
             )
         return InProcessLauncher(workers, envs)
+    if plan.named_nodes:
+        _check_named_nodes(config, plan.named_nodes)
     if isinstance(config, LocalConfig):
         gpus = [config.gpu_of(worker) for worker in range(workers + plan.num_servers)]
         with contextlib.ExitStack() as failed:
@@ -80,14 +82,27 @@ def launcher_for(config: LaunchConfig, plan: ActingPlan, envs: int, modules: Seq
                 "inference is 'served' and park_method is 'criu', but a worker that shares memory with an acting "
                 "server cannot be written to disk; leave park_method 'suspend', or use inference='local'."
             )
-        if config.relay and plan.is_on_head:
+        if config.relay and plan.is_remote:
+            where = list(plan.named_nodes) or "head"
             raise ConfigError(
-                "inference has where='head', with which every worker connects to the head's machine, and "
-                f"{type(config).__name__} has relay=True, with which no worker does; use one of the two."
+                f"inference has where={where!r}, with which every worker connects to an acting server elsewhere, and "
+                f"{type(config).__name__} has relay=True, with which no worker has connections; use one of the two."
             )
         engine = engine_for(config, workers // config.most_nodes, emit)
         return ClusterLauncher(config, plan, envs, modules, engine, emit)
     raise ConfigError(f"{type(config).__name__} is not a launch configuration that this version can start.")
+
+
+def _check_named_nodes(config: LaunchConfig, names: Sequence[str]) -> None:
+    """Raise `ConfigError` if acting servers are to run on nodes that the run does not have."""
+    if not isinstance(config, EngineConfig):
+        raise ConfigError(
+            f"inference has where={list(names)!r}, which names nodes of a cluster, but {type(config).__name__} has "
+            "only this machine; use where='node'."
+        )
+    for name in names:
+        if isinstance(config, SSHConfig) and name not in (first := config.hosts[: config.nodes]):
+            raise ConfigError(unknown_name("node in where of ServedInference", name, first))
 
 
 def engine_for(config: EngineConfig, workers_per_node: int, emit: Emit) -> Engine:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from farstep.acting.connections import OWN_ADDRESS
 from farstep.config.inference import ServedInference
 
 
@@ -33,17 +34,33 @@ class ActingPlan:
         return self.serving is not None and self.serving.where == "head"
 
     @property
+    def named_nodes(self) -> Sequence[str]:
+        """The nodes on which the acting servers run, for workers of all nodes; empty: they run elsewhere."""
+        return () if self.serving is None or isinstance(self.serving.where, str) else self.serving.where
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether acting servers act for workers of all nodes, over the network."""
+        return self.is_on_head or bool(self.named_nodes)
+
+    @property
     def num_servers(self) -> int:
-        return self.copies if self.is_on_head else self.nodes * self.copies
+        return self.copies if self.is_on_head else self.copies * (len(self.named_nodes) or self.nodes)
 
     def is_server(self, number: int) -> bool:
         return number >= self.num_workers
 
     def node_of(self, number: int) -> int:
-        """The node of a worker, or of an acting server that runs on a node."""
+        """The number of the node of a worker, or of its acting server if each node has servers."""
         if number >= self.num_workers:
             return (number - self.num_workers) // self.copies
         return number // (self.num_workers // self.nodes)
+
+    def node_name_of(self, number: int) -> str:
+        """The name of the node on which an acting server must run; empty: `node_of` has its number."""
+        if not self.named_nodes or number < self.num_workers:
+            return ""
+        return self.named_nodes[(number - self.num_workers) // self.copies]
 
     def clients_of(self, number: int) -> list[int]:
         """The workers that an acting server acts for."""
@@ -51,8 +68,9 @@ class ActingPlan:
 
     def server_of(self, worker: int) -> int:
         """The acting server that acts for a worker."""
-        first = 0 if self.is_on_head else self.node_of(worker) * self.copies
-        return self.num_workers + first + worker % self.copies
+        if self.is_remote:
+            return self.num_workers + worker % self.num_servers
+        return self.num_workers + self.node_of(worker) * self.copies + worker % self.copies
 
     def bootstrap(self, number: int, nodes_on_machine: int = 1, listen: Sequence[str] = ()) -> dict[str, object]:
         """The bootstrap entries of a worker or an acting server; they replace those of the launcher.
@@ -70,8 +88,8 @@ class ActingPlan:
         entries: dict[str, object] = {"acting": f"{self._name}-{server}", "acting_secret": self._secret}
         if not self.is_optional:
             entries["gpu"] = None
-        if self.is_on_head:
-            entries["acting_listen"] = list(listen)
+        if self.is_remote:
+            entries["acting_listen"] = list(listen) if self.is_on_head else [OWN_ADDRESS]
         if is_server:
             on_machine = self.num_servers if self.is_on_head else self.copies * nodes_on_machine
             entries |= {"role": "acting", "acting_servers": on_machine}

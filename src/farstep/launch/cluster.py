@@ -19,7 +19,7 @@ import zmq
 
 from farstep.config.launch import EngineConfig
 from farstep.core import Ended, Launcher, Received, Started
-from farstep.errors import UNKNOWN_HOST, LaunchError, WireError, counted
+from farstep.errors import UNKNOWN_HOST, ConfigError, LaunchError, WireError, counted
 from farstep.event import Emit
 from farstep.launch.acting_plan import ActingPlan
 from farstep.launch.addresses import own_addresses
@@ -130,7 +130,7 @@ class ClusterLauncher(Launcher):
             return Started(process, HubLink(self.hub, worker), words, socket.gethostname())
         encoded = json.dumps(bootstrap).encode()
         handle = RemoteWorker(worker, incarnation, encoded, words, self._notify, self._forget_worker)
-        node = self._blocks[self._plan.node_of(worker)]
+        node = self._node_for(worker)
         if node is None or node.leaving:
             words[PHASE] = Phase.QUEUED
             self._queued[worker] = handle
@@ -188,12 +188,13 @@ class ClusterLauncher(Launcher):
         if self._stopping:
             return
         connected, fewest = sum(node is not None for node in self._blocks), self._config.fewest_nodes
-        if connected >= fewest:
+        is_enough = connected >= fewest and not self._missing_names()
+        if is_enough:
             self._enough_at, self._refusal = now, None
         elif self._refusal is not None:  # first: that the refused node has ended explains nothing
             raise self._refusal
         self.groups.request_missing(self._wanted, now)
-        if connected < fewest and now - self._enough_at > self._config.queue_s:
+        if not is_enough and now - self._enough_at > self._config.queue_s:
             raise LaunchError(
                 f"{connected} of at least {counted(fewest, 'node')} connected within "
                 f"queue_s={self._config.queue_s:g} s: {self.waiting()}.\n{self.logs()}".rstrip()
@@ -206,6 +207,12 @@ class ClusterLauncher(Launcher):
 
     def scale(self, nodes: int) -> None:
         """Change the number of nodes: request more nodes, or drain and release the nodes with the last blocks."""
+        for node in self._blocks[nodes:]:
+            if node is not None and any(map(node.is_named, self._plan.named_nodes)):
+                raise ConfigError(
+                    f"{node} cannot be released, because acting servers run on it (inference has "
+                    f"where={list(self._plan.named_nodes)!r}); keep {counted(node.block + 1, 'node')} or more."
+                )
         before, self._wanted = self._wanted, nodes
         self.groups.reset_retries()
         for node in self._blocks[nodes:]:
@@ -225,8 +232,9 @@ class ClusterLauncher(Launcher):
 
     def waiting(self) -> str:
         """The engine's report on nodes that are not connected yet; empty if all are connected."""
+        names = self._missing_names()
         if not (missing := sum(node is None for node in self._blocks[: self._wanted])):
-            return ""
+            return f"no connected node is {' or '.join(names)}, where acting servers are to run" if names else ""
         status = self.groups.status()
         wanted = counted(self._wanted, "node")
         return f"{missing} of {wanted} not connected yet{f': {status}' if status else ''}"
@@ -394,10 +402,21 @@ class ClusterLauncher(Launcher):
             self._emit("warned", text, node=node.host)
         self._start_queued()
 
+    def _missing_names(self) -> list[str]:
+        """The nodes on which acting servers are to run that are not connected."""
+        nodes = self.connected.values()
+        return [name for name in self._plan.named_nodes if not any(node.is_named(name) for node in nodes)]
+
+    def _node_for(self, worker: int) -> Node | None:
+        """The node of a worker or acting server; None if it is not connected."""
+        if name := self._plan.node_name_of(worker):
+            return next((node for node in self.connected.values() if node.is_named(name)), None)
+        return self._blocks[self._plan.node_of(worker)]
+
     def _start_queued(self) -> None:
         """Start queued workers whose block now has a node."""
         for worker, handle in list(self._queued.items()):
-            node = self._blocks[self._plan.node_of(worker)]
+            node = self._node_for(worker)
             if node is not None and not node.leaving:
                 del self._queued[worker]
                 node.start(handle, time.monotonic())

@@ -51,6 +51,10 @@ class Node:
     released: bool = False
     """Whether the head released the node. In contrast, a node that its engine reclaimed may return."""
 
+    def is_named(self, name: str) -> bool:
+        """Whether a user names this node so: by its host name, or by its name in the engine."""
+        return name in (self.host, self.place.rpartition(" ")[2])
+
     def send(self, message: n.ToNode) -> None:
         send_to_node(self.hub, self.name, message)
 

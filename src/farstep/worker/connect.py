@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from farstep.acting.connections import LocalServer, RemoteServer, ServerAddress
+from farstep.acting.connections import OWN_ADDRESS, LocalServer, RemoteServer, ServerAddress
 from farstep.acting.server import ActingServer
 from farstep.core import Link
 from farstep.errors import LaunchError
@@ -130,7 +130,18 @@ def _listener(bootstrap: dict[str, Any]) -> NetworkListener | None:
         return None
     from farstep.acting.network import NetworkListener
 
-    return NetworkListener(addresses, bootstrap["lease_s"], bootstrap["encrypted"])
+    is_on_head = addresses != [OWN_ADDRESS]
+    if not is_on_head:
+        addresses = [f"tcp://{_own_address(bootstrap['address'])}:*"]
+    return NetworkListener(addresses, bootstrap["lease_s"], bootstrap["encrypted"], is_on_head)
+
+
+def _own_address(head_address: str) -> str:
+    """The IPv4 address with which this machine reaches the head."""
+    host, _, port = head_address.removeprefix("tcp://").rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # sends nothing
+        return str(probe.getsockname()[0])
 
 
 def _words(bootstrap: dict[str, Any]) -> memoryview:

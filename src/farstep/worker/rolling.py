@@ -184,7 +184,7 @@ class Roller:
         def request(t: int, group: int) -> None:
             if host.slots.any_fresh:
                 host.slots.mark_starts_in(groups[group], starts[t, groups[group]])
-            acting.request(t, group)
+            acting.request(t, group, t + 1 < ticket.steps)
 
         t = 0
         try:

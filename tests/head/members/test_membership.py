@@ -8,7 +8,9 @@ from farstep.config.launch import RESTART_WINDOW_S
 from farstep.head.members.membership import (
     DEATH_S,
     Disconnected,
+    Dismiss,
     Ended,
+    Event,
     Failed,
     GiveUp,
     Hello,
@@ -221,3 +223,24 @@ def test_first_failure_is_restarted_without_waiting_for_the_next_check() -> None
     assert membership.tick(1.0) == [Start(0, 1)] and not membership.restart_is_due
     membership.handle(Ended(0), 2.0)
     assert not membership.restart_is_due  # the second failure waits
+
+
+@pytest.mark.parametrize("events", [[], [Hello(0)], [Hello(0), Ready(0)], [Disconnected(0)], [Ended(0)]])
+def test_a_dismissed_server_ends_and_is_not_restarted(events: list[Event]) -> None:
+    membership = Membership(0, LIMITS_S, restart_budget=1, servers=1)
+    membership.start(0.0)
+    for event in events:
+        membership.handle(event, 1.0)
+    ends = membership.is_running(0)
+    assert membership.handle(Dismiss(0), 2.0) == ([Lost(0), Kill(0)] if ends else [])
+    assert membership.tick(3.0) == []
+    membership.handle(Ended(0), 4.0)
+    assert membership.members[0].state is State.STOPPED
+    assert membership.tick(100.0) == [] and membership.restarts == 0
+
+
+def test_a_dismissed_server_that_does_not_end_fails_the_run() -> None:
+    membership = Membership(0, LIMITS_S, restart_budget=1, servers=1)
+    membership.start(0.0)
+    membership.handle(Dismiss(0), 1.0)
+    assert membership.tick(2.0 + DEATH_S) == [GiveUp(0)]

@@ -3,6 +3,7 @@
     starting ─hello─► constructing ─ready─► alive ─idle─► parked ─unpark─► alive
                                             alive ─release─► released ─acquire─► alive
         └───────────────┴────── stuck, gone ──┴─► dying ─ended─► waiting ─back-off over─► starting (incarnation + 1)
+        └───────────────┴──────── dismissed ──┴─► dying ─ended─► stopped
 
 The supervisor reports events with `handle`, calls `tick` periodically, and performs the actions that both return. A
 worker is restarted only after its process has certainly ended, so that two of its processes never write to the same
@@ -132,7 +133,28 @@ class Acquire:
     worker: int
 
 
-Event = Hello | Ready | Disconnected | Ended | NotStarted | Failed | Observed | Park | Idle | Unpark | Release | Acquire
+@dataclass(frozen=True)
+class Dismiss:
+    """The acting server is no longer needed: its process must end, and is not restarted."""
+
+    worker: int
+
+
+Event = (
+    Hello
+    | Ready
+    | Disconnected
+    | Ended
+    | NotStarted
+    | Failed
+    | Observed
+    | Park
+    | Idle
+    | Unpark
+    | Release
+    | Acquire
+    | Dismiss
+)
 
 # ---- actions ----
 
@@ -248,6 +270,8 @@ class Member:
     """Whether the worker is to be parked as soon as it is idle."""
     ended: Ended | None = None
     """How the process of a parked worker ended; None if it has not."""
+    dismissed: bool = False
+    """Whether the process is not to be restarted."""
 
 
 class Membership:
@@ -322,6 +346,8 @@ class Membership:
             case Ended() if member.state is State.PARKED and not self.stopping:
                 member.ended = event
                 return [Lost(event.worker)]
+            case Dismiss():
+                return self._dismiss(event.worker, member, now)
             case Disconnected() if member.state in RUNNING:  # a parked worker does not react; `Ended` reports its end
                 self._enter(event.worker, State.DYING, now)
                 return [Lost(event.worker), Kill(event.worker)]
@@ -377,6 +403,15 @@ class Membership:
         ended, member.ended = member.ended, None
         return self._ended(ended, now)  # only now does its end use the restart budget
 
+    def _dismiss(self, worker: int, member: Member, now: float) -> Sequence[Action]:
+        member.dismissed = True
+        if member.state is State.WAITING:
+            self._enter(worker, State.STOPPED, now)
+        if member.state not in RUNNING:
+            return []
+        self._enter(worker, State.DYING, now)
+        return [Lost(worker), Kill(worker)]
+
     def _observed(self, event: Observed, now: float) -> None:
         member, seen = self.members[event.worker], (event.phase, event.count)
         if member.state is State.STARTING and event.worker < self._num_workers:
@@ -417,7 +452,7 @@ class Membership:
 
     def _ended(self, event: Ended, now: float) -> Sequence[Action]:
         member = self.members[event.worker]
-        if self.stopping:
+        if self.stopping or member.dismissed:
             self._enter(event.worker, State.STOPPED, now)
             return []
         self._enter(event.worker, State.WAITING, now)

@@ -163,7 +163,8 @@ class Supervisor:
     def _pending(self, record: WorkerRecord) -> PendingWorker | None:
         """What a worker is doing; None if it has no work or no node."""
         member, phase = self.membership.members[record.worker], record.phase
-        if phase == "queued" or member.state is membership.State.PARKED or (record.is_server and phase == "idle"):
+        is_idle_server = member.dismissed or (record.is_server and phase == "idle")
+        if phase == "queued" or member.state is membership.State.PARKED or is_idle_server:
             return None
         state = member.state.value
         if member.state is membership.State.ALIVE:
@@ -412,18 +413,21 @@ class Supervisor:
         ended = record.handle.poll() if record.handle is not None else None
         if ended is None or record.handle is None:
             return
+        member = self.membership.members[record.worker]
         self.launcher.drain(self._listener.receive)  # messages that the worker sent before it ended still count
         if record.link is not None and record.link.fileno() >= 0:
             self._read(record, limit=None)
-        if record.error is None and not self.membership.stopping and not ended.blameless:
+        if record.error is None and not (self.membership.stopping or ended.blameless or member.dismissed):
             record.blame(record.phase)
             record.error = record.died(ended)
-            is_parked = self.membership.members[record.worker].state is membership.State.PARKED
+            is_parked = member.state is membership.State.PARKED
             self.emit_failure("lost", record.error, "; it is parked, and is restarted when needed" if is_parked else "")
         self._event_loop.unregister(record.handle.exit_fd)
         self.act_on(membership.Ended(record.worker, ended.blameless))
         if ended.blameless:  # its node ended: batches continue without the worker until it rejoins
             self._listener.absent(record)
+        if member.dismissed:
+            self._drop_process(record)
 
     def emit_failure(self, kind: EventKind, error: WorkerError, consequence: str = "") -> None:
         """Emit a failure of a worker with its traceback or output."""

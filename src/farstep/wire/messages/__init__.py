@@ -151,7 +151,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = 13
+PROTOCOL = 14
 """Version of the protocol; head and worker must use the same. Increment it with every incompatible change."""
 
 _encoder = msgspec.msgpack.Encoder()

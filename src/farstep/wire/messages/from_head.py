@@ -255,7 +255,7 @@ class UseServer(msgspec.Struct, tag="use-server"):
     """
 
     port: str
-    """The port on the machine of the head; with the transport `ipc`, the whole address."""
+    """The port on the machine of the head; the whole address of a server elsewhere, or with the transport `ipc`."""
     bulk_port: str
     server_key: bytes
     public: bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from farstep.schema import Schema
-from farstep.wire.messages.headers import Count, Line, Lines, Seconds, Word
+from farstep.wire.messages.headers import Count, Endpoint, Line, Lines, Seconds, Word
 
 
 class Hello(msgspec.Struct, tag="hello"):
@@ -27,7 +27,7 @@ class Hello(msgspec.Struct, tag="hello"):
 class Listening(msgspec.Struct):
     """Part of `Ready`: where an acting server accepts workers over the network (see `UseServer`)."""
 
-    port: Line
+    port: Endpoint
     bulk_port: Line
     key: bytes
     """Its public key."""

@@ -15,6 +15,8 @@ M = TypeVar("M")
 Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Line = Annotated[str, msgspec.Meta(max_length=1024, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
 """Text that is safe in one line of a log: without line breaks and terminal control characters."""
+Endpoint = Annotated[str, msgspec.Meta(pattern=r"\A(\d{1,5}|tcp://[0-9.]{7,15}:\d{1,5}|ipc://[-@/.\w]{1,200})\Z")]
+"""A port on the machine of the head, or a whole address."""
 Lines = Annotated[dict[Line, Line], msgspec.Meta(max_length=64)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
