@@ -72,7 +72,8 @@ def actions(count: int = 4) -> np.ndarray[Any, Any]:
     return np.ones(count, np.int64)
 
 
-def short(limit_s: float = 0.5) -> farstep.LocalConfig:
+def short(limit_s: float = 5.0) -> farstep.LocalConfig:
+    """Limits of steps; with half a second, a step that does not hang took longer on a busy machine."""
     limits = {"step_s": limit_s, "idle_s": limit_s}
     return farstep.LocalConfig(workers_per_node=2, timeouts=cast(Any, limits))
 
@@ -422,7 +423,7 @@ def interrupt_ring(worker: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ctrl_c_before_a_worker_is_rung_leaves_a_vector_that_can_go_on(
     worker: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with vector(config=short(5.0), batch_size=4) as ours:
+    with vector(config=short(), batch_size=4) as ours:
         ours.step(actions())
         interrupt_ring(worker, monkeypatch)
         with pytest.raises(KeyboardInterrupt):
