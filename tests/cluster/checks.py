@@ -59,7 +59,7 @@ def together(calls: Mapping[str, Callable[[], Any]], seconds: float = DEADLINE_S
     return outcomes
 
 
-def eventually(what: Callable[[], Any], seconds: float = DEADLINE_S, pause_s: float = 0.01) -> Any:
+def eventually(what: Callable[[], Any], seconds: float = DEADLINE_S, pause_s: float = 0.03) -> Any:
     """The first true answer of `what`, for events that nobody announces; fails at the deadline."""
     deadline = time.monotonic() + seconds
     while not (answer := what()):

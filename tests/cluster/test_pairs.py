@@ -136,6 +136,7 @@ class Nodes:
     def done(self) -> bool:
         witness = self._witness
         if self._since is None:
+            time.sleep(0.01)  # processes start meanwhile, and need the CPU time
             stats = witness.env.stats()
             pids = [node["pid"] for node in stats["nodes"]]
             whole = len(pids) == 2 and stats["workers"]["alive"] == 2
