@@ -46,7 +46,7 @@ from tests.agents.lora_agents import AdaptedQAgent, AdaptedSoftActor, Echo, OwnA
 from tests.cluster.checks import cluster, eventually, in_process, within, worker_pids
 from tests.cluster.nodes import shell_in
 
-pytestmark = pytest.mark.slow  # real processes, or learning
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_in_workers")]  # real processes, or learning
 
 if importlib.util.find_spec("peft") is None:  # importing it takes 6 s, in every process that collects tests
     pytest.skip("adapters need peft: pip install 'farstep[lora]'", allow_module_level=True)

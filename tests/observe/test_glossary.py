@@ -19,6 +19,7 @@ from rich.console import Console
 
 import farstep
 from farstep.head.tickets.records import DropCause
+from farstep.launch.daemon.process import ProcessStarter
 from farstep.learners.aride import ArideConfig
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.dqn import DQNConfig
@@ -100,7 +101,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def seen(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def seen(one_thread: None, zygote_with_torch: Any, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """What the runs below log and count: every learner, with every option that adds a metric."""
     seen, folder = Seen(), tmp_path_factory.mktemp("runs")
     everything = PPOConfig(
@@ -136,7 +137,9 @@ def seen(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         seen.stats |= set(entries(env.stats()))
     with serving(folder / "coordinator", slots=1) as name, shared(name, workers=1) as env:
         seen.stats |= set(entries(env.stats()))
-    _drop_chunks(seen, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessStarter, "shared", zygote_with_torch)
+        _drop_chunks(seen, folder)
     _run_workflow(seen)
     _run_workflow_on_nodes(seen, folder)
     return seen
