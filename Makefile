@@ -7,7 +7,8 @@ PIP    := $(BIN)/python -m pip install --no-compile --disable-pip-version-check 
 UV     := $(shell command -v uv 2>/dev/null)
 # Use uv if it is installed, except for torch: only pip reads the index that may be configured for the CPU build.
 ADD    := $(if $(UV),$(UV) pip install --python $(BIN)/python --constraint constraints.txt,$(PIP))
-EXTRAS := torch,envs,envpool,lora,tensorboard,ray,kubernetes,docs,dev
+# And envs, which needs box2d.
+EXTRAS := torch,envpool,lora,tensorboard,ray,kubernetes,docs,dev
 
 .PHONY: help setup demo test bytecode test-quick test-long test-kubernetes test-criu coverage lint format docs docs-serve bench bench-buffer scaling aaps stagger defaults learning offpolicy aride async elastic scale bench-peers clean
 help:            ## this list
@@ -23,9 +24,11 @@ $(VENV)/.demo-ready: pyproject.toml constraints.txt
 setup: $(VENV)/.ready  ## create .venv and install farstep with all that its tests and benchmarks need
 $(VENV)/.ready: $(VENV)/.demo-ready
 	@echo "installing what tests and benchmarks need (a few minutes the first time: environments, Ray, JAX, tools)"
-	@# box2d has no wheel for ARM: box2d-py is compiled, with the swig that pip brings.
-	@test "$$(uname -m)" = x86_64 || { echo "  box2d (compiling, about a minute)"; $(PIP) --quiet swig setuptools wheel && PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --quiet --no-build-isolation box2d-py==2.3.8; }
-	@$(ADD) --quiet --editable '.[$(EXTRAS)]'
+	@# box2d has no wheel for ARM: box2d-py is compiled beside the rest, with the swig that pip brings.
+	@test "$$(uname -m)" = x86_64 || { echo "  box2d (compiling, about a minute)"; $(PIP) --quiet swig setuptools wheel && { \
+	  PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(VENV)/wheels box2d-py==2.3.8 & box2d=$$!; \
+	  $(ADD) --quiet --editable '.[$(EXTRAS)]' && wait $$box2d && $(ADD) --quiet $(VENV)/wheels/*.whl; }; }
+	@$(ADD) --quiet --editable '.[envs,$(EXTRAS)]'
 	@touch $(VENV)/.docs-ready $@
 
 $(VENV)/.docs-ready: $(VENV)/.demo-ready  # `make setup` makes it too

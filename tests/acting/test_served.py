@@ -305,6 +305,7 @@ def test_workers_that_send_through_their_daemon_cannot_be_served_by_the_head(tmp
         cluster(config=node_config(tmp_path, 1, relay=True), inference={"where": "head"}).launch()
 
 
+@pytest.mark.usefixtures("torch_in_workers")
 def test_a_network_says_once_that_its_actions_are_not_bit_for_bit_the_same() -> None:
     torch = pytest.importorskip("torch")
 

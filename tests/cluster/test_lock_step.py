@@ -72,7 +72,8 @@ def actions(count: int = 4) -> np.ndarray[Any, Any]:
     return np.ones(count, np.int64)
 
 
-def short(limit_s: float = 0.5) -> farstep.LocalConfig:
+def short(limit_s: float = 5.0) -> farstep.LocalConfig:
+    """Limits of steps; with half a second, a step that does not hang took longer on a busy machine."""
     limits = {"step_s": limit_s, "idle_s": limit_s}
     return farstep.LocalConfig(workers_per_node=2, timeouts=cast(Any, limits))
 
@@ -365,6 +366,19 @@ def blocked_step(ours: Any, folder: Path, on_start: Callable[[], None]) -> Itera
     thread.join()
 
 
+def test_worker_that_has_stepped_may_be_idle_while_another_one_steps(tmp_path: Path) -> None:
+    limits = {"idle_s": 2.0, "step_s": 60.0}
+
+    def go_on() -> None:
+        time.sleep(2 * limits["idle_s"])
+        (tmp_path / "began.fifo").write_text("go on")
+
+    with vector(config=farstep.LocalConfig(workers_per_node=2, timeouts=cast(Any, limits))) as ours:
+        with blocked_step(ours, tmp_path, go_on):
+            assert ours.step(actions())[1].tolist() == [1.0] * 4
+        assert not ours.events(["stuck", "lost"])
+
+
 def test_ctrl_c_in_a_step_leaves_a_vector_that_can_go_on(tmp_path: Path) -> None:
     with vector() as ours:
         ours.step(actions())
@@ -422,7 +436,7 @@ def interrupt_ring(worker: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ctrl_c_before_a_worker_is_rung_leaves_a_vector_that_can_go_on(
     worker: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with vector(config=short(5.0), batch_size=4) as ours:
+    with vector(config=short(), batch_size=4) as ours:
         ours.step(actions())
         interrupt_ring(worker, monkeypatch)
         with pytest.raises(KeyboardInterrupt):

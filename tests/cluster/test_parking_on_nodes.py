@@ -26,6 +26,9 @@ from tests.cluster.parking import (
 from tests.cluster.parking_head import TellingEnv
 from tests.cluster.tables import ENDLESS
 
+PAUSE_S = 0.02
+"""Between batches while processes start or timers run; without a pause, collecting would use all CPU time."""
+
 
 def on_nodes(
     folder: Path,
@@ -74,6 +77,7 @@ def test_scale_to_more_workers_than_the_nodes_have_requests_nodes(tmp_path: Path
 def add_until(env: farstep.ClusterEnv, seen: Trajectories, columns: int) -> None:
     while seen.columns[-1] != columns:
         seen.add(env.collect(TableAgent(), steps=2))
+        time.sleep(PAUSE_S)
 
 
 @pytest.mark.timeout(120)
@@ -87,6 +91,7 @@ def test_parked_worker_outlives_its_connection_and_the_lease(tmp_path: Path) -> 
         ends = time.monotonic() + 2.5
         while time.monotonic() < ends:
             seen.add(env.collect(agent, steps=2))
+            time.sleep(PAUSE_S)
         env.scale(workers=2)
         within(lambda: add_until(env, seen, columns=2), 30)
         assert not env.events(["lost", "stuck", "restarted"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ def test_killed_workers_are_reported_at_once_and_the_others_continue(tmp_path: P
         killed = 0
         for batch in stream:
             seen.add(batch)
+            time.sleep(0.01)  # processes start meanwhile, and need the CPU time
             if env.stats()["workers"]["restarts"] == killed and env.stats()["workers"]["alive"] == 3:
                 if killed == 5:
                     break
@@ -98,6 +100,7 @@ def test_workers_end_with_their_daemon_and_its_replacement_starts_new_ones(tmp_p
         agent, seen = TableAgent(), Episodes()
         while len((batch := env.collect(agent, steps=4)).slots) < 4:
             seen.add(batch)
+            time.sleep(0.02)
         seen.add(batch)
         before = running(tmp_path / "pids")
         daemon = env.stats()["nodes"][1]["pid"]
@@ -105,6 +108,7 @@ def test_workers_end_with_their_daemon_and_its_replacement_starts_new_ones(tmp_p
         eventually(lambda: len(set(before) & set(running(tmp_path / "pids"))) == 2)
         while daemon in [node["pid"] for node in env.stats()["nodes"]] or len(batch.slots) < 4:
             seen.add(batch := env.collect(agent, steps=4))
+            time.sleep(0.02)
         stats = env.stats()
         assert not stats["workers"]["restarts"], "the node is to blame"
         assert_balanced(stats)

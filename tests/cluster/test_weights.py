@@ -79,6 +79,7 @@ def torch_agent(torch: Any) -> Any:
     return Module()
 
 
+@pytest.mark.usefixtures("torch_in_workers")
 def test_torch_agents(torch: Any) -> None:
     with cluster() as env:
         agent = torch_agent(torch)

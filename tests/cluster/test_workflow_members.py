@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventua
 from tests.cluster.flows import full
 from tests.cluster.nodes import node_config
 from tests.cluster.tables import ENDLESS, Recorder, gaps_of
+
+PAUSE_S = 0.01
+"""Of a learner: processes start while it learns, and need the CPU time."""
 
 
 def on_nodes(folder: Path, nodes: int, most: int, fewest: int = 1, **options: Any) -> farstep.ClusterEnv:
@@ -34,6 +38,7 @@ class Ages(Recorder):
         version = self.flow.env.version
         self.lags: list[int] = [*getattr(self, "lags", ()), version - int(self.flow.batch(message)["version"].min())]
         super().__call__(message)
+        time.sleep(PAUSE_S)
 
     def columns(self) -> list[int]:
         return [batch.shape[1] for batch in self.batches]
@@ -150,6 +155,7 @@ def test_stages_and_bounded_staleness_on_nodes_that_join(tmp_path: Path) -> None
                 columns.append(batch.shape[1])
                 lags.append(env.version - int(batch["version"].min()))
                 flow.publish()
+                time.sleep(PAUSE_S)
 
         flow.on(DataKeyTrigger(n="all", size=8, keys=(("reward",), ("obs",))), learn, thread=True)
         within(lambda: flow.run(until=lambda: len(columns) >= 3))

@@ -35,6 +35,7 @@ def run_ci(folder: Path, present: set[str], failing: str = "") -> subprocess.Com
     programs = {
         "dpkg-query": f'case " {" ".join(present)} " in *" $4 "*) printf installed;; *) exit 1; esac',
         "apt-get": f'[ "{failing}" != apt-get ] || exit 1; [ "$1" != install ] || echo "$@" > {folder}/asked',
+        "uv": "true",
         "make": f'echo "$1" >> {folder}/made; echo "output of $1"; [ "$1" != "{failing}" ]',
     }
     (folder / "bin").mkdir()

@@ -46,13 +46,8 @@ NOT_RUN = {
 
 OWN_PROCESS = {
     "README.md",
-    "docs/aaps.md",
     "docs/consumers.md",
     "docs/elasticity.md",
-    "docs/replay.md",
-    "docs/stagger.md",
-    "docs/training.md",
-    "docs/waiting.md",
     "docs/workflows.md",
 }
 """Pages whose script runs in a process of its own, as a user runs it; the others save the import of torch."""

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import farstep.launch
 from farstep.config.kubernetes import KubernetesConfig
 from farstep.head.events import EventLog
+from farstep.launch import launchers
 from farstep.launch.daemon.guardian import Guardian
 from farstep.launch.engines.engine import Group, RequestStatus
 from farstep.launch.engines.kubernetes.engine import KubernetesEngine
@@ -159,8 +159,8 @@ class Played(Group):
         self._guardian.unregister(self._name)
 
 
-def _engine_for(config: Any, workers_per_node: int, emit: Any, known: Any = farstep.launch.engine_for) -> Any:
+def _engine_for(config: Any, workers_per_node: int, emit: Any, known: Any = launchers.engine_for) -> Any:
     return PodmanEngine(config) if isinstance(config, PodmanConfig) else known(config, workers_per_node, emit)
 
 
-farstep.launch.engine_for = _engine_for
+launchers.engine_for = _engine_for

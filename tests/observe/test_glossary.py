@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import time
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -19,6 +20,7 @@ from rich.console import Console
 
 import farstep
 from farstep.head.tickets.records import DropCause
+from farstep.launch.daemon.process import ProcessStarter
 from farstep.learners.aride import ArideConfig
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.dqn import DQNConfig
@@ -100,7 +102,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def seen(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def seen(one_thread: None, zygote_with_torch: Any, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """What the runs below log and count: every learner, with every option that adds a metric."""
     seen, folder = Seen(), tmp_path_factory.mktemp("runs")
     everything = PPOConfig(
@@ -136,7 +138,9 @@ def seen(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         seen.stats |= set(entries(env.stats()))
     with serving(folder / "coordinator", slots=1) as name, shared(name, workers=1) as env:
         seen.stats |= set(entries(env.stats()))
-    _drop_chunks(seen, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessStarter, "shared", zygote_with_torch)
+        _drop_chunks(seen, folder)
     _run_workflow(seen)
     _run_workflow_on_nodes(seen, folder)
     return seen
@@ -189,6 +193,7 @@ def _run_workflow_on_nodes(seen: Seen, folder: Path) -> None:
                 seen.stats |= set(entries(env.stats()))
                 killed.append(env.stats()["nodes"][0]["pid"])
                 os.kill(killed[0], signal.SIGKILL)
+            time.sleep(0.01)  # processes start and end meanwhile, and need the CPU time
             return "worker_left" in env.stats()["dropped"]
 
         within(lambda: flow.run(until=has_lost_rows), 120)

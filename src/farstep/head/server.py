@@ -43,8 +43,8 @@ from farstep.head.members.worker_records import WorkerRecord, acting_servers, ex
 from farstep.head.prewarming import Prewarming
 from farstep.head.tickets.tickets import Tickets
 from farstep.head.warnings.slow_calls import FIRST_START_S, WaitWarning, warn_while_slow
-from farstep.launch import launcher_for
 from farstep.launch.acting_plan import ActingPlan
+from farstep.launch.launchers import launcher_for
 from farstep.rollout.nested_launch import refuse_nested_launch
 from farstep.rollout.program import Program
 from farstep.rollout.progress import check_words, copy_words

@@ -28,7 +28,7 @@ from farstep.observe.files import read_rows
 from tests.buffer.sampled_rows import assert_frequencies
 from tests.learning.tasks import Identity, Recall, Rows, make_env, make_training, trained
 
-pytestmark = pytest.mark.slow  # real processes, or learning
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_in_workers")]  # real processes, or learning
 
 PLAIN = NetConfig(hidden=(8,), normalize_obs=False, normalize_reward=False)
 TINY = ArideConfig(net=PLAIN, learning_rate=0.02, max_grad_norm=100.0, gamma=1.0, entropy_bonus=0.0, gate="none")

@@ -28,7 +28,7 @@ from farstep.learners.replay.config import ReplayConfig
 from farstep.learners.replay.loop import ReplayLoop, make_limiter
 from farstep.learners.sac import SAC, SACConfig, make_soft_actor
 
-pytestmark = pytest.mark.slow  # real processes, or learning
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_in_workers")]  # real processes, or learning
 
 
 class TwinAgent(NetworkAgent):

@@ -19,7 +19,7 @@ from farstep.learners.loop.training import Limits, Training
 from farstep.learners.replay.config import EpisodeReplayConfig, LoopConfig, ReplayConfig
 from tests.learners.replay.test_loop import TwinLearner
 
-pytestmark = pytest.mark.slow  # real processes, or learning
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_in_workers")]  # real processes, or learning
 
 SHORT, LONG = 2, 25
 ENV, EPISODE, STEP, LENGTH, IS_SLOW = range(5)

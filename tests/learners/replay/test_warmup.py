@@ -20,7 +20,7 @@ from farstep.learners.replay.recorded_episodes import RecordedEpisodes, record_e
 from tests.learners.replay.test_aride import InvalidActions
 from tests.learning.tasks import Identity, Recall, Rows, make_env, make_training
 
-pytestmark = pytest.mark.slow  # real processes, or learning
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_in_workers")]  # real processes, or learning
 
 PLAIN = NetConfig(hidden=(8,))
 EPISODES = EpisodeReplayConfig(buffer_size=2_000, learning_starts=100, batch_size=8, report_every=200)

@@ -79,6 +79,7 @@ def train(env: Any, title: str, config: Config, total_steps: int) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("torch_in_workers")
 def test_prometheus_has_data_for_every_panel(tmp_path: Path) -> None:
     replay = ReplayConfig(learning_starts=20, batch_size=8, report_every=20)
     with (
