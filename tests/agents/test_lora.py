@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -45,6 +46,7 @@ from farstep.learners.replay.config import EpisodeReplayConfig
 from tests.agents.lora_agents import AdaptedQAgent, AdaptedSoftActor, Echo, OwnAgent, Policy, Spelling, tokens
 from tests.cluster.checks import cluster, eventually, in_process, within, worker_pids
 from tests.cluster.nodes import shell_in
+from tests.docs.test_examples import run_here
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_in_workers")]  # real processes, or learning
 
@@ -385,3 +387,10 @@ def test_an_agent_of_ones_own_loop_has_adapters() -> None:
         with torch.inference_mode():
             np.testing.assert_array_equal(batch["out"][0], agent.act(batch["obs"][0])["out"].numpy())
         assert (batch["version"] == 1).all()
+
+
+def test_example_prints_returns_and_bytes(tmp_path: Path) -> None:
+    output = run_here("lora_policy.py", "--pretraining-steps 5 --num-envs 8 --total-steps 512", tmp_path)
+    assert len(re.findall(r"^return .*: +[0-9.]+", output, re.M)) == 2
+    adapters, full = map(float, re.findall(r"([0-9.]+) MB", output)[1:])
+    assert 0 < adapters < full / 5
