@@ -366,6 +366,19 @@ def blocked_step(ours: Any, folder: Path, on_start: Callable[[], None]) -> Itera
     thread.join()
 
 
+def test_worker_that_has_stepped_may_be_idle_while_another_one_steps(tmp_path: Path) -> None:
+    limits = {"idle_s": 2.0, "step_s": 60.0}
+
+    def go_on() -> None:
+        time.sleep(2 * limits["idle_s"])
+        (tmp_path / "began.fifo").write_text("go on")
+
+    with vector(config=farstep.LocalConfig(workers_per_node=2, timeouts=cast(Any, limits))) as ours:
+        with blocked_step(ours, tmp_path, go_on):
+            assert ours.step(actions())[1].tolist() == [1.0] * 4
+        assert not ours.events(["stuck", "lost"])
+
+
 def test_ctrl_c_in_a_step_leaves_a_vector_that_can_go_on(tmp_path: Path) -> None:
     with vector() as ours:
         ours.step(actions())

@@ -250,14 +250,29 @@ class LockStepHead:
         except (ValueError, OSError):  # closed by another thread
             events = []
         if len(events) != 1 or events[0][0] != self._own:
-            self._wait_in_event_loop(finished, errors=errors)
+            self._wait_in_event_loop(finished, self._is_stepping, errors=errors)
 
-    def _wait_in_event_loop(self, finished: Callable[[], bool], *, errors: bool = True) -> None:
-        """Like `_wait`, but handle messages, lost and stuck workers meanwhile."""
+    def _is_stepping(self, record: WorkerRecord) -> bool:
+        """Whether a requested step of a worker is not done."""
+        board, slots = self.board, slice(record.first, record.first + record.num_envs)
+        is_whole = board.done[record.worker] == board.requested_step[record.worker]
+        return not is_whole or bool((board.env_requests[slots] != board.stepped[slots]).any())
+
+    def _wait_in_event_loop(
+        self,
+        finished: Callable[[], bool],
+        is_awaited: Callable[[WorkerRecord], bool] = lambda record: True,
+        *,
+        errors: bool = True,
+    ) -> None:
+        """Like `_wait`, but handle messages, lost and stuck workers meanwhile. Workers that are no longer awaited may
+        be idle."""
 
         def poll() -> bool | None:
             if errors:
                 self._poll_error()
+            for record in self._records:
+                record.owes_reply = record.owes_reply and is_awaited(record)
             return True if finished() else None
 
         server = self._server
