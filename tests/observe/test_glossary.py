@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import time
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -192,6 +193,7 @@ def _run_workflow_on_nodes(seen: Seen, folder: Path) -> None:
                 seen.stats |= set(entries(env.stats()))
                 killed.append(env.stats()["nodes"][0]["pid"])
                 os.kill(killed[0], signal.SIGKILL)
+            time.sleep(0.01)  # processes start and end meanwhile, and need the CPU time
             return "worker_left" in env.stats()["dropped"]
 
         within(lambda: flow.run(until=has_lost_rows), 120)
