@@ -16,7 +16,7 @@ import pytest
 import farstep
 from farstep.learners.loop.journal import Journal
 from farstep.testing import TableAgent
-from tests.cluster.checks import arrays_of, assert_same
+from tests.cluster.checks import arrays_of, assert_same, within
 from tests.cluster.test_sharing import (
     PATIENCE_S,
     SOURCE,
@@ -94,6 +94,26 @@ def test_run_that_keeps_its_slots_lends_a_share_for_each_rollout(tmp_path: Path)
             assert env.collect(agent, steps=2).slots.tolist() == [0, 1]  # one worker
             next(stream)
         stream.close()
+
+
+@pytest.mark.parametrize("launched", [keeping, releasing])
+def test_workflow_waits_while_another_run_has_all_slots(tmp_path: Path, launched: Any) -> None:
+    updates_after_pauses: set[int] = set()
+    with (
+        serving(tmp_path / "c", slots=1, turn_s=0.3) as name,
+        launched(name, workers=1) as env,
+        keeping(name, workers=1) as other,
+    ):
+        other.collect(TableAgent(), steps=2)  # it has the slot now
+        flow = farstep.Workflow(env, TableAgent(), farstep.Buffer(4 * 64, farstep.FullBatch()))
+
+        def update(message: Any) -> None:
+            flow.batch(message)
+            flow.publish()
+            updates_after_pauses.add(sum("paused" in event.text for event in env.events("scaled")))
+
+        flow.on(farstep.DataKeyTrigger(n=1, size=8), update)
+        within(lambda: flow.run(until=lambda: len(updates_after_pauses) > 2))
 
 
 def test_close_ends_a_wait_for_slots(tmp_path: Path) -> None:
