@@ -156,6 +156,11 @@ def test_run_survives_a_killed_coordinator_and_keeps_its_slots(tmp_path: Path) -
         assert second.wait(PATIENCE_S) == 0
 
 
+def test_run_with_descriptors_above_1023_gets_its_slots(tmp_path: Path, descriptors_above_1023: None) -> None:
+    with serving(tmp_path / "c", slots=2) as name, shared(name) as env:
+        assert len(env.collect(TableAgent(), steps=4).slots) == 4
+
+
 def test_runs_take_a_device_in_turn(tmp_path: Path) -> None:
     order: list[int] = []
     with serving(tmp_path / "c", slots=2, devices=1) as name, contextlib.ExitStack() as stack:

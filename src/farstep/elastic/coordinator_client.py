@@ -318,8 +318,7 @@ class CoordinatorClient:
             if self._socket is None and self._is_compatible:
                 self._reconnect()
             is_pending = self._acknowledged != self._round
-            sources = [self._woken, *([] if self._socket is None else [self._socket])]
-            readable, _, _ = select.select(sources, [], [], _POLL_S if is_pending else _HEARTBEAT_S)
+            readable = self._readable(_POLL_S if is_pending else _HEARTBEAT_S)
             if self._woken in readable:
                 with contextlib.suppress(BlockingIOError):
                     self._woken.recv(4096)
@@ -334,6 +333,14 @@ class CoordinatorClient:
         self._send(Leave(self._register.workload))
         if self._socket is not None:
             self._socket.close()
+
+    def _readable(self, timeout_s: float) -> list[socket.socket]:
+        """Wait until a socket can be read, and return all that can."""
+        sources = {source.fileno(): source for source in (self._woken, self._socket) if source is not None}
+        poll = select.poll()  # `select.select` refuses descriptors from 1024
+        for descriptor in sources:
+            poll.register(descriptor, select.POLLIN)
+        return [sources[descriptor] for descriptor, _ in poll.poll(timeout_s * 1000)]
 
     def _reconnect(self) -> None:
         try:
