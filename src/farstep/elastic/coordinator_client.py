@@ -1,4 +1,9 @@
-"""The connection of a run to its coordinator: a thread that applies allowances and sends heartbeats."""
+"""The connection of a run to its coordinator: a thread that sends heartbeats and receives allowances, and one that
+applies them.
+
+A pool may hold its lock for longer than a lease, such as while it requests nodes. Therefore the thread of the
+connection never takes this lock.
+"""
 
 from __future__ import annotations
 
@@ -149,10 +154,14 @@ class CoordinatorClient:
         except OSError as error:
             raise LaunchError(no_coordinator(name, error)) from None
         self._wake, self._woken = socket.socketpair()
-        self._woken.setblocking(False)
-        self._wake.setblocking(False)
-        self._thread = threading.Thread(target=self._run, name="farstep-coordinator", daemon=True)
-        self._thread.start()
+        self._due = threading.Event()
+        """Set if something may have to be applied."""
+        self._threads = [
+            threading.Thread(target=self._converse, name="farstep-coordinator", daemon=True),
+            threading.Thread(target=self._apply_all, name="farstep-slots", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def _connect(self) -> None:
         client = connect(self._folder, _CONNECT_S)
@@ -209,7 +218,7 @@ class CoordinatorClient:
             self._pool, self._applied = pool, workers
         if self._per_session:
             pool.use_slots_per_session(self)
-        self._wake_up()
+        self._due.set()
 
     def want(self, workers: int) -> None:
         """Tell the coordinator how many workers the run can use."""
@@ -228,7 +237,7 @@ class CoordinatorClient:
                 self._register = msgspec.structs.replace(self._register, request=number, for_rollout=for_rollout)
                 self._request_slots()
                 return
-        self._wake_up()  # the coordinator was down when the last session ended, so its slots were not returned
+        self._due.set()  # the coordinator was down when the last session ended, so its slots were not returned
 
     def _request_slots(self) -> None:
         self._register = register = msgspec.structs.replace(self._register, wanted=self._workers)
@@ -299,32 +308,29 @@ class CoordinatorClient:
                 self._changed.wait(_HEARTBEAT_S)
 
     def close(self) -> None:
-        """Give everything back, and end the thread. Call it after the workers have ended."""
+        """Give everything back, and end the threads. Call it after the workers have ended."""
         with self._changed:
             if self._closed:
                 return
             self._closed = True
             self._changed.notify_all()
-        self._wake_up()
-        self._thread.join()
+        self._due.set()
+        self._wake.send(b"x")
+        for thread in self._threads:
+            thread.join()
         self._wake.close()
         self._woken.close()
 
-    # ---- the thread ----
+    # ---- the thread of the connection ----
 
-    def _run(self) -> None:
+    def _converse(self) -> None:
         heartbeat = 0.0
         while not self._closed:
             if self._socket is None and self._is_compatible:
                 self._reconnect()
-            is_pending = self._acknowledged != self._round
-            readable = self._readable(_POLL_S if is_pending else _HEARTBEAT_S)
-            if self._woken in readable:
-                with contextlib.suppress(BlockingIOError):
-                    self._woken.recv(4096)
-            if self._socket in readable:
+            if self._has_answer():
                 self._receive()
-            self._apply()
+                self._due.set()
             with self._changed:
                 self._report_wait()
             if (now := time.monotonic()) > heartbeat + _HEARTBEAT_S:
@@ -334,13 +340,16 @@ class CoordinatorClient:
         if self._socket is not None:
             self._socket.close()
 
-    def _readable(self, timeout_s: float) -> list[socket.socket]:
-        """Wait until a socket can be read, and return all that can."""
-        sources = {source.fileno(): source for source in (self._woken, self._socket) if source is not None}
+    def _has_answer(self) -> bool:
+        """Wait for an answer, at most for the time between two heartbeats, and return whether there is one."""
         poll = select.poll()  # `select.select` refuses descriptors from 1024
-        for descriptor in sources:
-            poll.register(descriptor, select.POLLIN)
-        return [sources[descriptor] for descriptor, _ in poll.poll(timeout_s * 1000)]
+        poll.register(self._woken, select.POLLIN)
+        if self._socket is not None:
+            poll.register(self._socket, select.POLLIN)
+        ready = dict(poll.poll(_HEARTBEAT_S * 1000))
+        if self._woken.fileno() in ready:
+            self._woken.recv(1)  # a fork of this process may have sent it
+        return self._socket is not None and self._socket.fileno() in ready
 
     def _reconnect(self) -> None:
         try:
@@ -412,6 +421,14 @@ class CoordinatorClient:
                 if self._requests_device:
                     self._send(RequestDevice(self._register.workload, self._request))
 
+    # ---- the thread of the pool ----
+
+    def _apply_all(self) -> None:
+        while not self._closed:
+            self._due.wait(_HEARTBEAT_S if self._acknowledged == self._round else _POLL_S)
+            self._due.clear()
+            self._apply()
+
     def _apply(self) -> None:
         """Scale the workers as allowed, and acknowledge as soon as no more of them run."""
         with self._changed:
@@ -428,9 +445,11 @@ class CoordinatorClient:
                 running = pool.num_running()
             except FarstepError:
                 return  # the run has failed, and is going to be closed
-        if self._acknowledged != this_round and running <= allowed:
-            self._acknowledged = this_round
-            self._send(Released(self._register.workload, this_round))
+        with self._changed:
+            is_current = (self._allowed, self._round) == (allowed, this_round)
+            if is_current and self._acknowledged != this_round and running <= allowed:
+                self._acknowledged = this_round
+                self._send(Released(self._register.workload, this_round))
 
     def _scale(self, pool: WorkerPool, allowed: int) -> None:
         with pool.locked():  # no session begins or ends meanwhile
@@ -479,10 +498,6 @@ class CoordinatorClient:
                 f"coordinator {self._name!r} has ended; this run {keeps} and connects again when you start it with the "
                 "same name",
             )
-
-    def _wake_up(self) -> None:
-        with contextlib.suppress(OSError):
-            self._wake.send(b"x")
 
 
 def _option(name: str) -> str:
