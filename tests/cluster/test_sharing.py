@@ -19,6 +19,7 @@ import farstep
 from farstep.cli import main
 from farstep.elastic.coordinator_server import CoordinatorServer, WorkloadStatus, connect, read_status
 from farstep.testing import CountingEnv, TableAgent
+from tests.cluster.checks import worker_pids
 
 PATIENCE_S = 60.0
 LEASE_S = 2.0
@@ -79,6 +80,22 @@ def times(file: Path) -> list[float]:
     """The ends of a run's rollouts."""
     text = file.read_text() if file.exists() else ""
     return [float(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def test_error_found_during_an_update_is_raised_by_the_next_call(tmp_path: Path) -> None:
+    agent = TableAgent()
+    with (
+        serving(tmp_path / "c", slots=1, turn_s=0.3) as name,
+        shared(name, workers=1, restart_budget=0) as env,
+    ):
+        env.collect(agent, steps=4)
+        (worker,) = worker_pids()
+        os.kill(worker, signal.SIGKILL)
+        wait_until(lambda: any("the run failed" in event.text for event in env.events("warned")))
+        with shared(name, workers=1) as other:  # it gets the slot, since no worker of the failed run uses it
+            other.collect(agent, steps=4)
+        with pytest.raises(farstep.WorkerDied, match="SIGKILL"):
+            env.collect(agent, steps=4)
 
 
 def test_second_run_gets_its_share_and_the_first_gets_it_back(tmp_path: Path) -> None:

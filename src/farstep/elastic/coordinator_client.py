@@ -71,8 +71,13 @@ class WorkerPool(Protocol):
         """Let all workers become idle, until `scale_workers` is called."""
         ...
 
+    @property
+    def state(self) -> str:
+        """`running`, `failed` or `closed`."""
+        ...
+
     def num_running(self) -> int:
-        """Return the number of workers that may be using a core."""
+        """Return the number of workers that may be using a core, also of a run that has failed or is closed."""
         ...
 
     def use_slots_per_session(self, slots: SessionSlots) -> None:
@@ -437,37 +442,36 @@ class CoordinatorClient:
             running = 0 if not self._uses_slots else allowed + 1
         else:
             try:
-                if self._refused and self._uses_session and not allowed:
-                    with pool.locked():
-                        pool.fail(self._refusal())
-                if allowed != self._applied:
-                    self._scale(pool, allowed)
-                running = pool.num_running()
+                with pool.locked():  # no session begins or ends meanwhile
+                    if pool.state == "running":  # otherwise the error is raised by the user's next call, not here
+                        self._adjust(pool, allowed)
             except FarstepError:
-                return  # the run has failed, and is going to be closed
+                return  # the engine refuses nodes for more workers
+            running = pool.num_running()
         with self._changed:
             is_current = (self._allowed, self._round) == (allowed, this_round)
             if is_current and self._acknowledged != this_round and running <= allowed:
                 self._acknowledged = this_round
                 self._send(Released(self._register.workload, this_round))
 
-    def _scale(self, pool: WorkerPool, allowed: int) -> None:
-        with pool.locked():  # no session begins or ends meanwhile
-            with self._changed:
-                applied = self._applied
-                if self._allowed != allowed or not self._uses_session:
-                    return
-                if not allowed and applied is None:
-                    return  # a session waits for its first slots, and the pool holds already
-                self._applied = allowed
-            if allowed:
-                pool.scale_workers(allowed, quiet=self._is_quiet(time.monotonic()))
-            else:
-                pool.hold()
-        if not allowed:
+    def _adjust(self, pool: WorkerPool, allowed: int) -> None:
+        with self._changed:
+            applied = self._applied
+            if self._allowed != allowed or not self._uses_session:
+                return
+            is_refused = self._refused and not allowed
+            if not is_refused and (allowed == applied or (not allowed and applied is None)):
+                return  # in the latter case, a session waits for its first slots, and the pool holds already
+            self._applied = allowed
+        if is_refused:
+            pool.fail(self._refusal())
+        elif allowed:
+            pool.scale_workers(allowed, quiet=self._is_quiet(time.monotonic()))
+            if applied == 0:
+                self._emit("scaled", f"continuing with {counted(allowed, 'worker')}")
+        else:
+            pool.hold()
             self._emit("scaled", f"paused: coordinator {self._name!r} has given all slots of this run to other runs")
-        elif applied == 0:
-            self._emit("scaled", f"continuing with {counted(allowed, 'worker')}")
 
     def _is_quiet(self, now: float) -> bool:
         """Return whether not to report another number of workers: if one was reported less than a minute ago. Runs that

@@ -179,7 +179,6 @@ class Server:
     def hold(self) -> None:
         """Issue no tickets until `scale_workers` is called. Workers finish their open tickets and are idle then."""
         with self.locked():
-            self.raise_failure()
             self.holds = True
 
     def use_slots_per_session(self, slots: SessionSlots) -> None:
@@ -224,11 +223,11 @@ class Server:
             self._session_slots.end()
 
     def num_running(self) -> int:
-        """Return the number of workers that may be using a core: all that are not parked; 0 if a `hold` has made all
-        of them idle."""
+        """Return the number of workers that may be using a core: all that are not parked; 0 if a `hold` or the end of
+        the run has made all of them idle."""
         with self.locked():
-            self.raise_failure()
-            return 0 if self.holds and not self.tickets.in_flight else len(self.available.present())
+            is_idle = (self.holds or self.state != "running") and not self.tickets.in_flight
+            return 0 if is_idle else len(self.available.present())
 
     def _want(self, workers: int, *, quiet: bool = False) -> None:
         self._parking.want(workers, quiet=quiet)
