@@ -169,6 +169,27 @@ def test_runs_continue_after_the_coordinator_was_killed_and_restarted(tmp_path: 
         assert [process.poll() for process in processes] == [None, None]  # otherwise too many steps at the same time
 
 
+def test_refusal_ends_with_the_coordinator_that_refused(tmp_path: Path) -> None:
+    agent = TableAgent()
+    with contextlib.ExitStack() as stack:
+        with serving(tmp_path / "c", slots=2) as name:
+            env = stack.enter_context(releasing(name, min_workers=2))
+            env.collect(agent, steps=2)
+        with serving(tmp_path / "c", slots=1):  # too few, but the run is learning
+            wait_until(lambda: reconnections(env) == 1)
+            runs(name)  # answered after the run was refused
+        with serving(tmp_path / "c", slots=2):
+            wait_until(lambda: reconnections(env) == 2)
+            other = stack.enter_context(keeping(name))
+            with waiting(env, name) as raised:
+                other.close()
+            assert raised == []
+
+
+def reconnections(env: farstep.ClusterEnv) -> int:
+    return sum("again" in event.text and "connected" in event.text for event in env.events("warned"))
+
+
 def test_run_that_releases_is_resumed_by_one_that_does_not(tmp_path: Path) -> None:
     agent, journal = TableAgent(), Journal()
     with serving(tmp_path / "c", slots=2) as name:

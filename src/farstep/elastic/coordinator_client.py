@@ -181,6 +181,7 @@ class CoordinatorClient:
                 client.close()
                 raise
             self._socket, self._welcomed = client, False
+            self._refused = self._no_device = ""  # this coordinator may have more
 
     # ---- calls of the run's threads ----
 
