@@ -169,6 +169,19 @@ def test_runs_continue_after_the_coordinator_was_killed_and_restarted(tmp_path: 
         assert [process.poll() for process in processes] == [None, None]  # otherwise too many steps at the same time
 
 
+def test_share_of_a_run_is_not_part_of_its_checkpoint(tmp_path: Path) -> None:
+    agent, journal = TableAgent(), Journal(4)
+    with serving(tmp_path / "c", slots=2) as name, keeping(name), keeping(name) as env:
+        wait_until(lambda: held(name) == [1, 1])
+        batch = env.collect(agent, steps=3)
+        assert batch.slots.tolist() == [0, 1]
+        journal.add(batch)
+        saved, actions = env.save(), journal.actions()
+    with farstep.ClusterEnv(SOURCE, farstep.LocalConfig(workers_per_node=2)) as env:
+        env.resume(agent, saved, actions)
+        assert env.collect(agent, steps=3).slots.tolist() == [0, 1, 2, 3]
+
+
 def test_refusal_ends_with_the_coordinator_that_refused(tmp_path: Path) -> None:
     agent = TableAgent()
     with contextlib.ExitStack() as stack:
