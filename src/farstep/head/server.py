@@ -190,10 +190,7 @@ class Server:
 
     def begin_session(self, *, one_batch: bool) -> None:
         """Request slots for the session of tickets that was opened."""
-        was_early = False
-        if (prewarming := self._prewarming) is not None:
-            prewarming.rollout_begins(time.monotonic())
-            was_early, prewarming.is_early = prewarming.is_early, False
+        was_early = self._prewarming is not None and self._prewarming.rollout_begins(time.monotonic())
         if self._session_slots is not None and not was_early:
             self._session_slots.begin(for_rollout=one_batch)
 
