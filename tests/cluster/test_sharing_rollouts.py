@@ -7,6 +7,7 @@ import functools
 import os
 import signal
 import threading
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,9 @@ from tests.cluster.test_sharing import (
 )
 
 
-def releasing(name: str, workers: int = 2, **options: Any) -> farstep.ClusterEnv:
+def releasing(name: str, workers: int = 2, *, prewarm: bool = False, **options: Any) -> farstep.ClusterEnv:
     config = farstep.LocalConfig(workers_per_node=workers, coordinator=name, **options)
-    return farstep.ClusterEnv({**SOURCE, "release_idle": True}, config)
+    return farstep.ClusterEnv({**SOURCE, "release_idle": True, "prewarm": prewarm}, config)
 
 
 def keeping(name: str, workers: int = 2, **options: Any) -> farstep.ClusterEnv:
@@ -82,6 +83,28 @@ def test_slots_are_held_only_during_rollouts_and_scaling_changes_the_next_reques
         wait_until(lambda: held(name) == [0])
         assert not env.events(["lost", "stuck", "warned"])
         assert env.stats()["slots"]["waited_seconds"] >= 0
+
+
+def test_stream_with_slots_that_were_requested_early_gets_more_later(tmp_path: Path) -> None:
+    agent = TableAgent()
+    with serving(tmp_path / "c", slots=4) as name, releasing(name, workers=4, prewarm=True) as env:
+        env.scale(workers=2)
+
+        def requested_early() -> bool:
+            env.collect(agent, steps=2)
+            wait_until(lambda: held(name) == [0])
+            ends = time.monotonic() + 0.3  # each update takes about as long as the last one
+            while time.monotonic() < ends and held(name) == [0]:
+                time.sleep(0.01)
+            return held(name) == [2]
+
+        wait_until(requested_early)
+        stream = env.stream(agent, steps=2)
+        next(stream)
+        assert held(name) == [2]
+        env.scale(workers=4)
+        wait_until(lambda: held(name) == [4])
+        stream.close()
 
 
 def test_run_that_keeps_its_slots_lends_a_share_for_each_rollout(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ class SessionSlots(Protocol):
     """The slots of a run that needs them only while a session of tickets is open. Both methods return at once."""
 
     def begin(self, *, for_rollout: bool) -> None:
-        """Request slots for a session: for one rollout, or for an unlimited number."""
+        """Request slots for a session: for one rollout, or for an unlimited number. A second call changes which."""
         ...
 
     def end(self) -> None:
@@ -237,13 +237,13 @@ class CoordinatorClient:
         """Request slots for a session (see `SessionSlots`)."""
         with self._changed:
             self._uses_session, self._applied = True, None
-            if not self._register.wanted:
-                self._waits.begin(time.monotonic())
-                number = self._register.request + 1
-                self._register = msgspec.structs.replace(self._register, request=number, for_rollout=for_rollout)
-                self._request_slots()
-                return
-        self._due.set()  # the coordinator was down when the last session ended, so its slots were not returned
+            number = self._register.request
+            if not self._register.wanted:  # otherwise the run has slots: it requested them early, or could not return
+                self._waits.begin(time.monotonic())  # those of the last session, because the coordinator was down
+                number += 1
+            self._register = msgspec.structs.replace(self._register, request=number, for_rollout=for_rollout)
+            self._request_slots()
+        self._due.set()
 
     def _request_slots(self) -> None:
         self._register = register = msgspec.structs.replace(self._register, wanted=self._workers)

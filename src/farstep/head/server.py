@@ -191,7 +191,7 @@ class Server:
     def begin_session(self, *, one_batch: bool) -> None:
         """Request slots for the session of tickets that was opened."""
         was_early = self._prewarming is not None and self._prewarming.rollout_begins(time.monotonic())
-        if self._session_slots is not None and not was_early:
+        if self._session_slots is not None and not (was_early and one_batch):
             self._session_slots.begin(for_rollout=one_batch)
 
     def _resume_early(self) -> None:
