@@ -1,11 +1,12 @@
 """What all tests share; the leak check comes from `farstep.testing.leaks`."""
 
 import os
+import resource
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import cloudpickle
 import pytest
@@ -56,6 +57,22 @@ def zygote(own_state):
     """Workers of this process are forks of one process, which saves the imports of each."""
     with shared_zygote([]):
         yield
+
+
+@pytest.fixture
+def descriptors_above_1023() -> Iterator[None]:
+    """New descriptors of this process have numbers above 1023, which `select.select` refuses."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    opened: list[int] = []
+    try:
+        while not opened or opened[-1] < 1023:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture(scope="session")

@@ -324,8 +324,8 @@ class ClusterEnv:
 
         Returns:
             Plain data and arrays: the version, and for each worker its episode counters, random states and recurrent
-            states; also for parked workers. `active_workers`: how many were not parked, if some were. `inference`: what
-            `inference="auto"` has chosen.
+            states; also for parked workers. `active_workers`: how many were not parked, if some were; not with a
+            coordinator, which decides this again. `inference`: what `inference="auto"` has chosen.
 
         Raises:
             FarstepError: A worker failed and could not be replaced.
@@ -335,7 +335,8 @@ class ClusterEnv:
         if self.chosen_inference is not None:
             saved["inference"] = self.chosen_inference
         active = collector.server.tickets.presence.wanted
-        return saved if active == self.num_workers else {**saved, "active_workers": active}
+        is_chosen = active < self.num_workers and not self.has_coordinator  # otherwise it is the share of this moment
+        return {**saved, "active_workers": active} if is_chosen else saved
 
     @property
     def cannot_replay(self) -> str:
@@ -356,7 +357,8 @@ class ClusterEnv:
 
         Episodes in progress are replayed: each environment is reset with its seed and takes its recorded actions again.
         Some episodes restart with unused seeds instead: if `cannot_replay` has a reason, if their worker was being
-        replaced, or if the number of workers changed. As many workers are parked as were when `save` was called.
+        replaced, or if the number of workers changed. As many workers are parked as were when `save` was called, unless
+        a coordinator decided or decides this.
 
         Args:
             agent: The agent, with the parameters that it had when `save` was called.

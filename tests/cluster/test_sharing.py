@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -18,8 +19,10 @@ import farstep
 from farstep.cli import main
 from farstep.elastic.coordinator_server import CoordinatorServer, WorkloadStatus, connect, read_status
 from farstep.testing import CountingEnv, TableAgent
+from tests.cluster.checks import worker_pids
 
 PATIENCE_S = 60.0
+LEASE_S = 2.0
 SOURCE = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 4, "seed": 1}
 
 
@@ -33,7 +36,7 @@ def wait_until(is_true: Callable[[], bool]) -> None:
 @contextlib.contextmanager
 def serving(folder: Path, slots: int, devices: int = 0, turn_s: float = 30.0) -> Iterator[str]:
     """A coordinator in a thread of this process."""
-    server = CoordinatorServer(folder, slots, devices, 2.0, turn_s)
+    server = CoordinatorServer(folder, slots, devices, LEASE_S, turn_s)
     thread = threading.Thread(target=server.serve)
     thread.start()
     try:
@@ -55,7 +58,7 @@ def started(*command: object) -> Iterator[subprocess.Popen[str]]:
 
 
 def started_coordinator(folder: Path, *options: object) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
-    return started("farstep", "coordinator", "start", "--name", folder, "--lease-s", 2, *options)
+    return started("farstep", "coordinator", "start", "--name", folder, "--lease-s", LEASE_S, *options)
 
 
 def shared(name: str, workers: int = 2, **options: object) -> farstep.ClusterEnv:
@@ -77,6 +80,22 @@ def times(file: Path) -> list[float]:
     """The ends of a run's rollouts."""
     text = file.read_text() if file.exists() else ""
     return [float(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def test_error_found_during_an_update_is_raised_by_the_next_call(tmp_path: Path) -> None:
+    agent = TableAgent()
+    with (
+        serving(tmp_path / "c", slots=1, turn_s=0.3) as name,
+        shared(name, workers=1, restart_budget=0) as env,
+    ):
+        env.collect(agent, steps=4)
+        (worker,) = worker_pids()
+        os.kill(worker, signal.SIGKILL)
+        wait_until(lambda: any("the run failed" in event.text for event in env.events("warned")))
+        with shared(name, workers=1) as other:  # it gets the slot, since no worker of the failed run uses it
+            other.collect(agent, steps=4)
+        with pytest.raises(farstep.WorkerDied, match="SIGKILL"):
+            env.collect(agent, steps=4)
 
 
 def test_second_run_gets_its_share_and_the_first_gets_it_back(tmp_path: Path) -> None:
@@ -154,6 +173,45 @@ def test_run_survives_a_killed_coordinator_and_keeps_its_slots(tmp_path: Path) -
         assert len(other.collect(agent, steps=4).slots) == 2
         second.terminate()
         assert second.wait(PATIENCE_S) == 0
+
+
+class SlowHandler(logging.Handler):
+    """Stops at the event `scaled`, which a run emits under its lock. An engine that requests nodes takes as long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stopped, self.released = threading.Event(), threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "scaled from" in record.getMessage():
+            self.stopped.set()
+            self.released.wait(PATIENCE_S)
+
+
+def test_run_keeps_its_lease_while_its_lock_is_held_for_longer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "farstep")
+    with serving(tmp_path / "c", slots=2) as name, shared(name) as env:
+        (run,) = runs(name)
+        handler = SlowHandler()
+        logging.getLogger("farstep").addHandler(handler)
+        try:
+            env.scale(workers=1)
+            assert handler.stopped.wait(PATIENCE_S)
+            past_lease = run.workload.slot_s + 2 * 2 * LEASE_S  # of two slots
+            wait_until(lambda: not runs(name) or runs(name)[0].workload.slot_s > past_lease)
+            assert [each.workload.id for each in runs(name)] == [run.workload.id]
+        finally:
+            handler.released.set()
+            logging.getLogger("farstep").removeHandler(handler)
+        wait_until(lambda: held(name) == [1])
+        assert not env.events("warned")
+
+
+def test_run_with_descriptors_above_1023_gets_its_slots(tmp_path: Path, descriptors_above_1023: None) -> None:
+    with serving(tmp_path / "c", slots=2) as name, shared(name) as env:
+        assert len(env.collect(TableAgent(), steps=4).slots) == 4
 
 
 def test_runs_take_a_device_in_turn(tmp_path: Path) -> None:

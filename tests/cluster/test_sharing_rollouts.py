@@ -7,6 +7,7 @@ import functools
 import os
 import signal
 import threading
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import farstep
 from farstep.learners.loop.journal import Journal
 from farstep.testing import TableAgent
-from tests.cluster.checks import arrays_of, assert_same
+from tests.cluster.checks import arrays_of, assert_same, within
 from tests.cluster.test_sharing import (
     PATIENCE_S,
     SOURCE,
@@ -31,9 +32,9 @@ from tests.cluster.test_sharing import (
 )
 
 
-def releasing(name: str, workers: int = 2, **options: Any) -> farstep.ClusterEnv:
+def releasing(name: str, workers: int = 2, *, prewarm: bool = False, **options: Any) -> farstep.ClusterEnv:
     config = farstep.LocalConfig(workers_per_node=workers, coordinator=name, **options)
-    return farstep.ClusterEnv({**SOURCE, "release_idle": True}, config)
+    return farstep.ClusterEnv({**SOURCE, "release_idle": True, "prewarm": prewarm}, config)
 
 
 def keeping(name: str, workers: int = 2, **options: Any) -> farstep.ClusterEnv:
@@ -84,6 +85,28 @@ def test_slots_are_held_only_during_rollouts_and_scaling_changes_the_next_reques
         assert env.stats()["slots"]["waited_seconds"] >= 0
 
 
+def test_stream_with_slots_that_were_requested_early_gets_more_later(tmp_path: Path) -> None:
+    agent = TableAgent()
+    with serving(tmp_path / "c", slots=4) as name, releasing(name, workers=4, prewarm=True) as env:
+        env.scale(workers=2)
+
+        def requested_early() -> bool:
+            env.collect(agent, steps=2)
+            wait_until(lambda: held(name) == [0])
+            ends = time.monotonic() + 0.3  # each update takes about as long as the last one
+            while time.monotonic() < ends and held(name) == [0]:
+                time.sleep(0.01)
+            return held(name) == [2]
+
+        wait_until(requested_early)
+        stream = env.stream(agent, steps=2)
+        next(stream)
+        assert held(name) == [2]
+        env.scale(workers=4)
+        wait_until(lambda: held(name) == [4])
+        stream.close()
+
+
 def test_run_that_keeps_its_slots_lends_a_share_for_each_rollout(tmp_path: Path) -> None:
     agent = TableAgent()
     with serving(tmp_path / "c", slots=2) as name, keeping(name) as other, releasing(name) as env:
@@ -94,6 +117,26 @@ def test_run_that_keeps_its_slots_lends_a_share_for_each_rollout(tmp_path: Path)
             assert env.collect(agent, steps=2).slots.tolist() == [0, 1]  # one worker
             next(stream)
         stream.close()
+
+
+@pytest.mark.parametrize("launched", [keeping, releasing])
+def test_workflow_waits_while_another_run_has_all_slots(tmp_path: Path, launched: Any) -> None:
+    updates_after_pauses: set[int] = set()
+    with (
+        serving(tmp_path / "c", slots=1, turn_s=0.3) as name,
+        launched(name, workers=1) as env,
+        keeping(name, workers=1) as other,
+    ):
+        other.collect(TableAgent(), steps=2)  # it has the slot now
+        flow = farstep.Workflow(env, TableAgent(), farstep.Buffer(4 * 64, farstep.FullBatch()))
+
+        def update(message: Any) -> None:
+            flow.batch(message)
+            flow.publish()
+            updates_after_pauses.add(sum("paused" in event.text for event in env.events("scaled")))
+
+        flow.on(farstep.DataKeyTrigger(n=1, size=8), update)
+        within(lambda: flow.run(until=lambda: len(updates_after_pauses) > 2))
 
 
 def test_close_ends_a_wait_for_slots(tmp_path: Path) -> None:
@@ -147,6 +190,40 @@ def test_runs_continue_after_the_coordinator_was_killed_and_restarted(tmp_path: 
         length = len(turns_of(outs))
         wait_until(lambda: turns_of(outs)[length:].count("01") > 2)
         assert [process.poll() for process in processes] == [None, None]  # otherwise too many steps at the same time
+
+
+def test_share_of_a_run_is_not_part_of_its_checkpoint(tmp_path: Path) -> None:
+    agent, journal = TableAgent(), Journal(4)
+    with serving(tmp_path / "c", slots=2) as name, keeping(name), keeping(name) as env:
+        wait_until(lambda: held(name) == [1, 1])
+        batch = env.collect(agent, steps=3)
+        assert batch.slots.tolist() == [0, 1]
+        journal.add(batch)
+        saved, actions = env.save(), journal.actions()
+    with farstep.ClusterEnv(SOURCE, farstep.LocalConfig(workers_per_node=2)) as env:
+        env.resume(agent, saved, actions)
+        assert env.collect(agent, steps=3).slots.tolist() == [0, 1, 2, 3]
+
+
+def test_refusal_ends_with_the_coordinator_that_refused(tmp_path: Path) -> None:
+    agent = TableAgent()
+    with contextlib.ExitStack() as stack:
+        with serving(tmp_path / "c", slots=2) as name:
+            env = stack.enter_context(releasing(name, min_workers=2))
+            env.collect(agent, steps=2)
+        with serving(tmp_path / "c", slots=1):  # too few, but the run is learning
+            wait_until(lambda: reconnections(env) == 1)
+            runs(name)  # answered after the run was refused
+        with serving(tmp_path / "c", slots=2):
+            wait_until(lambda: reconnections(env) == 2)
+            other = stack.enter_context(keeping(name))
+            with waiting(env, name) as raised:
+                other.close()
+            assert raised == []
+
+
+def reconnections(env: farstep.ClusterEnv) -> int:
+    return sum("again" in event.text and "connected" in event.text for event in env.events("warned"))
 
 
 def test_run_that_releases_is_resumed_by_one_that_does_not(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import queue
 
+import pytest
+
 from farstep.elastic.monitor import WINDOW
 from farstep.head.prewarming import Prewarming
 
@@ -15,7 +17,6 @@ def updated(prewarming: Prewarming, updates_s: list[float], start_s: float) -> N
     now = 0.0
     for update_s in updates_s:
         prewarming.rollout_begins(now)
-        prewarming.is_early = False
         prewarming.issued(now)
         prewarming.chunk_arrived(now + 1.0, busy_s=1.0 - start_s)
         prewarming.rollout_ended(now + 1.0, workers=4)
@@ -45,18 +46,18 @@ def test_unequal_updates_are_not_predicted() -> None:
     assert calls == []
 
 
-def test_start_of_prewarmed_workers_does_not_count_as_short() -> None:
+@pytest.mark.parametrize("start_s", [0.0, 0.75])
+def test_start_of_prewarmed_workers_does_not_count(start_s: float) -> None:
     calls: queue.SimpleQueue[str] = queue.SimpleQueue()
     prewarming = Prewarming(lambda: calls.put("resume"), lambda: None)
-    updated(prewarming, [100.0] * (WINDOW + 1), start_s=1.0)
+    updated(prewarming, [100.0] * (WINDOW + 1), start_s=0.5)
     now = 101.0 * (WINDOW + 1)
     for _ in range(2 * WINDOW):
         prewarming.is_early = True
-        prewarming.rollout_begins(now)
-        prewarming.is_early = False
+        assert prewarming.rollout_begins(now)
         prewarming.issued(now)
-        prewarming.chunk_arrived(now + 1.0, busy_s=1.0)
+        prewarming.chunk_arrived(now + 1.0, busy_s=1.0 - start_s)
         prewarming.rollout_ended(now + 1.0, workers=4)
         now += 101.0
-    assert prewarming.resume_after() == 99.0
+    assert prewarming.resume_after() == 99.5
     prewarming.close()

@@ -48,6 +48,11 @@ def test_views_with_gaps_are_frames_too(tmp_path: Path) -> None:
     assert read_video(tmp_path / "a.mp4")[0]["size"] == (32, 32)
 
 
+def test_video_is_written_through_a_descriptor_above_1023(tmp_path: Path, descriptors_above_1023: None) -> None:
+    write_video(tmp_path / "a.mp4", moving_square(3, 32, 32))
+    assert len(read_video(tmp_path / "a.mp4")[1]) == 3
+
+
 class RenderFailed(Exception):
     pass
 

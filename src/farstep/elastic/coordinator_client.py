@@ -1,4 +1,9 @@
-"""The connection of a run to its coordinator: a thread that applies allowances and sends heartbeats."""
+"""The connection of a run to its coordinator: a thread that sends heartbeats and receives allowances, and one that
+applies them.
+
+A pool may hold its lock for longer than a lease, such as while it requests nodes. Therefore the thread of the
+connection never takes this lock.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +71,13 @@ class WorkerPool(Protocol):
         """Let all workers become idle, until `scale_workers` is called."""
         ...
 
+    @property
+    def state(self) -> str:
+        """`running`, `failed` or `closed`."""
+        ...
+
     def num_running(self) -> int:
-        """Return the number of workers that may be using a core."""
+        """Return the number of workers that may be using a core, also of a run that has failed or is closed."""
         ...
 
     def use_slots_per_session(self, slots: SessionSlots) -> None:
@@ -87,7 +97,7 @@ class SessionSlots(Protocol):
     """The slots of a run that needs them only while a session of tickets is open. Both methods return at once."""
 
     def begin(self, *, for_rollout: bool) -> None:
-        """Request slots for a session: for one rollout, or for an unlimited number."""
+        """Request slots for a session: for one rollout, or for an unlimited number. A second call changes which."""
         ...
 
     def end(self) -> None:
@@ -149,10 +159,14 @@ class CoordinatorClient:
         except OSError as error:
             raise LaunchError(no_coordinator(name, error)) from None
         self._wake, self._woken = socket.socketpair()
-        self._woken.setblocking(False)
-        self._wake.setblocking(False)
-        self._thread = threading.Thread(target=self._run, name="farstep-coordinator", daemon=True)
-        self._thread.start()
+        self._due = threading.Event()
+        """Set if something may have to be applied."""
+        self._threads = [
+            threading.Thread(target=self._converse, name="farstep-coordinator", daemon=True),
+            threading.Thread(target=self._apply_all, name="farstep-slots", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def _connect(self) -> None:
         client = connect(self._folder, _CONNECT_S)
@@ -167,6 +181,7 @@ class CoordinatorClient:
                 client.close()
                 raise
             self._socket, self._welcomed = client, False
+            self._refused = self._no_device = ""  # this coordinator may have more
 
     # ---- calls of the run's threads ----
 
@@ -209,7 +224,7 @@ class CoordinatorClient:
             self._pool, self._applied = pool, workers
         if self._per_session:
             pool.use_slots_per_session(self)
-        self._wake_up()
+        self._due.set()
 
     def want(self, workers: int) -> None:
         """Tell the coordinator how many workers the run can use."""
@@ -222,13 +237,13 @@ class CoordinatorClient:
         """Request slots for a session (see `SessionSlots`)."""
         with self._changed:
             self._uses_session, self._applied = True, None
-            if not self._register.wanted:
-                self._waits.begin(time.monotonic())
-                number = self._register.request + 1
-                self._register = msgspec.structs.replace(self._register, request=number, for_rollout=for_rollout)
-                self._request_slots()
-                return
-        self._wake_up()  # the coordinator was down when the last session ended, so its slots were not returned
+            number = self._register.request
+            if not self._register.wanted:  # otherwise the run has slots: it requested them early, or could not return
+                self._waits.begin(time.monotonic())  # those of the last session, because the coordinator was down
+                number += 1
+            self._register = msgspec.structs.replace(self._register, request=number, for_rollout=for_rollout)
+            self._request_slots()
+        self._due.set()
 
     def _request_slots(self) -> None:
         self._register = register = msgspec.structs.replace(self._register, wanted=self._workers)
@@ -299,33 +314,29 @@ class CoordinatorClient:
                 self._changed.wait(_HEARTBEAT_S)
 
     def close(self) -> None:
-        """Give everything back, and end the thread. Call it after the workers have ended."""
+        """Give everything back, and end the threads. Call it after the workers have ended."""
         with self._changed:
             if self._closed:
                 return
             self._closed = True
             self._changed.notify_all()
-        self._wake_up()
-        self._thread.join()
+        self._due.set()
+        self._wake.send(b"x")
+        for thread in self._threads:
+            thread.join()
         self._wake.close()
         self._woken.close()
 
-    # ---- the thread ----
+    # ---- the thread of the connection ----
 
-    def _run(self) -> None:
+    def _converse(self) -> None:
         heartbeat = 0.0
         while not self._closed:
             if self._socket is None and self._is_compatible:
                 self._reconnect()
-            is_pending = self._acknowledged != self._round
-            sources = [self._woken, *([] if self._socket is None else [self._socket])]
-            readable, _, _ = select.select(sources, [], [], _POLL_S if is_pending else _HEARTBEAT_S)
-            if self._woken in readable:
-                with contextlib.suppress(BlockingIOError):
-                    self._woken.recv(4096)
-            if self._socket in readable:
+            if self._has_answer():
                 self._receive()
-            self._apply()
+                self._due.set()
             with self._changed:
                 self._report_wait()
             if (now := time.monotonic()) > heartbeat + _HEARTBEAT_S:
@@ -334,6 +345,17 @@ class CoordinatorClient:
         self._send(Leave(self._register.workload))
         if self._socket is not None:
             self._socket.close()
+
+    def _has_answer(self) -> bool:
+        """Wait for an answer, at most for the time between two heartbeats, and return whether there is one."""
+        poll = select.poll()  # `select.select` refuses descriptors from 1024
+        poll.register(self._woken, select.POLLIN)
+        if self._socket is not None:
+            poll.register(self._socket, select.POLLIN)
+        ready = dict(poll.poll(_HEARTBEAT_S * 1000))
+        if self._woken.fileno() in ready:
+            self._woken.recv(1)  # a fork of this process may have sent it
+        return self._socket is not None and self._socket.fileno() in ready
 
     def _reconnect(self) -> None:
         try:
@@ -405,6 +427,14 @@ class CoordinatorClient:
                 if self._requests_device:
                     self._send(RequestDevice(self._register.workload, self._request))
 
+    # ---- the thread of the pool ----
+
+    def _apply_all(self) -> None:
+        while not self._closed:
+            self._due.wait(_HEARTBEAT_S if self._acknowledged == self._round else _POLL_S)
+            self._due.clear()
+            self._apply()
+
     def _apply(self) -> None:
         """Scale the workers as allowed, and acknowledge as soon as no more of them run."""
         with self._changed:
@@ -413,35 +443,36 @@ class CoordinatorClient:
             running = 0 if not self._uses_slots else allowed + 1
         else:
             try:
-                if self._refused and self._uses_session and not allowed:
-                    with pool.locked():
-                        pool.fail(self._refusal())
-                if allowed != self._applied:
-                    self._scale(pool, allowed)
-                running = pool.num_running()
+                with pool.locked():  # no session begins or ends meanwhile
+                    if pool.state == "running":  # otherwise the error is raised by the user's next call, not here
+                        self._adjust(pool, allowed)
             except FarstepError:
-                return  # the run has failed, and is going to be closed
-        if self._acknowledged != this_round and running <= allowed:
-            self._acknowledged = this_round
-            self._send(Released(self._register.workload, this_round))
+                return  # the engine refuses nodes for more workers
+            running = pool.num_running()
+        with self._changed:
+            is_current = (self._allowed, self._round) == (allowed, this_round)
+            if is_current and self._acknowledged != this_round and running <= allowed:
+                self._acknowledged = this_round
+                self._send(Released(self._register.workload, this_round))
 
-    def _scale(self, pool: WorkerPool, allowed: int) -> None:
-        with pool.locked():  # no session begins or ends meanwhile
-            with self._changed:
-                applied = self._applied
-                if self._allowed != allowed or not self._uses_session:
-                    return
-                if not allowed and applied is None:
-                    return  # a session waits for its first slots, and the pool holds already
-                self._applied = allowed
-            if allowed:
-                pool.scale_workers(allowed, quiet=self._is_quiet(time.monotonic()))
-            else:
-                pool.hold()
-        if not allowed:
+    def _adjust(self, pool: WorkerPool, allowed: int) -> None:
+        with self._changed:
+            applied = self._applied
+            if self._allowed != allowed or not self._uses_session:
+                return
+            is_refused = self._refused and not allowed
+            if not is_refused and (allowed == applied or (not allowed and applied is None)):
+                return  # in the latter case, a session waits for its first slots, and the pool holds already
+            self._applied = allowed
+        if is_refused:
+            pool.fail(self._refusal())
+        elif allowed:
+            pool.scale_workers(allowed, quiet=self._is_quiet(time.monotonic()))
+            if applied == 0:
+                self._emit("scaled", f"continuing with {counted(allowed, 'worker')}")
+        else:
+            pool.hold()
             self._emit("scaled", f"paused: coordinator {self._name!r} has given all slots of this run to other runs")
-        elif applied == 0:
-            self._emit("scaled", f"continuing with {counted(allowed, 'worker')}")
 
     def _is_quiet(self, now: float) -> bool:
         """Return whether not to report another number of workers: if one was reported less than a minute ago. Runs that
@@ -472,10 +503,6 @@ class CoordinatorClient:
                 f"coordinator {self._name!r} has ended; this run {keeps} and connects again when you start it with the "
                 "same name",
             )
-
-    def _wake_up(self) -> None:
-        with contextlib.suppress(OSError):
-            self._wake.send(b"x")
 
 
 def _option(name: str) -> str:

@@ -127,10 +127,15 @@ class Feed:
 
     @property
     def under_way(self) -> bool:
-        """Whether any chunk is being rolled or waits to be taken, or any worker is about to join or leave."""
+        """Whether any chunk waits to be taken, or `_may_roll`."""
         with self._server.locked():
-            tickets = self._server.tickets
-            return bool(tickets.in_flight or tickets.buffered) or self._server.available.unsettled()
+            return bool(self._server.tickets.buffered) or self._may_roll()
+
+    def _may_roll(self) -> bool:
+        """Return whether any worker is rolling a chunk, is about to join or leave, or waits for a coordinator's slots.
+        The caller holds the lock."""
+        server = self._server
+        return bool(server.tickets.in_flight) or server.holds or server.available.unsettled()
 
     @property
     def num_parked(self) -> int:
@@ -139,14 +144,9 @@ class Feed:
 
     @property
     def waiting(self) -> list[int]:
-        """The workers whose chunks have not been taken yet; empty if a worker is rolling a chunk."""
+        """The workers whose chunks have not been taken yet; empty if `_may_roll`."""
         with self._server.locked():
-            tickets = self._server.tickets
-            return (
-                []
-                if tickets.in_flight or self._server.available.unsettled()
-                else [each.ticket.worker for each in tickets.unread]
-            )
+            return [] if self._may_roll() else [each.ticket.worker for each in self._server.tickets.unread]
 
     def pending(self, worker: int) -> int:
         """Number of chunks of a worker that are being rolled or have not been taken yet."""

@@ -32,6 +32,8 @@ class Prewarming:
         """Longest start of a worker in this rollout, or in the last one without prewarming."""
         self.is_early = False
         """Whether workers were resumed for a rollout that has not begun."""
+        self._was_early = False
+        """Whether workers were resumed early for the rollout in progress."""
 
     def rollout_ended(self, now: float, workers: int) -> None:
         """A rollout has ended, and the learner's update begins."""
@@ -50,12 +52,14 @@ class Prewarming:
         self.is_early = True
         self._set_timer(_PATIENCE * self._monitor.longest_update(), self._suspend)
 
-    def rollout_begins(self, now: float) -> None:
-        """The update has ended, and the next rollout begins."""
+    def rollout_begins(self, now: float) -> bool:
+        """The update has ended, and the next rollout begins. Return whether workers were resumed early for it."""
         self._stop_timer()
         self._update_s = None if self._update_began is None else now - self._update_began
-        if not self.is_early:
+        self._was_early, self.is_early = self.is_early, False
+        if not self._was_early:
             self._start_s = 0.0
+        return self._was_early
 
     def issued(self, now: float) -> None:
         """The rollout issues tickets."""
@@ -64,7 +68,7 @@ class Prewarming:
 
     def chunk_arrived(self, now: float, busy_s: float) -> None:
         """The first chunk of a worker has arrived; its worker was busy with it for `busy_s` seconds."""
-        if self._tickets_at is not None and not self.is_early:
+        if self._tickets_at is not None and not self._was_early:
             self._start_s = max(self._start_s, now - self._tickets_at - busy_s)
 
     def close(self) -> None:

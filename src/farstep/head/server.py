@@ -102,7 +102,7 @@ class Server:
         per_node = workers // config.most_nodes
         self.gpus_per_worker = config.gpus_per_node / per_node
         self.tickets = Tickets(workers, config.fewest_nodes * per_node)
-        self._holds = False
+        self.holds = False
         """Whether no tickets are issued, because this run has no slots."""
         self._session_slots: SessionSlots | None = None
         self._prewarming = Prewarming(self._resume_early, self._suspend_again) if prewarm else None
@@ -169,7 +169,7 @@ class Server:
         """Change the number of workers that run. The last workers are parked. `quiet`: emit no events."""
         with self.locked():
             self.raise_failure()
-            self._holds = False
+            self.holds = False
             self.supervisor.launcher.make_room(workers)
             before = self.tickets.presence.wanted
             self._want(workers, quiet=quiet)
@@ -179,8 +179,7 @@ class Server:
     def hold(self) -> None:
         """Issue no tickets until `scale_workers` is called. Workers finish their open tickets and are idle then."""
         with self.locked():
-            self.raise_failure()
-            self._holds = True
+            self.holds = True
 
     def use_slots_per_session(self, slots: SessionSlots) -> None:
         """From now on, return the slots at the end of each session, and request them for the next one. A session issues
@@ -191,11 +190,8 @@ class Server:
 
     def begin_session(self, *, one_batch: bool) -> None:
         """Request slots for the session of tickets that was opened."""
-        was_early = False
-        if (prewarming := self._prewarming) is not None:
-            prewarming.rollout_begins(time.monotonic())
-            was_early, prewarming.is_early = prewarming.is_early, False
-        if self._session_slots is not None and not was_early:
+        was_early = self._prewarming is not None and self._prewarming.rollout_begins(time.monotonic())
+        if self._session_slots is not None and not (was_early and one_batch):
             self._session_slots.begin(for_rollout=one_batch)
 
     def _resume_early(self) -> None:
@@ -220,15 +216,15 @@ class Server:
     def _give_back(self) -> None:
         self._parking.release()
         if self._session_slots is not None:
-            self._holds = True
+            self.holds = True
             self._session_slots.end()
 
     def num_running(self) -> int:
-        """Return the number of workers that may be using a core: all that are not parked; 0 if a `hold` has made all
-        of them idle."""
+        """Return the number of workers that may be using a core: all that are not parked; 0 if a `hold` or the end of
+        the run has made all of them idle."""
         with self.locked():
-            self.raise_failure()
-            return 0 if self._holds and not self.tickets.in_flight else len(self.available.present())
+            is_idle = (self.holds or self.state != "running") and not self.tickets.in_flight
+            return 0 if is_idle else len(self.available.present())
 
     def _want(self, workers: int, *, quiet: bool = False) -> None:
         self._parking.want(workers, quiet=quiet)
@@ -569,7 +565,7 @@ class Server:
 
     def grant(self) -> None:
         """Issue and send all tickets that workers may get now."""
-        if self._failure is not None or self._holds:
+        if self._failure is not None or self.holds:
             return
         for issued in self.tickets.grant(self.available, self._client.version()):
             if self._prewarming is not None:

@@ -117,13 +117,14 @@ class _Encoder:
         self._process, self._errors, self._timeout_s = process, errors, timeout_s
         self._pipe = process.stdin.fileno()
         os.set_blocking(self._pipe, False)
+        self._poll = select.poll()  # `select.select` refuses descriptors from 1024
+        self._poll.register(self._pipe, select.POLLOUT)
 
     def write(self, frame: Array) -> None:
         left = np.ascontiguousarray(frame).data.cast("B")
         deadline = time.monotonic() + self._timeout_s
         while left:
-            _, ready, _ = select.select([], [self._pipe], [], max(deadline - time.monotonic(), 0))
-            if not ready:
+            if not self._poll.poll(max(deadline - time.monotonic(), 0) * 1000):
                 raise self._failed(f"accepted no frames for {self._timeout_s:g} s")
             try:
                 left = left[os.write(self._pipe, left) :]
