@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 from farstep.batch import Batch
 from farstep.core import Agent
 from farstep.event import Emit
+from farstep.head.members.worker_records import ResetRequest
 from farstep.head.warnings.user_warnings import UserWarnings
 from farstep.head.weights.publisher import Publisher
 from farstep.resources import available_memory
@@ -29,14 +31,23 @@ class InferenceChoice:
         warnings: Silent during the measurement.
         copies_per_machine: Number of workers per machine, each of which would hold a copy of the policy.
         emit: Emits the event that says what was chosen.
+        start: Resets all environments to the episodes with which the run starts.
         is_open: Whether there is a choice.
     """
 
     def __init__(
-        self, publisher: Publisher, warnings: UserWarnings, copies_per_machine: int, emit: Emit, is_open: bool
+        self,
+        publisher: Publisher,
+        warnings: UserWarnings,
+        copies_per_machine: int,
+        emit: Emit,
+        start: ResetRequest,
+        is_open: bool,
     ) -> None:
         self._publisher, self._warnings, self._copies, self._emit = publisher, warnings, copies_per_machine, emit
-        self._is_open, self._lock = is_open, threading.Lock()
+        self._start, self._is_open, self._lock = start, is_open, threading.Lock()
+        self._resets: list[ResetRequest] = []
+        """Resets that lead to the current episodes; empty: no environment was reset."""
         self.chosen: Inference | None = None
         """What was chosen; None before, and if there is no choice."""
 
@@ -47,13 +58,26 @@ class InferenceChoice:
                 self._use(chosen)
                 self._emit("announced", f"inference='auto': {chosen} inference, as before this run was resumed")
 
-    def decide(self, agent: Agent, collect: Callable[[int], Batch], reset: Callable[[], object]) -> None:
+    def note_reset(self, request: ResetRequest) -> None:
+        """Record a reset, to repeat it after the measurement."""
+        if not self._is_open:
+            return
+        if not self._resets and request.seeds is None:  # it starts the first episodes, so it skips none
+            seeded = replace(request, seeds=self._start.seeds)
+            masked = [] if request.options is None else [seeded]
+            self._resets = [seeded] if request.mask is None else [self._start, *masked]
+        elif request.mask is None and request.seeds is not None:
+            self._resets = [request]
+        else:
+            self._resets = [*(self._resets or [self._start]), request]
+
+    def decide(self, agent: Agent, collect: Callable[[int], Batch], reset: Callable[[ResetRequest], object]) -> None:
         """Choose, if this was not done yet. Afterwards workers have no agent.
 
         Args:
             agent: The agent to measure with.
             collect: Collects a batch of this many steps.
-            reset: Starts all environments as before the measurement.
+            reset: Resets environments.
         """
         with self._lock:
             if not self._is_open:
@@ -65,7 +89,8 @@ class InferenceChoice:
                 self._warnings.silent, self._warnings.inference = False, ""
             self._use(chosen)
             self._emit("announced", f"inference='auto': {chosen} inference: {text}")
-            reset()
+            for request in self._resets or [self._start]:
+                reset(request)
 
     def _measure(self, agent: Agent, collect: Callable[[int], Batch]) -> tuple[Inference, str]:
         served = self._steps_per_second("served", agent, collect)
