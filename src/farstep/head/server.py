@@ -133,7 +133,9 @@ class Server:
         self.available = Availability(self.records, self.servers, self.tickets, self.supervisor.membership)
         self.outbox = Outbox(everyone, self.supervisor, self.shares_memory)
         self.handshake = Handshake(pickled, self.supervisor, self.outbox, self.shares_memory, self.fail, events.emit)
-        self._acting_clients = ActingClients(self._plan, everyone, self.outbox, lambda: self.handshake.spaces)
+        self._acting_clients = ActingClients(
+            self._plan, everyone, self.outbox, lambda: self.handshake.spaces, config.timeouts.connect_s
+        )
         self._parking = Parking(
             self.records, self.tickets, self.supervisor, self.outbox, client, events.emit, release_idle=release_idle
         )
