@@ -99,6 +99,12 @@ class Server:
         self._plan = ActingPlan(workers, config.most_nodes, program.serving, program.is_serving_optional)
         self.servers = acting_servers(self._plan.num_servers, workers, self.records[-1].stop)
         """The records of acting servers; empty if workers act themselves."""
+        if idle := self.clients().count([]):
+            events.emit(
+                "warned",
+                f"too few workers for all acting servers: {idle} of {len(self.servers)} will have none; lower "
+                "copies in inference",
+            )
         per_node = workers // config.most_nodes
         self.gpus_per_worker = config.gpus_per_node / per_node
         self.tickets = Tickets(workers, config.fewest_nodes * per_node)
