@@ -147,7 +147,7 @@ class Collector:
             self.publisher.adopt(agent)
 
     def _choose_inference(self, agent: Agent) -> None:
-        self.choice.decide(agent, self.one_batch, self.reset)
+        self.choice.decide(agent, self.one_batch, self.reset, self.server.keeping_slots)
 
     # ---- requests ----
 

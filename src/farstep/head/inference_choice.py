@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from farstep.batch import Batch
 from farstep.core import Agent
@@ -21,6 +22,13 @@ _PREFER_LOCAL = 1.1
 """Acting servers must be faster by this factor: workers that act themselves need no other process."""
 _ROWS, _SECONDS = 512, 1.0
 """Measure each way until this many rows have arrived, or for about this many seconds."""
+
+
+class _Rate(NamedTuple):
+    """Steps per second: of all environments, and of each one. A coordinator may change the number of workers."""
+
+    total: float
+    per_env: float
 
 
 class InferenceChoice:
@@ -71,20 +79,28 @@ class InferenceChoice:
         else:
             self._resets = [*(self._resets or [self._start]), request]
 
-    def decide(self, agent: Agent, collect: Callable[[int], Batch], reset: Callable[[ResetRequest], object]) -> None:
+    def decide(
+        self,
+        agent: Agent,
+        collect: Callable[[int], Batch],
+        reset: Callable[[ResetRequest], object],
+        keeping_slots: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         """Choose, if this was not done yet. Afterwards workers have no agent.
 
         Args:
             agent: The agent to measure with.
             collect: Collects a batch of this many steps.
             reset: Resets environments.
+            keeping_slots: Returns a context manager inside which calls of `collect` do not wait for slots again.
         """
         with self._lock:
             if not self._is_open:
                 return
             self._warnings.silent = True
             try:
-                chosen, text = self._measure(agent, collect)
+                with keeping_slots():
+                    chosen, text = self._measure(agent, collect)
             finally:
                 self._warnings.silent, self._warnings.inference = False, ""
             self._use(chosen)
@@ -98,20 +114,21 @@ class InferenceChoice:
         if 2 * needed > available_memory():
             return "served", f"a copy of the policy per worker would take {needed / 1e9:.1f} GB"
         local = self._steps_per_second("local", agent, collect)
-        text = f"{local:,.0f} steps/s if workers act, {served:,.0f} steps/s if acting servers act"
-        return ("served" if served > _PREFER_LOCAL * local else "local"), text
+        text = f"{local.total:,.0f} steps/s if workers act, {served.total:,.0f} steps/s if acting servers act"
+        return ("served" if served.per_env > _PREFER_LOCAL * local.per_env else "local"), text
 
-    def _steps_per_second(self, way: Inference, agent: Agent, collect: Callable[[int], Batch]) -> float:
+    def _steps_per_second(self, way: Inference, agent: Agent, collect: Callable[[int], Batch]) -> _Rate:
         self._publisher.use_servers(way == "served")
         self._publisher.adopt(agent)
-        collect(2)  # the first calls of `act` are slow
+        collect(2)  # the first calls of `act` are slow, and the first one may wait for slots
         began, rows, steps = time.monotonic(), 0, 4
         while rows < _ROWS and (elapsed := time.monotonic() - began) < _SECONDS:
             if rows and elapsed * 2 > _SECONDS:
                 break
             batch = collect(steps)
             rows, steps = rows + batch.shape[0] * batch.shape[1], 2 * steps
-        return rows / (time.monotonic() - began)
+        elapsed = time.monotonic() - began
+        return _Rate(rows / elapsed, (steps - 4) / elapsed)
 
     def _use(self, chosen: Inference) -> None:
         self._publisher.use_servers(chosen == "served")

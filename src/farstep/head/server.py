@@ -111,6 +111,8 @@ class Server:
         self._holds = False
         """Whether no tickets are issued, because this run has no slots."""
         self._session_slots: SessionSlots | None = None
+        self._keeps_slots = False
+        """Whether to keep the slots at the end of a session."""
         self._prewarming = Prewarming(self._resume_early, self._suspend_again) if prewarm else None
         self._failure: FarstepError | None = None
         self._closed = False
@@ -205,6 +207,20 @@ class Server:
             was_early, prewarming.is_early = prewarming.is_early, False
         if self._session_slots is not None and not was_early:
             self._session_slots.begin(for_rollout=one_batch)
+
+    @contextlib.contextmanager
+    def keeping_slots(self) -> Iterator[None]:
+        """Context manager: inside, all sessions use the slots of the first one, and no worker is suspended between
+        them."""
+        with self.locked():
+            self._keeps_slots = True
+        try:
+            yield
+        finally:
+            with self.locked():
+                self._keeps_slots = False
+                if not self._closed and self._failure is None and not self.tickets.is_open:
+                    self._give_back()
 
     def _resume_early(self) -> None:
         """Resume all workers, and request slots, because the next session is expected soon."""
@@ -584,6 +600,7 @@ class Server:
         upto = self.tickets.cancel()
         if open_tickets:
             self.outbox.send_cancel(upto)
-        self._give_back()
+        if not self._keeps_slots:
+            self._give_back()
         if self._prewarming is not None:
             self._prewarming.rollout_ended(time.monotonic(), self.tickets.presence.num_present)
