@@ -18,9 +18,9 @@ import pytest
 
 import farstep
 from farstep.errors import LaunchError, RemoteEnvError, WorkerDied, WorkerStuck
-from farstep.head.members import acting_clients
 from farstep.testing import CountingEnv, TableAgent
 from farstep.testing.envs import do_fault
+from farstep.wire import messages as m
 from tests.acting.agents import UnloadableAgent, VersionAgent
 from tests.acting.test_served import OVER_THE_NETWORK, actions_in_progress
 from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, together, within
@@ -251,8 +251,8 @@ def test_a_port_that_cannot_be_reached_is_an_error_that_names_it(monkeypatch: py
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # it does not listen
         port = str(unused.getsockname()[1])
-        real = acting_clients.m.UseServer
-        monkeypatch.setattr(acting_clients.m, "UseServer", lambda _, *others: real(port, *others))
+        real = m.UseServer
+        monkeypatch.setattr(m, "UseServer", lambda _, *others: real(port, *others))
         limits = farstep.Timeouts(connect_s=6.0, close_s=1.0)
         with cluster(envs=2, workers=1, timeouts=limits, **OVER_THE_NETWORK) as env:
             with pytest.raises(LaunchError, match=f"127.0.0.1:{port} within connect_s=6 s.*where='node'"):
