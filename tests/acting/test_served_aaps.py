@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from farstep.errors import RemoteEnvError
 from farstep.sync import AAPS
 from tests.acting.test_served import OVER_THE_NETWORK
-from tests.cluster.checks import assert_balanced, cluster, within
+from tests.cluster.checks import assert_balanced, cluster, eventually, within
 from tests.cluster.test_aaps import CoinAgent, versions_while_drifting
 
 pytestmark = pytest.mark.slow  # real processes, or learning
@@ -43,6 +44,47 @@ def test_a_stream_continues_with_probes_after_a_server_was_killed() -> None:
         assert_balanced(stats)
         assert 2 <= stats["pulls"]["total"] < 2 * 12
         assert stats["acting"][0]["restarts"] == 1
+
+
+class InterruptedCoin(CoinAgent):
+    """Calls `interrupt` once, in the process that created it, while it is compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.interrupt: Callable[[], None] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "interrupt": None}
+
+    def distribution(self, obs: Any) -> Any:
+        interrupt, self.interrupt = self.interrupt, None
+        if interrupt is not None:
+            interrupt()
+        return super().distribution(obs)
+
+
+@pytest.mark.parametrize("options", [{"inference": "served"}, OVER_THE_NETWORK], ids=["node", "head"])
+def test_a_server_that_is_replaced_during_a_publish_gets_a_probe(options: dict[str, Any]) -> None:
+    agent = InterruptedCoin()
+    with cluster(envs=4, workers=2, sync=AAPS(10.0), **options) as env:
+        stream = env.stream(agent, steps=5, max_staleness=4)
+
+        def replace_server() -> None:
+            os.kill(env.stats()["acting"][0]["pid"], signal.SIGKILL)
+
+            def has_acted() -> bool:
+                next(stream)
+                (server,) = env.stats()["acting"]
+                return bool(server["restarts"] and server["rows"])
+
+            eventually(has_acted)
+
+        within(lambda: next(stream))
+        agent.interrupt = replace_server
+        agent.logit = agent.logit + 0.1
+        assert within(lambda: env.publish(agent)) == 1 and agent.interrupt is None
+        eventually(lambda: (within(lambda: next(stream))["version"] == 1).all())
+        stream.close()
 
 
 class BrokenCoin(CoinAgent):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -16,9 +17,10 @@ import numpy as np
 import pytest
 
 import farstep
-from farstep.errors import RemoteEnvError, WorkerDied, WorkerStuck
+from farstep.errors import LaunchError, RemoteEnvError, WorkerDied, WorkerStuck
 from farstep.testing import CountingEnv, TableAgent
 from farstep.testing.envs import do_fault
+from farstep.wire import messages as m
 from tests.acting.agents import UnloadableAgent, VersionAgent
 from tests.acting.test_served import OVER_THE_NETWORK, actions_in_progress
 from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, together, within
@@ -243,3 +245,16 @@ def test_the_server_ends_with_a_head_that_is_killed(tmp_path: Path) -> None:
         head.kill()
         head.wait()
     eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids[1:]))
+
+
+def test_a_port_that_cannot_be_reached_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # it does not listen
+        port = str(unused.getsockname()[1])
+        real = m.UseServer
+        monkeypatch.setattr(m, "UseServer", lambda _, *others: real(port, *others))
+        limits = farstep.Timeouts(connect_s=6.0, close_s=1.0)
+        with cluster(envs=2, workers=1, timeouts=limits, **OVER_THE_NETWORK) as env:
+            with pytest.raises(LaunchError, match=f"127.0.0.1:{port} within connect_s=6 s.*where='node'"):
+                within(lambda: env.collect(TableAgent(), 4))
+            assert env.stats()["workers"]["restarts"] == 0

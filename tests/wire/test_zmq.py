@@ -421,6 +421,23 @@ def test_peers_connect_with_a_lease_of_days() -> None:
         hub.close()
 
 
+def test_a_hub_that_answers_no_handshake_counts_as_reached_and_a_closed_port_does_not() -> None:
+    reliable = Hub("tcp://127.0.0.1:*", reliable=True)
+    with contextlib.closing(reliable), socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # it does not listen
+        closed = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
+        pair = reliable.admit(0, 0)
+        for bulk, expected in ((reliable.bulk_port, ""), (closed.rpartition(":")[2], closed)):
+            link = DealerLink(reliable.address, reliable.keys.public, pair, MAIN, bulk=bulk)
+            with contextlib.closing(link):
+                assert link.unreached(0.0) == reliable.address
+                deadline = time.monotonic() + 20
+                while link.unreached(0.0) != expected:
+                    assert time.monotonic() < deadline
+                    link.receive(0.01)
+                assert not link.is_connected()
+
+
 def test_failed_reconnects_do_not_restart_the_time_without_a_connection() -> None:
     """A node daemon must leave if another program has taken the port of its head and closes every connection."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:

@@ -37,6 +37,7 @@ from farstep.acting.mailbox import (
 from farstep.batch import PRIORITY
 from farstep.core import Array, Link, Received
 from farstep.errors import WireError
+from farstep.rollout.progress import Phase
 from farstep.rollout.rows import Rows, Slots
 from farstep.schema import Schema, Structure, leaf_names
 from farstep.wire.channels.doorbell import Fence
@@ -174,10 +175,11 @@ class ServedActor:
             if self._exchange is not None:
                 self._exchange.update()
             self._link.send([am.encode(message), *frames])
+            began = time.monotonic()
             while True:
                 received = self._link.receive(_WAIT_S)
                 if received is None:
-                    self._wait_once(self.idle)
+                    self._wait_once(self.idle, began)
                     continue
                 reply = am.decode_from_server(received.frames)
                 if not isinstance(reply, am.Acted):
@@ -190,11 +192,18 @@ class ServedActor:
             raise ServedError(reply)
         return reply, received
 
-    def _wait_once(self, idle: Callable[[], None]) -> None:
-        """Called while nothing arrives. Raise `ServerLost` if the head has named another server meanwhile."""
+    def _wait_once(self, idle: Callable[[], None], began: float) -> None:
+        """Called while nothing arrives, after a wait since `began`.
+
+        Raises:
+            ServedError: The server cannot be reached.
+            ServerLost: The head has named another server meanwhile, or that there is none.
+        """
         idle()
         if not self._address.is_current():
             raise ServerLost
+        if reason := self._address.unreached(time.monotonic() - began):
+            raise ServedError(am.Failed(f"LaunchError: {reason}", "", Phase.CONNECT.label, "LaunchError"))
 
     def _attach(self, reply: am.Joined, received: Received) -> None:
         layout = MailboxLayout(self._num_groups, self._obs_schema, reply.schema, reply.state)
@@ -303,7 +312,7 @@ class ServedActor:
 
     def _wait(self, words: memoryview, group: int, idle: Callable[[], None]) -> None:
         assert self._exchange is not None
-        requested = self._requested[group]
+        requested, began = self._requested[group], time.monotonic()
         while True:
             try:
                 arrived = self._exchange.wait(_WAIT_S)
@@ -313,7 +322,7 @@ class ServedActor:
             except (EOFError, ConnectionError) as error:
                 raise ServerLost from error
             if not arrived:
-                self._wait_once(idle)
+                self._wait_once(idle, began)
                 self._exchange.remind()
 
     def act(self, t: int) -> None:

@@ -74,6 +74,10 @@ class ServerAddress(Protocol):
     def is_current(self) -> bool:
         """Whether the server of the last connection was not replaced. If it may have ended unnoticed, True."""
 
+    def unreached(self, waited_s: float) -> str:
+        """What to say to the user if the worker has waited for this many seconds, and the server cannot be reached;
+        empty: it can, or it is too early to say."""
+
     def exchange(self, received: Received, layout: MailboxLayout) -> Exchange:
         """Exchange requests with the server that sent this `Joined` over the last connection."""
 
@@ -109,6 +113,9 @@ class LocalServer:
 
     def is_current(self) -> bool:
         return True
+
+    def unreached(self, waited_s: float) -> str:
+        return ""
 
     def exchange(self, received: Received, layout: MailboxLayout) -> Exchange:
         if len(received.fds) != 3:
@@ -174,8 +181,8 @@ class RemoteServer:
         self._link: DealerLink | None = None
 
     def use(self, message: m.UseServer) -> None:
-        """Connect to this server from now on."""
-        self._newest = message
+        """Connect to this server from now on; without a port: to the one that the next message names."""
+        self._newest = message if message.port else None
 
     def connect(self) -> Link | None:
         use = self._newest
@@ -205,6 +212,17 @@ class RemoteServer:
 
     def is_current(self) -> bool:
         return self._connected is self._newest
+
+    def unreached(self, waited_s: float) -> str:
+        if self._link is None or self._connected is None or waited_s < (limit_s := self._connected.connect_s):
+            return ""
+        if not (address := self._link.unreached(limit_s)):
+            return ""
+        return (
+            f"no connection to the acting server at {address} within connect_s={limit_s:g} s. Allow this worker's host "
+            "to connect to that machine on all ports that its operating system chooses (see "
+            "/proc/sys/net/ipv4/ip_local_port_range there), or use where='node' in inference."
+        )
 
     def exchange(self, received: Received, layout: MailboxLayout) -> Exchange:
         assert self._link is not None

@@ -85,9 +85,9 @@ class Collector:
         self._continuity = Continuity(self.server.records)
         self.publisher = Publisher(self.server, env_config, rule, self.counters, self._warnings, self.end)
         copies = self._num_workers // (config.most_nodes if isinstance(config, EngineConfig) else 1)
-        self.choice = InferenceChoice(self.publisher, self._warnings, copies, events.emit, is_auto)
+        start = ResetRequest([seed] * self.server.records[-1].stop, None, None)
+        self.choice = InferenceChoice(self.publisher, self._warnings, copies, events.emit, start, is_auto)
         """Decides whether acting servers act, with `inference="auto"`."""
-        self._last_reset = ResetRequest([seed] * self.server.records[-1].stop, None, None)
         self._intake = ChunkIntake(
             self.server, self.publisher, self.counters, self._warnings, self._continuity, self._transfer.max_senders
         )
@@ -147,7 +147,7 @@ class Collector:
             self.publisher.adopt(agent)
 
     def _choose_inference(self, agent: Agent) -> None:
-        self.choice.decide(agent, self.one_batch, lambda: self.reset(self._last_reset))
+        self.choice.decide(agent, self.one_batch, self.reset, self.server.keeping_slots)
 
     # ---- requests ----
 
@@ -161,7 +161,7 @@ class Collector:
 
     def reset(self, request: ResetRequest) -> Batch:
         """Reset environments, also those of parked workers, and return a batch of the other ones without rows."""
-        self._last_reset = request
+        self.choice.note_reset(request)
         opened = self.open(Request(infos=True, reset=request), None, 1)
         try:
             batch = self._next_batch(opened)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 from farstep.batch import Batch
 from farstep.core import Agent
 from farstep.event import Emit
+from farstep.head.members.worker_records import ResetRequest
 from farstep.head.warnings.user_warnings import UserWarnings
 from farstep.head.weights.publisher import Publisher
 from farstep.resources import available_memory
@@ -21,6 +24,13 @@ _ROWS, _SECONDS = 512, 1.0
 """Measure each way until this many rows have arrived, or for about this many seconds."""
 
 
+class _Rate(NamedTuple):
+    """Steps per second: of all environments, and of each one. A coordinator may change the number of workers."""
+
+    total: float
+    per_env: float
+
+
 class InferenceChoice:
     """Measures both ways with the first agent, and keeps the faster one.
 
@@ -29,14 +39,23 @@ class InferenceChoice:
         warnings: Silent during the measurement.
         copies_per_machine: Number of workers per machine, each of which would hold a copy of the policy.
         emit: Emits the event that says what was chosen.
+        start: Resets all environments to the episodes with which the run starts.
         is_open: Whether there is a choice.
     """
 
     def __init__(
-        self, publisher: Publisher, warnings: UserWarnings, copies_per_machine: int, emit: Emit, is_open: bool
+        self,
+        publisher: Publisher,
+        warnings: UserWarnings,
+        copies_per_machine: int,
+        emit: Emit,
+        start: ResetRequest,
+        is_open: bool,
     ) -> None:
         self._publisher, self._warnings, self._copies, self._emit = publisher, warnings, copies_per_machine, emit
-        self._is_open, self._lock = is_open, threading.Lock()
+        self._start, self._is_open, self._lock = start, is_open, threading.Lock()
+        self._resets: list[ResetRequest] = []
+        """Resets that lead to the current episodes; empty: no environment was reset."""
         self.chosen: Inference | None = None
         """What was chosen; None before, and if there is no choice."""
 
@@ -47,25 +66,47 @@ class InferenceChoice:
                 self._use(chosen)
                 self._emit("announced", f"inference='auto': {chosen} inference, as before this run was resumed")
 
-    def decide(self, agent: Agent, collect: Callable[[int], Batch], reset: Callable[[], object]) -> None:
+    def note_reset(self, request: ResetRequest) -> None:
+        """Record a reset, to repeat it after the measurement."""
+        if not self._is_open:
+            return
+        if not self._resets and request.seeds is None:  # it starts the first episodes, so it skips none
+            seeded = replace(request, seeds=self._start.seeds)
+            masked = [] if request.options is None else [seeded]
+            self._resets = [seeded] if request.mask is None else [self._start, *masked]
+        elif request.mask is None and request.seeds is not None:
+            self._resets = [request]
+        else:
+            self._resets = [*(self._resets or [self._start]), request]
+
+    def decide(
+        self,
+        agent: Agent,
+        collect: Callable[[int], Batch],
+        reset: Callable[[ResetRequest], object],
+        keeping_slots: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         """Choose, if this was not done yet. Afterwards workers have no agent.
 
         Args:
             agent: The agent to measure with.
             collect: Collects a batch of this many steps.
-            reset: Starts all environments as before the measurement.
+            reset: Resets environments.
+            keeping_slots: Returns a context manager inside which calls of `collect` do not wait for slots again.
         """
         with self._lock:
             if not self._is_open:
                 return
             self._warnings.silent = True
             try:
-                chosen, text = self._measure(agent, collect)
+                with keeping_slots():
+                    chosen, text = self._measure(agent, collect)
             finally:
                 self._warnings.silent, self._warnings.inference = False, ""
             self._use(chosen)
             self._emit("announced", f"inference='auto': {chosen} inference: {text}")
-            reset()
+            for request in self._resets or [self._start]:
+                reset(request)
 
     def _measure(self, agent: Agent, collect: Callable[[int], Batch]) -> tuple[Inference, str]:
         served = self._steps_per_second("served", agent, collect)
@@ -73,20 +114,21 @@ class InferenceChoice:
         if 2 * needed > available_memory():
             return "served", f"a copy of the policy per worker would take {needed / 1e9:.1f} GB"
         local = self._steps_per_second("local", agent, collect)
-        text = f"{local:,.0f} steps/s if workers act, {served:,.0f} steps/s if acting servers act"
-        return ("served" if served > _PREFER_LOCAL * local else "local"), text
+        text = f"{local.total:,.0f} steps/s if workers act, {served.total:,.0f} steps/s if acting servers act"
+        return ("served" if served.per_env > _PREFER_LOCAL * local.per_env else "local"), text
 
-    def _steps_per_second(self, way: Inference, agent: Agent, collect: Callable[[int], Batch]) -> float:
+    def _steps_per_second(self, way: Inference, agent: Agent, collect: Callable[[int], Batch]) -> _Rate:
         self._publisher.use_servers(way == "served")
         self._publisher.adopt(agent)
-        collect(2)  # the first calls of `act` are slow
+        collect(2)  # the first calls of `act` are slow, and the first one may wait for slots
         began, rows, steps = time.monotonic(), 0, 4
         while rows < _ROWS and (elapsed := time.monotonic() - began) < _SECONDS:
             if rows and elapsed * 2 > _SECONDS:
                 break
             batch = collect(steps)
             rows, steps = rows + batch.shape[0] * batch.shape[1], 2 * steps
-        return rows / (time.monotonic() - began)
+        elapsed = time.monotonic() - began
+        return _Rate(rows / elapsed, (steps - 4) / elapsed)
 
     def _use(self, chosen: Inference) -> None:
         self._publisher.use_servers(chosen == "served", for_good=True)

@@ -99,12 +99,20 @@ class Server:
         self._plan = ActingPlan(workers, config.most_nodes, program.serving, program.is_serving_optional)
         self.servers = acting_servers(self._plan.num_servers, workers, self.records[-1].stop)
         """The records of acting servers; empty if workers act themselves."""
+        if idle := self.clients().count([]):
+            events.emit(
+                "warned",
+                f"too few workers for all acting servers: {idle} of {len(self.servers)} will have none; lower "
+                "copies in inference",
+            )
         per_node = workers // config.most_nodes
         self.gpus_per_worker = config.gpus_per_node / per_node
         self.tickets = Tickets(workers, config.fewest_nodes * per_node)
         self.holds = False
         """Whether no tickets are issued, because this run has no slots."""
         self._session_slots: SessionSlots | None = None
+        self._keeps_slots = False
+        """Whether to keep the slots at the end of a session."""
         self._prewarming = Prewarming(self._resume_early, self._suspend_again) if prewarm else None
         self._failure: FarstepError | None = None
         self._closed = False
@@ -133,7 +141,9 @@ class Server:
         self.available = Availability(self.records, self.servers, self.tickets, self.supervisor.membership)
         self.outbox = Outbox(everyone, self.supervisor, self.shares_memory)
         self.handshake = Handshake(pickled, self.supervisor, self.outbox, self.shares_memory, self.fail, events.emit)
-        self._acting_clients = ActingClients(self._plan, everyone, self.outbox, lambda: self.handshake.spaces)
+        self._acting_clients = ActingClients(
+            self._plan, everyone, self.outbox, lambda: self.handshake.spaces, config.timeouts.connect_s
+        )
         self._parking = Parking(
             self.records, self.tickets, self.supervisor, self.outbox, client, events.emit, release_idle=release_idle
         )
@@ -193,6 +203,20 @@ class Server:
         was_early = self._prewarming is not None and self._prewarming.rollout_begins(time.monotonic())
         if self._session_slots is not None and not (was_early and one_batch):
             self._session_slots.begin(for_rollout=one_batch)
+
+    @contextlib.contextmanager
+    def keeping_slots(self) -> Iterator[None]:
+        """Context manager: inside, all sessions use the slots of the first one, and no worker is suspended between
+        them."""
+        with self.locked():
+            self._keeps_slots = True
+        try:
+            yield
+        finally:
+            with self.locked():
+                self._keeps_slots = False
+                if not self._closed and self._failure is None and not self.tickets.is_open:
+                    self._give_back()
 
     def _resume_early(self) -> None:
         """Resume all workers, and request slots, because the next session is expected soon."""
@@ -584,6 +608,7 @@ class Server:
         upto = self.tickets.cancel()
         if open_tickets:
             self.outbox.send_cancel(upto)
-        self._give_back()
+        if not self._keeps_slots:
+            self._give_back()
         if self._prewarming is not None:
             self._prewarming.rollout_ended(time.monotonic(), self.tickets.presence.num_present)

@@ -24,6 +24,7 @@ class ActingClients:
         records: All workers, then all acting servers.
         outbox: Sends messages to both.
         spaces: Returns the spaces of one environment.
+        connect_s: Seconds that a worker has to connect to its server.
     """
 
     def __init__(
@@ -32,8 +33,10 @@ class ActingClients:
         records: Sequence[WorkerRecord],
         outbox: Outbox,
         spaces: Callable[[], tuple[Any, Any] | None],
+        connect_s: float,
     ) -> None:
         self._plan, self._records, self._outbox, self._spaces = plan, records, outbox, spaces
+        self._connect_s = connect_s
         self._listening: dict[int, m.Listening] = {}
         """Where servers listen that are ready."""
         self._connected: dict[int, tuple[int, int]] = {}
@@ -76,7 +79,7 @@ class ActingClients:
         )
         self._outbox.send(server, admit)
         ports = (listening.port, listening.bulk_port)
-        self._use[record.worker] = m.UseServer(*ports, listening.key, pair.public, pair.secret)
+        self._use[record.worker] = m.UseServer(*ports, listening.key, pair.public, pair.secret, self._connect_s)
 
     def admitted(self, server: WorkerRecord, message: m.ClientAdmitted) -> None:
         """Tell a worker that its server has admitted it."""
@@ -96,6 +99,9 @@ class ActingClients:
         """Forget a worker or a server whose process is lost."""
         if record.is_server:
             self._listening.pop(record.worker, None)
+            for worker in self._plan.clients_of(record.worker):
+                if self._connected.pop(worker, None) is not None and self._records[worker].ready:
+                    self._outbox.send(self._records[worker], m.UseServer(""))
             return
         self._use.pop(record.worker, None)
         if self._connected.pop(record.worker, None) is not None:

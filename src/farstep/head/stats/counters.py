@@ -140,7 +140,7 @@ class Counters:
         """Pulls of all workers or, if acting servers pull, of all servers. Workers of one server count the same."""
         if not server.outbox.is_served:
             return sum(self.pulls)
-        return sum(max(self.pulls[worker] for worker in clients) for clients in server.clients())
+        return sum(max((self.pulls[worker] for worker in clients), default=0) for clients in server.clients())
 
     def _acting(self, record: WorkerRecord, now: float) -> dict[str, Any]:
         """What an acting server has done, from its progress words."""

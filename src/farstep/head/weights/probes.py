@@ -92,6 +92,13 @@ class Prober:
             found.append(ProbeRequest(record.worker, record.incarnation, probed))
         return found
 
+    def late_requests(self, requests: Sequence[ProbeRequest]) -> list[ProbeRequest]:
+        """Requests without rows for the acting servers that have become ready since `requests`. A server waits for the
+        probe of every version that it has not pulled."""
+        known = {(request.worker, request.incarnation) for request in requests}
+        ready = [server for server, _ in self._servers if server.ready]
+        return [ProbeRequest(s.worker, s.incarnation, ()) for s in ready if (s.worker, s.incarnation) not in known]
+
     def _of_server(self, server: WorkerRecord, clients: Sequence[int]) -> ProbeRequest:
         """A request with the newest rows of all workers for which a server acts."""
         newest_first = [reversed(self._recent[worker].all()) for worker in clients]

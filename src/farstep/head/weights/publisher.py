@@ -131,7 +131,8 @@ class Publisher:
             assert self._store is not None
             self.version = self._store.publish(agent)
             self._announce()
-            for request, answer in probes:
+            late = () if self.prober is None else self.prober.late_requests([request for request, _ in probes])
+            for request, answer in (*probes, *((request, {}) for request in late)):
                 record = self._server.supervisor.records[request.worker]
                 if record.ready and record.incarnation == request.incarnation:
                     probe = m.Probe(self.agent_id, self.version, request.indices, list(answer))

@@ -58,20 +58,30 @@ class Connection:
         # the worker requested, mostly weights, so the queue stays small.
         self.socket.rcvhwm = 0
         enable_heartbeats(self.socket, lease_s)
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _BROKEN)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _BROKEN)
         self.connected, self.disconnected_at = False, time.monotonic()
         """When the connection broke, or when the socket was made; infinite while the socket is connected."""
         self.broken_at = math.inf
         """Like `disconnected_at`, but infinite until the first connection breaks or is rejected."""
         self.num_established = 0
         """How often a connection was established."""
+        self._is_open, self._open_until = False, self.disconnected_at
+        """Whether there is a TCP connection, and when the last one broke; at first, when the socket was made."""
+
+    def unreached_s(self) -> float:
+        """Seconds without a TCP connection. A peer that is too busy for a handshake counts as reached."""
+        return 0.0 if self._is_open else time.monotonic() - self._open_until
 
     def poll_events(self) -> bool:
         """Read new events. Return whether a connection was established since the last call."""
         established = False
         while self.monitor.poll(0):
             event = parse_monitor_message(self.monitor.recv_multipart())["event"]
-            self.connected, now = event == zmq.EVENT_HANDSHAKE_SUCCEEDED, time.monotonic()
+            now, self._is_open = time.monotonic(), not event & _BROKEN
+            if event == zmq.EVENT_CONNECTED:
+                continue
+            self._open_until = now
+            self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self.disconnected_at = math.inf if self.connected else min(self.disconnected_at, now)
             self.broken_at = math.inf if self.connected else min(self.broken_at, now)
             established = established or self.connected
@@ -125,6 +135,7 @@ class DealerLink:
         socket.curve_publickey, socket.curve_secretkey = pair.public, pair.secret
         socket.sndtimeo = -1 if send_s is None else int(send_s * 1000)
         socket.connect(address)
+        self._address = address
         self._bulk: Connection | None = None
         self._channel: ReliableChannel | None = None
         self._messages: deque[Received] = deque()
@@ -268,6 +279,12 @@ class DealerLink:
     def silent_s(self) -> float:
         """Seconds since the connection to the head broke; 0 while connected. Failed reconnects do not reset it."""
         return 0.0 if self.is_connected() else time.monotonic() - self._main.disconnected_at
+
+    def unreached(self, seconds: float) -> str:
+        """The address with which there has been no TCP connection for this many seconds; empty: none."""
+        if self._main.unreached_s() > seconds:
+            return self._address
+        return self._bulk_address if self._bulk is not None and self._bulk.unreached_s() > seconds else ""
 
     def close(self, linger_ms: int | None = None) -> None:
         """Disconnect. Unsent messages are sent for up to `linger_ms` milliseconds more (None: two seconds)."""

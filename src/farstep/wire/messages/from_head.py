@@ -251,15 +251,18 @@ class DropClient(msgspec.Struct, tag="drop-client"):
 class UseServer(msgspec.Struct, tag="use-server"):
     """Head to worker: how to reach its acting server over the network.
 
-    The worker joins the server. It gets the message again if the server was restarted, and then joins the new one.
+    The worker joins the server. If the server is lost, it gets the message without a port; then again when the server
+    was restarted, and joins the new one.
     """
 
     port: str
     """The port on the machine of the head; the whole address of a server elsewhere, or with the transport `ipc`."""
-    bulk_port: str
-    server_key: bytes
-    public: bytes
-    secret: bytes
+    bulk_port: str = ""
+    server_key: bytes = b""
+    public: bytes = b""
+    secret: bytes = b""
+    connect_s: float = 60.0
+    """Seconds without a connection after which the worker reports that it cannot reach the server."""
 
 
 class Call(msgspec.Struct, tag="call"):

@@ -1,0 +1,21 @@
+"""The counters of `env.stats()`."""
+
+from __future__ import annotations
+
+import pytest
+
+from farstep.testing import TableAgent
+from tests.cluster.checks import cluster, within
+
+
+@pytest.mark.slow  # real processes
+def test_a_server_without_workers_has_no_pulls_and_the_user_is_warned() -> None:
+    with cluster(envs=2, workers=1, inference={"copies": 3}) as env:
+        within(lambda: env.collect(TableAgent(), 4))
+        stats = env.stats()
+        assert stats["pulls"] == {"total": 1, "per_worker": [1]}
+        assert sorted(server["rows"] > 0 for server in stats["acting"]) == [False, False, True]
+        assert env.diagnose()
+        assert [event.text for event in env.events("warned") if "acting server" in event.text] == [
+            "too few workers for all acting servers: 2 of 3 will have none; lower copies in inference"
+        ]
