@@ -127,15 +127,22 @@ class Feed:
 
     @property
     def under_way(self) -> bool:
-        """Whether any chunk is being rolled or waits to be taken, or any worker is about to join or leave."""
+        """Whether any chunk is being rolled or waits to be taken, the run waits for slots, or any worker is about to
+        join or leave."""
         with self._server.locked():
             tickets = self._server.tickets
-            return bool(tickets.in_flight or tickets.buffered) or self._server.available.unsettled()
+            is_busy = bool(tickets.in_flight or tickets.buffered)
+            return is_busy or self._server.is_held or self._server.available.unsettled()
 
     @property
     def num_parked(self) -> int:
         """Number of parked workers."""
         return len(self._server.tickets.presence.parked)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of chunks that have not been taken yet."""
+        return self._server.tickets.buffered
 
     @property
     def waiting(self) -> list[int]:
