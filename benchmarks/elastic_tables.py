@@ -114,9 +114,8 @@ def _sac(found: dict[str, list[Run]]) -> list[str]:
         rows.append([name, *cells, f"{idle:.0%}", f"{1e3 * run['seconds'] / max(1, run['updates']):.1f}"])
     header = ["", "slot-seconds", "of seconds x workers", "used", "idle", "ms per update"]
     return [
-        "SAC rolls while it learns, and holds its workers all the time: farstep does not park workers while the "
-        "limiter admits no rows, and `release_idle` has no effect before the end of the run. *Idle* is the share of "
-        "the slot-seconds in which workers waited, and so the most that such a rule could save:",
+        "SAC rolls while it learns. With `release_idle`, a worker is released while it has no ticket, because the "
+        "limiter admits no more of its rows. *Idle* is the share of the slot-seconds in which workers waited:",
         table(header, rows),
     ]
 

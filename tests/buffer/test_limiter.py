@@ -51,6 +51,17 @@ def test_sampling_waits_for_rows_and_inserting_for_samples() -> None:
     assert limiter.can_insert(1)
 
 
+def test_fill_is_the_place_of_diff_between_its_bounds() -> None:
+    limiter = RateLimiter(2.0, 4, 8, 24)
+    fills = [limiter.fill]
+    for _ in range(3):
+        limiter.insert(4)
+        fills.append(limiter.fill)
+    limiter.sample(12)
+    assert [*fills, limiter.fill] == [0, 0, 0.5, 1, 0.25]
+    assert MinSize(4).fill is None
+
+
 def test_several_at_once() -> None:
     limiter = RateLimiter(1.5, 2, 0, 5)
     assert [limiter.can_insert(n) for n in (1, 2, 3, 4)] == [True, True, True, False]

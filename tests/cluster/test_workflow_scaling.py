@@ -68,6 +68,28 @@ def test_fill_parks_workers_while_a_consumer_is_behind() -> None:
     assert min(chosen) < WORKERS
 
 
+def test_fill_of_a_replay_workflow_is_that_of_its_limiter() -> None:
+    chosen: list[int] = []
+
+    def rule(signals: Signals) -> int:
+        chosen.append(Fill()(signals))
+        return chosen[-1]
+
+    with cluster(envs=ENVS, config=in_process(WORKERS), env_kwargs=ENDLESS) as env:
+        limiter = farstep.buffer.RateLimiter(1.0, ROWS, 0.0, 16.0 * ROWS)
+        buffer = farstep.Buffer(64 * ROWS, farstep.buffer.Uniform(), limiter=limiter)
+        flow = farstep.Workflow(env, TableAgent(), buffer, steps=SIZE, scaling=rule)
+
+        def learn(message: Message) -> None:
+            while (limiter.fill or 0) > 0.9:
+                buffer.sample(ROWS)
+
+        flow.on(DataKeyTrigger(n=1, size=SIZE, consume=False, min_new=1), learn)
+        within(lambda: flow.run(until=lambda: min(chosen) == 1))
+        buffer.close()
+    assert chosen[0] == WORKERS + 1, "an empty buffer asks for one more worker than there is"
+
+
 def test_rule_never_parks_workers_that_a_trigger_needs() -> None:
     columns: list[int] = []
     with cluster(envs=ENVS, config=in_process(WORKERS), env_kwargs=ENDLESS) as env:
@@ -83,7 +105,7 @@ def test_fill_without_unread_rows_and_other_objects_are_refused() -> None:
     with cluster(envs=ENVS, config=in_process(WORKERS), env_kwargs=ENDLESS) as env:
         flow = farstep.Workflow(env, TableAgent(), farstep.Buffer(512, farstep.buffer.Uniform()), scaling=Fill())
         flow.on(DataKeyTrigger(n=1, size=SIZE, consume=False, min_new=1), lambda message: None)
-        with pytest.raises(farstep.ConfigError, match="Fill needs a buffer from which a consumer takes rows"):
+        with pytest.raises(farstep.ConfigError, match="Fill needs a bound on how far workers can be ahead"):
             flow.run(total_steps=64)
         flow.put("noise_scale", [1.0, 2.0])
         with pytest.raises(farstep.ConfigError, match=r"'noise_scale' has the value .* expected a number"):

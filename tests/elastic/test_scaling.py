@@ -32,7 +32,7 @@ def test_schedule_may_remove_workers() -> None:
 def test_fill_changes_one_worker_at_a_time_outside_its_bounds() -> None:
     rule = Fill(0.25, 0.75)
     assert [rule(signals(buffer_fill=fill)) for fill in (0.0, 0.25, 0.5, 0.75, 1.0)] == [5, 4, 4, 4, 3]
-    with pytest.raises(farstep.ConfigError, match="Fill needs a buffer"):
+    with pytest.raises(farstep.ConfigError, match="Fill needs a bound"):
         rule(signals())
 
 

@@ -1,10 +1,11 @@
-"""PPO with a scaling rule: rows per update follow the workers, and a resumed run continues with its workers."""
+"""Learners with a scaling rule: rows follow the workers, and a resumed run continues with its workers."""
 
 from __future__ import annotations
 
 import math
 import os
 import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,19 @@ import pytest
 
 import farstep
 from farstep.checkpoint.files import Refused
-from farstep.elastic import Signals
+from farstep.elastic import Fill, NoiseScale, Signals
+from farstep.learners.aride import ArideConfig
 from farstep.learners.async_ppo import AsyncPPOConfig
+from farstep.learners.dqn import DQN, ApexConfig, DQNConfig, make_q_agent
+from farstep.learners.impala import Impala, ImpalaConfig
 from farstep.learners.loop.training import Limits, Stopped, Training
 from farstep.learners.loop.worker_scaling import check_scaling
 from farstep.learners.networks.nets import ActorCritic, NetConfig, make_agent
 from farstep.learners.ppo import PPO, PPOConfig
-from tests.cluster.checks import worker_pids
+from farstep.learners.replay.config import EpisodeReplayConfig, ReplayConfig
+from farstep.learners.replay.start_checks import check_before_launch
+from farstep.learners.sac import SACConfig
+from tests.cluster.checks import assert_balanced, worker_pids
 from tests.learning.tasks import Config, Rows, make_env, make_training
 
 ENVS, STEPS, WORKERS = 8, 8, 4
@@ -151,6 +158,105 @@ def test_function_sees_rows_and_noise_scale() -> None:
     assert seen[0].noise_scale is None and all((each.noise_scale or 0) > 0 for each in seen[1:])
 
 
+REPLAY: dict[str, Any] = {"learning_starts": 40, "publish_every": 4, "report_every": 40, "buffer_size": 4_000}
+LATER: dict[str, tuple[str, Config]] = {
+    "impala": ("CartPole-v1", ImpalaConfig(num_steps=8, scaling="schedule:1:2:1:10")),
+    "dqn": ("CartPole-v1", DQNConfig(replay=ReplayConfig(**REPLAY, scaling="schedule:1:2:1:60"))),
+    "apex": ("CartPole-v1", ApexConfig(replay=ReplayConfig(**REPLAY, scaling="schedule:1:2:1:60"))),
+    "sac": ("Pendulum-v1", SACConfig(replay=ReplayConfig(**REPLAY, scaling="schedule:1:2:1:60"))),
+    "aride": ("CartPole-v1", ArideConfig(replay=EpisodeReplayConfig(**REPLAY, scaling="schedule:1:2:1:10"))),
+}
+"""Learners that collect while they learn, with a schedule that adds the second worker after some updates."""
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("impala", {}),
+        ("impala", {"kl_threshold": 0.01, "release_idle": True}),
+        ("dqn", {}),
+        ("apex", {"release_idle": True}),
+        ("sac", {"kl_threshold": 0.01, "release_idle": True}),
+        ("aride", {"release_idle": True}),
+    ],
+)
+def test_learner_that_collects_while_it_learns_follows_its_schedule(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """The second worker joins, the run is stopped, and the resumed run starts with both."""
+
+    class UntilBoth(Rows):
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            super().log(step, metrics)
+            if sum(row["workers/active"] == 2 for row in self.rows) == 2:
+                signal.raise_signal(signal.SIGTERM)
+
+    (task, config), active = LATER[name], list[list[float]]()
+    for resumed in (False, True):
+        with make_env(task, 4, workers=2, **options) as env:
+            training, _ = make_training(env, config, 10**6, checkpoints=tmp_path, sink=(sink := UntilBoth()))
+            if resumed:
+                training.resume()
+            with pytest.raises(Stopped):
+                training.run()
+            assert_balanced(stats := env.stats())
+            assert set(stats["dropped"]) <= {"cancelled"}
+            assert not env.events(["lost", "stuck"])
+        active.append([row["workers/active"] for row in sink.rows])
+    assert set(active[0]) == {1, 2} and active[0] == sorted(active[0])
+    assert set(active[1]) == {2}
+
+
+@pytest.mark.parametrize("concurrent", [True, False])
+def test_fill_removes_workers_that_a_replay_learner_does_not_need(concurrent: bool) -> None:
+    """The learner makes four updates per step, so that one worker is enough. Without concurrency, fill is refused."""
+    replay = {**REPLAY, "num_steps": 2, "updates_per_step": 4, "report_every": 10, "scaling": "fill"}
+    config = DQNConfig(replay=ReplayConfig(**replay, concurrent=concurrent))
+    with make_env("CartPole-v1", 4, workers=2) as env:
+        if not concurrent:
+            with pytest.raises(farstep.ConfigError, match="never ahead"):
+                check_before_launch(config.replay, env, resumed=False)
+            return
+        check_before_launch(config.replay, env, resumed=False)
+        training, _ = make_training(env, config, 120, sink=(sink := Rows()))
+        training.run()
+    assert min(row["workers/active"] for row in sink.rows) == 1
+
+
+def test_fill_removes_workers_that_impala_does_not_need() -> None:
+    seen: list[Signals] = []
+
+    class Slow(Impala):
+        def update(self, batch: Any, *rest: Any) -> dict[str, float]:
+            time.sleep(0.05)
+            return super().update(batch, *rest)
+
+    def rule(signals: Signals) -> int:
+        seen.append(signals)
+        return Fill()(signals)
+
+    config = ImpalaConfig(num_steps=8)
+    with make_env("CartPole-v1", 4, workers=2) as env:
+        learner = Slow(make_agent(*env.launch(), config.net, config.gamma), config, seed=1, scaling=rule)
+        Training(learner, env, Limits(total_steps=20 * 32), sink=(sink := Rows())).run()
+    assert min(row["workers/active"] for row in sink.rows) == 1
+    assert seen[0].buffer_fill == 0 and {each.rows_per_worker for each in seen} == {16}
+    assert max(each.buffer_fill or 0 for each in seen) == 1 and all(each.noise_scale is None for each in seen)
+
+
+def test_alternating_replay_run_with_a_schedule_can_be_repeated() -> None:
+    replay = {**REPLAY, "concurrent": False, "report_every": 8, "scaling": "schedule:1:2:1:20"}
+    logged = []
+    for launcher in ("in-process", "local"):
+        with make_env("CartPole-v1", 4, launcher=launcher, workers=2) as env:
+            training, _ = make_training(env, DQNConfig(replay=ReplayConfig(**replay)), 200, sink=(sink := Rows()))
+            training.run()
+        names = ["step", "workers/active", "replay/updates_per_step"]
+        logged.append([[row[name] for name in names] for row in sink.rows])
+    assert logged[0] == logged[1]
+    assert {active for _, active, _ in logged[0]} == {1, 2}
+
+
 def test_rule_without_effect_is_warned_about() -> None:
     with env_of(workers=2) as env:
         training, _ = make_training(env, PPOConfig(**SCHEDULE), 64)
@@ -167,6 +273,20 @@ def test_rules_that_cannot_work_are_refused() -> None:
         PPOConfig(scaling="fill")
     with pytest.raises(farstep.ConfigError, match="which fixes the rows of an update"):
         AsyncPPOConfig(scaling="noise", num_chunks=2)
+    with pytest.raises(farstep.ConfigError, match="one optimizer step per update"):
+        ImpalaConfig(scaling="noise")
+    with pytest.raises(farstep.ConfigError, match="no chunk ever waits for the learner"):
+        ImpalaConfig(scaling="fill", max_staleness=0)
+    with pytest.raises(farstep.ConfigError, match="samples batch_size items per update"):
+        ReplayConfig(scaling="noise:0.5")
+    with env_of() as env, pytest.raises(farstep.ConfigError, match="samples batch_size items per update"):
+        DQN(make_q_agent(*env.launch(), DQNConfig()), DQNConfig(), seed=1, scaling=NoiseScale())
+
+
+def test_schedule_that_may_leave_too_few_rows_to_start_learning_is_refused() -> None:
+    config = ReplayConfig(learning_starts=600, buffer_size=1_000, concurrent=False, scaling="schedule:1:2:1:20")
+    with make_env("CartPole-v1", 4, workers=2) as env, pytest.raises(farstep.ConfigError, match="only one worker may"):
+        check_before_launch(config, env, resumed=False)
 
 
 @pytest.mark.parametrize(

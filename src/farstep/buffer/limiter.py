@@ -277,6 +277,14 @@ class RateLimiter:
             low, high = (middle, high) if self.has_room(middle) else (low, middle)
         return low or int(self.has_starved_reader)
 
+    @property
+    def fill(self) -> float | None:
+        """Where `diff` is between its bounds: 0 if sampling has to wait, 1 if inserting has to. None: a bound is
+        infinite."""
+        if math.isinf(self.max_diff - self.min_diff):
+            return None
+        return min(1.0, max(0.0, (self.diff - self.min_diff) / (self.max_diff - self.min_diff)))
+
     def most_samples(self) -> float:
         """Return the largest number of rows that can ever be sampled at once."""
         reach = max(self.max_diff, self.samples_per_insert * self.min_size)

@@ -201,7 +201,8 @@ class EnvConfig(_Config):
     number or a bool; where it is missing, the array has 0."""
     release_idle: bool = False
     """Suspend all workers while no rollout is in progress, so that the learner and other programs get their cores. They
-    keep their memory and continue with the next call that needs them. Batches are the same."""
+    keep their memory and continue with the next call that needs them. Batches are the same. In a workflow, suspend each
+    worker while it may roll no chunk, because the learner is behind."""
     prewarm: bool = False
     """With `release_idle`: while updates take about the same time, let workers continue, and request slots of the
     coordinator, shortly before the next rollout is expected."""

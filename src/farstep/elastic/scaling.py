@@ -33,10 +33,12 @@ class Signals:
     max_workers: int
     """Largest number of workers (`ClusterEnv.num_workers`)."""
     rows_per_worker: float
-    """Mean number of rows that one worker contributes to an update."""
+    """Mean number of rows that one worker contributes to an update; in a replay learner, rows of its chunk."""
     buffer_fill: float | None = None
-    """Fraction of the buffer that holds rows which a consumer has not read yet, from 0 to 1. None: there is no such
-    buffer."""
+    """How far workers are ahead of the learner, from 0 (it waits for rows) to 1 (they wait). In a workflow: the
+    fraction of the buffer that holds rows which a consumer has not read yet; for replay, the place of the limiter's
+    `diff` between its bounds. In IMPALA: the fraction of the chunks which may wait for the learner that do. None: the
+    learner has no such bound."""
     noise_scale: float | None = None
     """Gradient noise scale in rows (`GradientNoise`); infinite if noise hides the gradient. None: not known yet."""
 
@@ -81,11 +83,11 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Fill:
-    """Keeps the number of unread rows in a workflow's buffer between two bounds, one worker at a time.
+    """Keeps `Signals.buffer_fill` between two bounds, by one worker more or less at a time.
 
     Args:
-        low: If less than this fraction of the buffer is unread, one more worker runs; default 0.25.
-        high: If more than this fraction is unread, one worker less runs; default 0.75.
+        low: If the fill is below this, one more worker runs; default 0.25.
+        high: If the fill is above this, one worker less runs; default 0.75.
 
     Raises:
         ConfigError: The bounds are not numbers with `0 <= low < high <= 1`.
@@ -104,8 +106,9 @@ class Fill:
     def __call__(self, signals: Signals) -> int:
         if signals.buffer_fill is None:
             raise ConfigError(
-                "Fill needs a buffer from which a consumer takes rows (a Workflow with a DataKeyTrigger that "
-                "consumes); use Schedule, NoiseScale or a function here."
+                "Fill needs a bound on how far workers can be ahead of the learner: a buffer from which a consumer "
+                "takes rows (a Workflow with a DataKeyTrigger that consumes), a limiter with max_diff, or workers that "
+                "roll while the learner updates. Use Schedule or a function here."
             )
         return signals.workers + (signals.buffer_fill < self.low) - (signals.buffer_fill > self.high)
 

@@ -143,6 +143,11 @@ class Feed:
         return len(self._server.tickets.presence.parked)
 
     @property
+    def num_waiting(self) -> int:
+        """Number of chunks that have not been taken yet."""
+        return self._server.tickets.buffered
+
+    @property
     def waiting(self) -> list[int]:
         """The workers whose chunks have not been taken yet; empty if `_may_roll`."""
         with self._server.locked():

@@ -67,7 +67,8 @@ class Server:
         restart_budget: Failures tolerated within ten minutes; one more fails the run.
         client: Handles the workers' answers.
         events: Receives the events of the run.
-        release_idle: Whether to suspend workers while no session of tickets is open.
+        release_idle: Whether to suspend workers while no session of tickets is open, and in a feed while they have no
+            ticket.
         prewarm: Whether to resume them shortly before the next session is expected.
     """
 
@@ -113,6 +114,8 @@ class Server:
         self._session_slots: SessionSlots | None = None
         self._keeps_slots = False
         """Whether to keep the slots at the end of a session."""
+        self._rests = False
+        """Whether the slots were returned during a feed, because no worker could get a ticket."""
         self._prewarming = Prewarming(self._resume_early, self._suspend_again) if prewarm else None
         self._failure: FarstepError | None = None
         self._closed = False
@@ -241,7 +244,26 @@ class Server:
         self._parking.release()
         if self._session_slots is not None:
             self.holds = True
-            self._session_slots.end()
+            if not self._rests:
+                self._session_slots.end()
+        self._rests = False
+
+    def _rest(self, record: WorkerRecord) -> None:
+        """During a feed, suspend a worker without a ticket, and return the slots if no worker has one."""
+        if record.is_server or not self.tickets.has_feed:
+            return
+        self._parking.release_if_idle(record)
+        if self._session_slots is None or self.holds or self.tickets.in_flight:
+            return
+        if not self.tickets.can_issue(self.available):
+            self._give_back()
+            self._rests = True
+
+    def _stop_resting(self) -> None:
+        """Request slots again if a worker can get a ticket. The slots arrive with `scale_workers`."""
+        if self._rests and self._session_slots is not None and self.tickets.can_issue(self.available):
+            self._rests = False
+            self._session_slots.begin(for_rollout=True)
 
     def num_running(self) -> int:
         """Return the number of workers that may be using a core: all that are not parked; 0 if a `hold` or the end of
@@ -534,6 +556,7 @@ class Server:
                     self.grant()
                     return
                 self._client.on_message(record, message, received)
+                self._rest(record)
                 if self.supervisor.membership.members[record.worker].retiring:
                     self.retire(record)  # it may have completed its window
 
@@ -589,7 +612,10 @@ class Server:
 
     def grant(self) -> None:
         """Issue and send all tickets that workers may get now."""
-        if self._failure is not None or self.holds:
+        if self._failure is not None:
+            return
+        if self.holds:
+            self._stop_resting()
             return
         for issued in self.tickets.grant(self.available, self._client.version()):
             if self._prewarming is not None:

@@ -35,6 +35,7 @@ from farstep.buffer.samplers import DPER, Sampler
 from farstep.cluster_env import ClusterEnv
 from farstep.config.field_docs import show_fields
 from farstep.core import Array, Nested
+from farstep.elastic.scaling import Rule
 from farstep.errors import ConfigError
 from farstep.learners import losses
 from farstep.learners.episodes.episode_filter import EpisodeFilter
@@ -139,6 +140,8 @@ class Aride(ReplayLearner[ActorCritic]):
         config: Options of A-RIDE.
         seed: Seed of the sampler; the trajectory critic's initial weights are drawn from torch's global generator.
         device: Device of the learner, as torch names it.
+        scaling: Rule that chooses the number of workers whenever weights are published: one of `farstep.elastic`, or a
+            function of `Signals`. None: `config.replay.scaling`.
 
     Raises:
         AgentError: The learner cannot train this agent.
@@ -149,9 +152,11 @@ class Aride(ReplayLearner[ActorCritic]):
         >>> Training(Aride(agent, config, seed=1), env, Limits(total_steps=100_000)).run()
     """
 
-    def __init__(self, agent: ActorCritic, config: ArideConfig, seed: int, device: str = "cpu") -> None:
+    def __init__(
+        self, agent: ActorCritic, config: ArideConfig, seed: int, device: str = "cpu", scaling: Rule | None = None
+    ) -> None:
         check_kind(agent, ActorCritic, "A-RIDE", adapters=True)
-        super().__init__(agent, config.replay, seed, device)
+        super().__init__(agent, config.replay, seed, device, scaling)
         self.config = config
         self._optimizer = FlatAdam(agent.parameters(), config.learning_rate, config.max_grad_norm)
         self._filter: EpisodeFilter | None = None

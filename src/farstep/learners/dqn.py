@@ -22,6 +22,7 @@ from torch import Tensor
 
 from farstep.buffer.samplers import NStep, Prioritized, Sampler, Uniform
 from farstep.config.field_docs import show_fields
+from farstep.elastic.scaling import Rule
 from farstep.learners.losses import half_square
 from farstep.learners.networks.agent import check_kind
 from farstep.learners.networks.encoders import Space
@@ -165,6 +166,8 @@ class DQN(ReplayLearner[QAgent]):
         config: Options.
         seed: Seed of the sampler.
         device: Device of the learner, as torch names it.
+        scaling: Rule that chooses the number of workers whenever weights are published: one of `farstep.elastic`, or a
+            function of `Signals`. None: `config.replay.scaling`.
 
     Raises:
         AgentError: The learner cannot train this agent.
@@ -177,9 +180,11 @@ class DQN(ReplayLearner[QAgent]):
 
     names = ("obs", "action", "reward", "discount", "next_obs")
 
-    def __init__(self, agent: QAgent, config: DQNConfig, seed: int, device: str = "cpu") -> None:
+    def __init__(
+        self, agent: QAgent, config: DQNConfig, seed: int, device: str = "cpu", scaling: Rule | None = None
+    ) -> None:
         check_kind(agent, QAgent, "DQN", adapters=False)
-        super().__init__(agent, config.replay, seed, device)
+        super().__init__(agent, config.replay, seed, device, scaling)
         self.config = config
         self._optimizer = FlatAdam(agent.parameters(), config.learning_rate, config.max_grad_norm)
         self._target = TargetNetwork(agent, self._optimizer)

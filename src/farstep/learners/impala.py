@@ -22,9 +22,12 @@ from farstep.buffer.replay import Buffer
 from farstep.buffer.samplers import FullBatch
 from farstep.cluster_env import ClusterEnv
 from farstep.config.field_docs import show_fields
+from farstep.elastic.scaling import Fill, NoiseScale, Rule
+from farstep.errors import ConfigError
 from farstep.learners import losses
 from farstep.learners.loop.iteration import Loop
 from farstep.learners.loop.timing import Timer
+from farstep.learners.loop.worker_scaling import chosen_rule
 from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import OnPolicy
 from farstep.learners.optimizing import Schedule, prefixed
@@ -35,6 +38,12 @@ from farstep.learners.rollout import Minibatch, Rollout
 from farstep.workflow.triggers import DataKeyTrigger
 from farstep.workflow.triggers.messages import Message
 from farstep.workflow.workflow import Workflow
+
+UNUSABLE_RULES: dict[type, str] = {
+    NoiseScale: "IMPALA makes one optimizer step per update, so that the noise of its gradient cannot be measured; and "
+    "num_chunks, not the number of workers, sets the rows of an update. Use schedule:FIRST:LAST:ADD:EVERY or fill."
+}
+"""Scaling rules that IMPALA cannot follow, and why."""
 
 
 @show_fields
@@ -84,6 +93,11 @@ class ImpalaConfig:
     """Normalise advantages to mean 0 and standard deviation 1 over each batch."""
     max_grad_norm: float = 0.5
     """Largest norm of the gradient; larger gradients are scaled down to it."""
+    scaling: str | None = None
+    """Rule that changes the number of workers after each update; the rows per update stay.
+    schedule:FIRST:LAST:ADD:EVERY (workers of the first and the last updates, workers to add, updates between changes),
+    or fill[:LOW:HIGH] (one worker more while less than the fraction LOW of the chunks that max_staleness allows to wait
+    for the learner do wait, one less while more than HIGH do; 0.25 and 0.75 by default). None: all workers run."""
     net: NetConfig = DEFAULT_NET
     """the agent's network"""
 
@@ -94,6 +108,11 @@ class ImpalaConfig:
         check_numbers(self, value_coef=(0, LARGE), entropy_bonus=(0, LARGE))
         check_above(self, max_grad_norm=0, rho_bar=0, c_bar=0, pg_rho_bar=0)
         check_critic(self, "value_coef")
+        if isinstance(chosen_rule(self.scaling, None, UNUSABLE_RULES), Fill) and self.max_staleness == 0:
+            raise ConfigError(
+                f"scaling is {self.scaling!r} with max_staleness=0, so that no chunk ever waits for the learner. Raise "
+                "max_staleness, or use schedule:FIRST:LAST:ADD:EVERY."
+            )
 
 
 class Impala(OnPolicy):
@@ -104,12 +123,17 @@ class Impala(OnPolicy):
         config: Options of IMPALA.
         seed: Seed for the order of rows.
         device: Device of the learner, as torch names it.
+        scaling: Rule that chooses the number of workers after each update: one of `farstep.elastic`, or a function of
+            `Signals`. None: `config.scaling`.
     """
 
     synchronous = False
+    has_minibatches = False
 
-    def __init__(self, agent: ActorCritic, config: ImpalaConfig, seed: int, device: str = "cpu") -> None:
-        super().__init__(agent, config, seed, device)
+    def __init__(
+        self, agent: ActorCritic, config: ImpalaConfig, seed: int, device: str = "cpu", scaling: Rule | None = None
+    ) -> None:
+        super().__init__(agent, config, seed, device, chosen_rule(config.scaling, scaling, UNUSABLE_RULES))
         self.config = config
 
     def _targets(self, rollout: Rollout) -> tuple[Tensor, Tensor, dict[str, float]]:
@@ -173,6 +197,22 @@ class Impala(OnPolicy):
         with timer("actor_training"):
             return self.learn(batch, rollout, columns, self._loss, schedule) | metrics
 
+    def _num_chunks(self, env: ClusterEnv) -> int:
+        """Return the number of chunks per update."""
+        return min(self.config.num_chunks or min(max(2, math.ceil(env.num_workers / 2)), 8), env.num_workers)
+
+    def update_rows(self, env: ClusterEnv) -> int:
+        """Return the mean number of rows of an update.
+
+        Args:
+            env: The environments to collect from.
+
+        Returns:
+            The number of rows.
+        """
+        rows = chunk_steps(self.config.num_steps, env.num_envs) * env.num_envs
+        return rows * self._num_chunks(env) // env.num_workers
+
     def run(self, env: ClusterEnv, loop: Loop) -> None:
         """Update the agent on chunks in order of arrival, without waiting for the slowest worker.
 
@@ -188,7 +228,7 @@ class Impala(OnPolicy):
         """
         config = self.config
         steps = chunk_steps(config.num_steps, env.num_envs)
-        chunks = min(config.num_chunks or min(max(2, math.ceil(env.num_workers / 2)), 8), env.num_workers)
+        chunks = self._num_chunks(env)
         staleness = config.max_staleness
         if staleness is None:
             staleness = max(1, math.ceil(env.num_workers / chunks) - 1)
@@ -196,14 +236,18 @@ class Impala(OnPolicy):
         with Buffer(chunks * steps * env.num_envs, FullBatch()) as buffer, ExitStack() as waiting:
             flow = Workflow(env, self.agent, buffer, max_staleness=staleness)
 
+            def fill() -> float | None:
+                return min(1.0, flow.num_waiting / (staleness * chunks)) if staleness else None
+
             def update(message: Message) -> None:
                 waiting.close()
-                if not self.iterate(flow.batch(message), env, loop):
+                if not self.iterate(flow.batch(message), env, loop, fill):
                     flow.stop()
                 waiting.enter_context(loop.timer("collect"))
 
             flow.on(DataKeyTrigger(n=chunks, size=steps, of="windows"), update, name="update")
             with loop.collecting():  # a signal ends the wait for workers that import the agent's modules
                 flow.bind()
+            self.start_scaling(env, fill)
             waiting.enter_context(loop.timer("collect"))
             flow.run(until=lambda: loop.stopping)

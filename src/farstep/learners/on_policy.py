@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from farstep.batch import Batch
 from farstep.checkpoint.checks import Count, converted
 from farstep.cluster_env import ClusterEnv
-from farstep.elastic.scaling import Rule
+from farstep.elastic.scaling import Fill, Rule
 from farstep.learners.device_lease import DeviceLease
 from farstep.learners.loop.iteration import Iteration, Loop
 from farstep.learners.loop.statistics import Statistics, check_rewards
@@ -25,6 +25,8 @@ from farstep.learners.networks.nets import ActorCritic, NetConfig
 from farstep.learners.optimizing import Loss, Optimizer, Schedule, onednn_for_images
 from farstep.learners.options.task_defaults import defaults_for, rollout_steps
 from farstep.learners.rollout import Rollout, prepare
+
+BufferFill = Callable[[], float | None]
 
 
 class OptimizerOptions(Protocol):
@@ -70,7 +72,12 @@ class OnPolicy:
         seed: Seed for the order of rows in minibatches.
         device: Device of the learner, as torch names it.
         scaling: Rule that chooses the number of workers after each update; None: it does not change.
+
+    Attributes:
+        has_minibatches: Whether updates consist of several minibatches, so that a rule can use the noise scale.
     """
+
+    has_minibatches = True
 
     def __init__(
         self, agent: ActorCritic, config: OptimizerOptions, seed: int, device: str, scaling: Rule | None = None
@@ -88,7 +95,7 @@ class OnPolicy:
         self._anneal_lr = config.anneal_lr
         self._critic_warmup_updates = config.critic_warmup_updates
         self._updates = 0
-        self._scaling = None if scaling is None else WorkerScaling(scaling)
+        self._scaling = None if scaling is None else WorkerScaling(scaling, has_minibatches=self.has_minibatches)
         self._had_scaling = False
         """Whether the loaded checkpoint is from a run with a scaling rule, so that workers may be parked."""
 
@@ -142,23 +149,33 @@ class OnPolicy:
             env: The environments to train in.
             loop: The training loop.
         """
-        if self._scaling is not None:
-            self._scaling.start(env, self._updates, self.update_rows(env))
-        elif self._had_scaling:
-            env.scale(workers=env.num_workers)
+        self.start_scaling(env)
         batches, going = self.batches(env), True
         while going:
             with loop.collecting():
                 batch = next(batches)
             going = self.iterate(batch, env, loop)
 
-    def iterate(self, batch: Batch, env: ClusterEnv, loop: Loop) -> bool:
+    def start_scaling(self, env: ClusterEnv, buffer_fill: BufferFill = lambda: None) -> None:
+        """Let the scaling rule choose the number of workers before the first rollout.
+
+        Args:
+            env: The environments to train in.
+            buffer_fill: Returns `Signals.buffer_fill` for the scaling rule.
+        """
+        if self._scaling is not None:
+            self._scaling.start(env, self._updates, self.update_rows(env), buffer_fill())
+        elif self._had_scaling:
+            env.scale(workers=env.num_workers)
+
+    def iterate(self, batch: Batch, env: ClusterEnv, loop: Loop, buffer_fill: BufferFill = lambda: None) -> bool:
         """Update the agent on a batch, publish it and report.
 
         Args:
             batch: The rows to learn from.
             env: The environments that the rows are from.
             loop: The training loop.
+            buffer_fill: Returns `Signals.buffer_fill` for the scaling rule, after the update.
 
         Returns:
             Whether to continue.
@@ -169,7 +186,7 @@ class OnPolicy:
             metrics = self.update(batch, version, loop.fraction_done, loop.timer)
         with loop.timer("publish"):
             env.publish(self.agent)
-        counters = None if self._scaling is None else self._scaling.apply(env, self._updates)
+        counters = None if self._scaling is None else self._scaling.apply(env, self._updates, buffer_fill())
         return loop.report(
             Iteration(
                 metrics=metrics,
@@ -269,6 +286,13 @@ class OnPolicy:
         self._had_scaling = scaling is not None
         if self._scaling is not None and scaling is not None:
             self._scaling.load(scaling)
+
+
+UNUSABLE_RULES: dict[type, str] = {
+    Fill: "this learner has no buffer that fills. Use schedule:FIRST:LAST:ADD:EVERY or noise here; fill is for impala, "
+    "replay learners and workflows."
+}
+"""Scaling rules that learners of whole rollouts cannot follow, and why."""
 
 
 class RolloutOptions(Protocol):

@@ -22,9 +22,9 @@ from farstep.config.field_docs import show_fields
 from farstep.elastic.scaling import Rule
 from farstep.learners import losses
 from farstep.learners.loop.timing import Timer
-from farstep.learners.loop.worker_scaling import check_rule, chosen_rule
+from farstep.learners.loop.worker_scaling import chosen_rule
 from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
-from farstep.learners.on_policy import RolloutLearner, rollouts
+from farstep.learners.on_policy import UNUSABLE_RULES, RolloutLearner, rollouts
 from farstep.learners.optimizing import Schedule, prefixed
 from farstep.learners.options.checks import LARGE, check_above, check_choice, check_counts, check_critic, check_numbers
 from farstep.learners.options.task_defaults import minibatch_rows
@@ -109,7 +109,7 @@ class PPOConfig:
         check_above(self, max_grad_norm=0, target_kl=0, value_clip=0)
         check_numbers(self, behave_weight_threshold=(1, inf))
         check_critic(self, "vf_coef")
-        check_rule(self.scaling)
+        chosen_rule(self.scaling, None, UNUSABLE_RULES)
 
 
 class PPO(RolloutLearner):
@@ -134,7 +134,7 @@ class PPO(RolloutLearner):
     def __init__(
         self, agent: ActorCritic, config: PPOConfig, seed: int, device: str = "cpu", scaling: Rule | None = None
     ) -> None:
-        super().__init__(agent, config, seed, device, chosen_rule(config.scaling, scaling))
+        super().__init__(agent, config, seed, device, chosen_rule(config.scaling, scaling, UNUSABLE_RULES))
         self.config: PPOConfig = config
 
     def _loss(self, minibatch: Minibatch) -> tuple[Tensor, Mapping[str, Tensor]]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from farstep.buffer.samplers import NStep, Sampler
 from farstep.config.field_docs import show_fields
+from farstep.elastic.scaling import Rule
 from farstep.learners.networks.agent import check_kind
 from farstep.learners.networks.encoders import Space
 from farstep.learners.networks.soft_actor import SACNetConfig, SoftActor, TwinCritics
@@ -132,6 +133,8 @@ class SAC(ReplayLearner[SoftActor]):
         config: Options of SAC.
         seed: Seed of the sampler; the critics' initial weights are drawn from torch's global generator.
         device: Device of the learner, as torch names it.
+        scaling: Rule that chooses the number of workers whenever weights are published: one of `farstep.elastic`, or a
+            function of `Signals`. None: `config.replay.scaling`.
 
     Raises:
         AgentError: The learner cannot train this agent.
@@ -144,9 +147,11 @@ class SAC(ReplayLearner[SoftActor]):
 
     names = ("obs", "action", "reward", "discount", "next_obs")
 
-    def __init__(self, agent: SoftActor, config: SACConfig, seed: int, device: str = "cpu") -> None:
+    def __init__(
+        self, agent: SoftActor, config: SACConfig, seed: int, device: str = "cpu", scaling: Rule | None = None
+    ) -> None:
         check_kind(agent, SoftActor, "SAC", adapters=False)
-        super().__init__(agent, config.replay, seed, device)
+        super().__init__(agent, config.replay, seed, device, scaling)
         self.config = config
         self._critics = TwinCritics(agent, config.net).to(self.device)
         self._actor_optimizer = FlatAdam(agent.parameters(), config.policy_lr, config.max_grad_norm)

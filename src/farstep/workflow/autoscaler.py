@@ -47,8 +47,9 @@ class Autoscaler:
             self._env.scale(workers=workers)
 
     def _unread_fraction(self) -> float | None:
-        """Return the fraction of the buffer that holds rows which a consumer has not read; None for replay."""
-        if not self._registry.consuming:
-            return None
+        """Return the fraction of the buffer that holds rows which a consumer has not read; for replay, the limiter's
+        fill."""
         state = self._state
+        if not self._registry.consuming:
+            return state.buffer.limiter.fill
         return min(1.0, max(state.retention.backlog(), default=0) * self._env.num_envs / state.buffer.capacity)

@@ -58,5 +58,12 @@ class Availability:
         return record.worker not in presence.parked
 
     def __contains__(self, worker: object) -> bool:
-        """Whether a worker can get a ticket."""
-        return isinstance(worker, int) and self._can_roll(self._records[worker])
+        """Whether a worker can get a ticket.
+
+        A worker that was released during a feed must wait until all its chunks have been taken. Otherwise it would be
+        resumed for each of them.
+        """
+        if not isinstance(worker, int) or not self._can_roll(self._records[worker]):
+            return False
+        is_released = self._membership.members[worker].state is State.RELEASED
+        return not (is_released and self._tickets.unread.num_of[worker])

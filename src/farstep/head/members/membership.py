@@ -8,7 +8,8 @@
 The supervisor reports events with `handle`, calls `tick` periodically, and performs the actions that both return. A
 worker is restarted only after its process has certainly ended, so that two of its processes never write to the same
 columns. A parked worker has no time limits. If its process ends, it is restarted when it is unparked. A released worker
-is suspended between two rollouts; unlike a parked one, it takes part in the next rollout. It has no time limits either.
+is suspended because it has nothing to do; unlike a parked one, it takes part in the next rollout. It has no time limits
+either.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class Unpark:
 
 @dataclass(frozen=True)
 class Release:
-    """The worker has nothing to do before the next rollout, so that its process may be suspended."""
+    """The worker has nothing to do now, so that its process may be suspended."""
 
     worker: int
 

@@ -1,4 +1,4 @@
-"""Parks workers that are not wanted, unparks them, and releases idle workers between rollouts."""
+"""Parks workers that are not wanted, unparks them, and releases idle workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Parking:
     """Decides which processes are suspended although their workers are healthy.
 
     A parked worker takes no part in batches until it is unparked. With `release_idle`, all other workers are suspended
-    between two rollouts, too; any message that a worker must act on lets it continue (see `Outbox.send`).
+    between two rollouts, too, and during a feed while they have no ticket. Any message that a worker must act on lets
+    it continue (see `Outbox.send`).
 
     A worker is parked in four steps: `want` excludes it, `retire` requests its unstarted tickets, `returned` handles
     its answer, and `parked` continues without it after its process was suspended. Callers must hold the event loop's
@@ -32,7 +33,7 @@ class Parking:
         outbox: Sends them messages.
         client: Notified when a worker is parked.
         emit: Emits the events of the run.
-        release_idle: Whether to suspend workers while no session of tickets is open.
+        release_idle: Whether to suspend workers while they have nothing to do (see `Tickets.is_idle`).
     """
 
     def __init__(
@@ -94,12 +95,16 @@ class Parking:
         self.release()
 
     def release(self) -> None:
-        """With `release_idle`, suspend all workers until the next message that they must act on."""
-        if not self._release_idle or self._tickets.is_open or self._num_calls:
-            return
+        """With `release_idle`, suspend all idle workers until the next message that they must act on."""
         for record in self._records:
-            if record.ready and not record.owes_reply:
-                self._supervisor.act_on(membership.Release(record.worker))
+            self.release_if_idle(record)
+
+    def release_if_idle(self, record: WorkerRecord) -> None:
+        """With `release_idle`, suspend a worker if it has nothing to do."""
+        if not self._release_idle or self._num_calls or not record.ready or record.owes_reply:
+            return
+        if self._tickets.is_idle(record.worker):
+            self._supervisor.act_on(membership.Release(record.worker))
 
     def retire(self, record: WorkerRecord) -> None:
         """Issue no new tickets to a worker that is to be parked, and request those that it has not started."""

@@ -132,6 +132,15 @@ class Tickets:
         """Number of unread chunks: accepted, but not delivered."""
         return len(self.unread)
 
+    def is_idle(self, worker: int) -> bool:
+        """Whether a worker has nothing to do: no session is open, or it has no ticket of a feed."""
+        return not self.is_open or (self.has_feed and not self.outstanding.num_of(worker))
+
+    @property
+    def has_feed(self) -> bool:
+        """Whether the open session is a feed."""
+        return self._session is not None and self._session.feed is not None
+
     def is_live(self, seq: int) -> bool:
         """Whether the ticket is open, or its chunk is unread."""
         return seq in self.outstanding or seq in self.unread
@@ -169,6 +178,10 @@ class Tickets:
         if session.feed is not None and session.feed.windows is None:
             wanted = max(1, self.presence.num_present) * session.feed.chunks
         return self._first_come(session, wanted, available, version)
+
+    def can_issue(self, available: Container[int]) -> bool:
+        """Whether `grant` would issue a ticket of a feed."""
+        return self._queue is not None and self._queue.first(available) >= 0
 
     def _rounds(self, session: CollectionSession, worker: int, version: int) -> list[IssuedTicket]:
         return [

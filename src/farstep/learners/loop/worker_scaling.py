@@ -9,10 +9,10 @@ from typing import Annotated
 
 import msgspec
 
-from farstep.checkpoint.checks import Finite, converted
+from farstep.checkpoint.checks import Count, Finite, converted
 from farstep.cluster_env import ClusterEnv
 from farstep.elastic.noise_scale import GradientNoise
-from farstep.elastic.scaling import Fill, Rule, Scaling, no_effect, rule_of, uses_noise_scale
+from farstep.elastic.scaling import Rule, Scaling, no_effect, rule_of, uses_noise_scale
 from farstep.errors import ConfigError
 
 
@@ -20,6 +20,7 @@ class SavedScaling(msgspec.Struct, forbid_unknown_fields=True):
     """The state of `WorkerScaling`."""
 
     workers: Annotated[int, msgspec.Meta(ge=1)]
+    updates: Count = 0
     trace: Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)] = 0.0
     squared_norm: Finite = 0.0
 
@@ -29,45 +30,56 @@ class WorkerScaling:
 
     Args:
         rule: The rule.
+        has_minibatches: Whether updates consist of minibatches, so that the noise scale can be estimated.
     """
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: Rule, *, has_minibatches: bool) -> None:
         self._rule = rule
-        self.noise = GradientNoise() if uses_noise_scale(rule) else None
-        """Receives the gradients of the first epoch of each update; None: the rule does not need them."""
+        self.noise = GradientNoise() if has_minibatches and uses_noise_scale(rule) else None
+        """Receives the gradients of the first epoch of each update; None: they are not needed."""
+        self.updates = 0
+        """Updates when the rule last chose."""
         self._scaling: Scaling | None = None
         self._rows_per_worker = 0.0
         self._saved_workers: int | None = None
         """Workers that ran when the loaded checkpoint was written."""
         self._lacks_noise_scale = self._was_warned = False
 
-    def start(self, env: ClusterEnv, update: int, rows: int) -> None:
+    def start(self, env: ClusterEnv, update: int, rows: int, buffer_fill: float | None = None) -> None:
         """Set the number of workers before the first rollout: as the rule decides, or as in the loaded checkpoint.
 
         Args:
             env: The environments.
             update: Updates so far.
-            rows: Rows of an update in which all workers take part.
+            rows: Rows of an update in which all workers take part; of replay learners, rows of one chunk of each.
+            buffer_fill: As in `Signals`.
+
+        Raises:
+            ConfigError: The rule returned something other than an integer, or needs a signal that does not exist.
         """
         if reason := no_effect(self._rule, env.num_workers):
             env.emit_event("warned", reason)
         scaling = self._scaling = Scaling(self._rule, env.num_workers)
         self._rows_per_worker = rows / env.num_workers
         if self._saved_workers is None:
-            self._choose(update)
+            self._choose(update, buffer_fill)
         else:
             scaling.workers, self._saved_workers = min(self._saved_workers, env.num_workers), None
         env.scale(workers=scaling.workers)
 
-    def apply(self, env: ClusterEnv, update: int) -> dict[str, float]:
+    def apply(self, env: ClusterEnv, update: int, buffer_fill: float | None = None) -> dict[str, float]:
         """Change the number of workers after an update.
 
         Args:
             env: The environments.
             update: Updates so far.
+            buffer_fill: As in `Signals`.
 
         Returns:
             The number of workers that rolled for this update, as a metric.
+
+        Raises:
+            ConfigError: The rule returned something other than an integer, or needs a signal that does not exist.
         """
         assert self._scaling is not None
         if self._lacks_noise_scale and not self._was_warned:
@@ -78,15 +90,21 @@ class WorkerScaling:
                 "update needs at least two minibatches; lower the minibatch size, or raise --num-steps",
             )
         before = self._scaling.workers
-        self._choose(update)
+        self._choose(update, buffer_fill)
         if self._scaling.workers != before:
             env.scale(workers=self._scaling.workers)
         return {"workers/active": before}
 
-    def _choose(self, update: int) -> None:
+    def _choose(self, update: int, buffer_fill: float | None) -> None:
         assert self._scaling is not None
+        self.updates = update
         noise_scale = None if self.noise is None else self.noise.value
-        self._scaling.choose(update, self._rows_per_worker, noise_scale=noise_scale)
+        self._scaling.choose(update, self._rows_per_worker, buffer_fill, noise_scale)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The number of workers that the rule chose, as a metric; empty before the first choice."""
+        return {} if self._scaling is None else {"workers/active": self._scaling.workers}
 
     def end_update(self) -> dict[str, float]:
         """Update the noise scale with the gradients of an update; return it as a metric, if it is finite."""
@@ -100,11 +118,11 @@ class WorkerScaling:
         """Return the state for a checkpoint; None before the rule has chosen a number of workers."""
         workers = self._saved_workers if self._scaling is None else self._scaling.workers
         noise = {} if self.noise is None else {"trace": self.noise.trace, "squared_norm": self.noise.squared_norm}
-        return None if workers is None else {"workers": workers, **noise}
+        return None if workers is None else {"workers": workers, "updates": self.updates, **noise}
 
     def load(self, saved: SavedScaling) -> None:
         """Restore a checked state. `start` applies it."""
-        self._saved_workers = saved.workers
+        self._saved_workers, self.updates = saved.workers, saved.updates
         if self.noise is not None:
             self.noise.trace, self.noise.squared_norm = saved.trace, saved.squared_norm
 
@@ -114,15 +132,19 @@ def check_scaling(state: Mapping[str, object] | None) -> SavedScaling | None:
     return None if state is None else converted("scaling", state, SavedScaling)
 
 
-def chosen_rule(text: str | None, rule: Rule | None) -> Rule | None:
-    """Return a user's rule; without one, the rule that the option `scaling` describes."""
-    return rule if rule is not None or text is None else rule_of(text)
+def chosen_rule(text: str | None, rule: Rule | None, refused: Mapping[type, str]) -> Rule | None:
+    """Return a user's rule; without one, the rule that the option `scaling` describes; None if there is neither.
 
+    Args:
+        text: The option `scaling`.
+        rule: The user's rule.
+        refused: For each kind of rule that the learner cannot follow, the reason.
 
-def check_rule(text: str | None) -> None:
-    """Raise `ConfigError` unless the option `scaling` is None or a rule that a learner without a buffer can follow."""
-    if text is not None and isinstance(rule_of(text), Fill):
-        raise ConfigError(
-            f"scaling is {text!r}, but this learner has no buffer that fills. Use schedule:FIRST:LAST:ADD:EVERY or "
-            "noise here; fill works in a Workflow."
-        )
+    Raises:
+        ConfigError: The text describes no rule, or the learner cannot follow the rule.
+    """
+    found = rule if rule is not None or text is None else rule_of(text)
+    for kind, reason in refused.items():
+        if isinstance(found, kind):
+            raise ConfigError(f"scaling is {(text if rule is None else rule)!r}, but {reason}")
+    return found

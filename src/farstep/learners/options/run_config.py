@@ -54,8 +54,9 @@ class RunConfig:
     stagger: str | None = None
     """Staggered resets, as JSON: '{"horizon": 1000}'; None: off."""
     release_idle: bool = False
-    """Suspend all workers during updates of a learner that waits for its rollouts, such as ppo; learners that collect
-    all the time release none."""
+    """Suspend workers that have nothing to do: with ppo, all of them during updates; with impala and replay learners,
+    those that are as far ahead of the learner as its options allow. async-ppo suspends none, unless
+    --staleness-threshold is 0."""
     prewarm: bool = False
     """With --release-idle: let workers continue shortly before the update is expected to end."""
     inference: str = "local"

@@ -11,14 +11,18 @@ from torch import Tensor
 from farstep.buffer.samplers import Sampler
 from farstep.checkpoint.checks import check_keys
 from farstep.cluster_env import ClusterEnv
+from farstep.elastic.scaling import Rule
 from farstep.learners.loop.iteration import Loop
+from farstep.learners.loop.worker_scaling import WorkerScaling, check_scaling, chosen_rule
 from farstep.learners.networks.agent import NetworkAgent
 from farstep.learners.replay.batches import ReplayBatch
-from farstep.learners.replay.config import LoopConfig
+from farstep.learners.replay.config import UNUSABLE_RULES, LoopConfig
 from farstep.learners.replay.loop import ReplayLoop
 from farstep.learners.replay.saved_parts import SavedPart
 
 A = TypeVar("A", bound=NetworkAgent)
+_SCALING = "scaling"
+"""Name of the scaling rule's state in checkpoints; missing if the run had no rule."""
 
 
 class ReplayLearner(Generic[A]):
@@ -37,14 +41,17 @@ class ReplayLearner(Generic[A]):
         replay: Options of the replay buffer and the loop.
         seed: Seed of the sampler.
         device: Device of the learner, as torch names it.
+        scaling: Rule that chooses the number of workers whenever weights are published; None: `replay.scaling`.
     """
 
     synchronous = False
 
-    def __init__(self, agent: A, replay: LoopConfig, seed: int, device: str) -> None:
+    def __init__(self, agent: A, replay: LoopConfig, seed: int, device: str, scaling: Rule | None = None) -> None:
         self.device = torch.device(device)
         self.agent: A = agent.to(self.device)
         self._replay, self._seed = replay, seed
+        rule = chosen_rule(replay.scaling, scaling, UNUSABLE_RULES)
+        self._scaling = None if rule is None else WorkerScaling(rule, has_minibatches=False)
         self._resumed = False
 
     def run(self, env: ClusterEnv, loop: Loop) -> None:
@@ -54,7 +61,7 @@ class ReplayLearner(Generic[A]):
             env: The environments to train in.
             loop: The training loop.
         """
-        ReplayLoop(self, self._replay, self._seed, self._resumed).run(env, loop)
+        ReplayLoop(self, self._replay, self._seed, self._resumed, self._scaling).run(env, loop)
 
     # ---- for the loop (`ReplayAlgorithm`) ----
 
@@ -96,7 +103,9 @@ class ReplayLearner(Generic[A]):
 
     def state(self) -> dict[str, object]:
         """Return the learner's state for a checkpoint; the agent's parameters are saved separately."""
-        return {name: part.state() for name, part in self.parts.items()}
+        scaling = None if self._scaling is None else self._scaling.state()
+        parts = {name: part.state() for name, part in self.parts.items()}
+        return parts if scaling is None else {**parts, _SCALING: scaling}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state.
@@ -108,8 +117,11 @@ class ReplayLearner(Generic[A]):
             Refused: The state does not fit this learner; nothing has changed.
         """
         parts = self.parts
-        check_keys("learner", state, parts)
+        check_keys("learner", {name: part for name, part in state.items() if name != _SCALING}, parts)
         checked = {name: part.check(f"learner.{name}", state[name]) for name, part in parts.items()}
+        scaling = check_scaling(state.get(_SCALING))
         for name, part in parts.items():
             part.load(checked[name])
+        if self._scaling is not None and scaling is not None:
+            self._scaling.load(scaling)
         self._resumed = True

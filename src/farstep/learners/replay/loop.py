@@ -26,6 +26,7 @@ from farstep.config.launch import InProcessConfig
 from farstep.errors import CheckpointError, ConfigError, counted
 from farstep.learners.loop.iteration import Iteration, Loop
 from farstep.learners.loop.statistics import check_rewards
+from farstep.learners.loop.worker_scaling import WorkerScaling
 from farstep.learners.networks.agent import NetworkAgent
 from farstep.learners.optimizing import Means, onednn_for_images
 from farstep.learners.replay.batches import DeviceBatches, ReplayBatch
@@ -113,10 +114,19 @@ class ReplayLoop:
         config: Options of the buffer and the loop.
         seed: Seed of the sampler.
         resumed: Whether the run continues from a checkpoint; the buffer then continues from its own.
+        scaling: Changes the number of workers; None: it does not change.
     """
 
-    def __init__(self, algorithm: ReplayAlgorithm, config: LoopConfig, seed: int, resumed: bool = False) -> None:
+    def __init__(
+        self,
+        algorithm: ReplayAlgorithm,
+        config: LoopConfig,
+        seed: int,
+        resumed: bool = False,
+        scaling: WorkerScaling | None = None,
+    ) -> None:
         self._algorithm, self._config, self._seed, self._resumed = algorithm, config, seed, resumed
+        self._scaling = scaling
 
     def run(self, env: ClusterEnv, loop: Loop) -> None:
         """Collect and learn until the run is done, or `loop` stops it.
@@ -143,7 +153,7 @@ class ReplayLoop:
     def _open(
         self, env: ClusterEnv, loop: Loop, buffer: Buffer, checkpoints: BufferCheckpoints, stack: contextlib.ExitStack
     ) -> _Session:
-        session = _Session(self._algorithm, self._config, env, loop, buffer, checkpoints)
+        session = _Session(self._algorithm, self._config, env, loop, buffer, checkpoints, self._scaling)
         stack.callback(session.close)
         with loop.collecting():  # a signal ends the wait for workers that import the agent's modules
             session.bind()
@@ -221,9 +231,12 @@ class _Session:
         loop: Loop,
         buffer: Buffer,
         checkpoints: BufferCheckpoints,
+        scaling: WorkerScaling | None,
     ) -> None:
         self._algorithm, self._config, self._env, self._loop, self._buffer = algorithm, config, env, loop, buffer
-        self._checkpoints = checkpoints
+        self._checkpoints, self._scaling = checkpoints, scaling
+        self._earlier_updates = 0 if scaling is None else scaling.updates
+        """Updates of the run before this session, for the scaling rule."""
         are_episodes = isinstance(buffer.sampler, DPER)
         self._episodes = CompleteEpisodes(buffer, partial(env.emit_event, "warned")) if are_episodes else None
         self._batches = DeviceBatches(buffer, config.batch_size, algorithm.names, algorithm.device, self._episodes)
@@ -275,6 +288,9 @@ class _Session:
     def run(self) -> None:
         """Run the workflow, then report the rest and write the last checkpoints."""
         self._checkpoints.start(self._buffer)
+        if self._scaling is not None:
+            rows = self._config.chunk_steps(self._env.num_envs) * self._env.num_envs
+            self._scaling.start(self._env, self._earlier_updates, rows, self._fill)
         self._make_updates()  # those that a stopped run left: the limiter may refuse new rows before
         self._flow.run(until=self._is_done)
         if self._published_updates < self._updates:
@@ -308,6 +324,7 @@ class _Session:
             while self._going and not self._loop.stopping and self._batches.is_ready:
                 self._update()
                 if self._updates - self._published_updates >= self._config.publish_every:
+                    self._rescale()
                     self._publish()
                 self._report_if_due()
 
@@ -316,6 +333,7 @@ class _Session:
         self._collect(self._flow.batch(message))
         self._learn(message)
         if self._going:
+            self._rescale()  # first, so that workers that are unparked take part in the next rollout
             self._publish()
 
     # ---- the learner's thread ----
@@ -350,6 +368,15 @@ class _Session:
             self._flow.publish()
         self._published_updates = self._updates
 
+    def _rescale(self) -> None:
+        if self._scaling is not None:
+            self._scaling.apply(self._env, self._earlier_updates + self._updates, self._fill)
+
+    @property
+    def _fill(self) -> float | None:
+        """How far workers are ahead of the learner, for the scaling rule. None: they take turns."""
+        return self._buffer.limiter.fill if is_concurrent(self._config, self._env) else None
+
     def _explore(self) -> None:
         steps = self._loop.total_steps - self._steps_left + self._collected.total_steps
         self._algorithm.explore(steps, self._env.num_envs)
@@ -368,6 +395,7 @@ class _Session:
         counters = {
             "replay/rows": float(len(self._buffer)),
             **self._config.measured_ratio(limiter.samples, since),
+            **({} if self._scaling is None else self._scaling.metrics),
         }
         if self._episodes is not None:
             counters["replay/episodes"] = float(self._episodes.count)

@@ -10,10 +10,12 @@ from farstep.agents.parameters import as_array, leaves_of
 from farstep.agents.policy import Policy, same_randomness
 from farstep.batch import PRIORITY, is_final
 from farstep.cluster_env import ClusterEnv
+from farstep.elastic.scaling import Fill, Rule
 from farstep.errors import ConfigError
 from farstep.head.chunks.rollouts import base_rows
+from farstep.learners.loop.worker_scaling import chosen_rule
 from farstep.learners.networks.agent import NetworkAgent
-from farstep.learners.replay.config import EpisodeReplayConfig, LoopConfig
+from farstep.learners.replay.config import UNUSABLE_RULES, EpisodeReplayConfig, LoopConfig
 from farstep.learners.replay.loop import ReplayAlgorithm, is_concurrent, make_buffer
 from farstep.learners.replay.recorded_episodes import RecordedEpisodes
 from farstep.resources import available_memory
@@ -47,12 +49,31 @@ def check_before_launch(config: LoopConfig, env: ClusterEnv, resumed: bool) -> R
             f"--learning-starts is {config.learning_starts:,}, but {num_envs} environments share only {rows:,} rows of "
             f"--buffer-size {config.buffer_size:,}. Lower --learning-starts, or raise --buffer-size."
         )
+    rule = chosen_rule(config.scaling, None, UNUSABLE_RULES)
+    if rule is not None and not is_concurrent(config, env):
+        _check_alternating(config, rule, env)
     path = config.warmup if isinstance(config, EpisodeReplayConfig) and not resumed else None
     if path is None:
         return None
     recorded = RecordedEpisodes.load(path)
     recorded.check_room(path, rows)
     return recorded
+
+
+def _check_alternating(config: LoopConfig, rule: Rule, env: ClusterEnv) -> None:
+    """Raise `ConfigError` if a run whose learner and workers take turns cannot follow the scaling rule."""
+    if isinstance(rule, Fill):
+        raise ConfigError(
+            f"--scaling is {config.scaling!r}, but with --no-concurrent or --launcher in-process the learner makes "
+            "all its updates before workers continue, so that they are never ahead of it. Use "
+            "schedule:FIRST:LAST:ADD:EVERY, or learn concurrently."
+        )
+    if config.learning_starts > (rows := config.buffer_size // env.num_workers):
+        raise ConfigError(
+            f"--learning-starts is {config.learning_starts:,}, but with --scaling only one worker may run, which has "
+            f"{rows:,} rows of --buffer-size {config.buffer_size:,} unless learning is concurrent. Lower "
+            "--learning-starts, or raise --buffer-size."
+        )
 
 
 def check_launched(

@@ -95,7 +95,7 @@ STATS_GROUPS = (
             METRICS["workers/restarts"],
             _head(
                 "workers/states/<worker>",
-                "state of one worker: `alive`, `starting`, `queued`, `parked`, `released` (suspended until the next "
+                "state of one worker: `alive`, `starting`, `queued`, `parked`, `released` (suspended until its next "
                 "rollout), `lost` or `stopped`",
                 kind="info",
             ),

@@ -260,9 +260,10 @@ NAMESPACES = (
             _head("workers/alive", "workers that run", unit="workers"),
             _learner(
                 "workers/active",
-                "number of workers that the scaling rule chose for this update",
+                "number of workers that the scaling rule chose for this update (replay learners: at the time of the "
+                "report)",
                 unit="workers",
-                when="ppo, async-ppo with `--scaling`",
+                when="`--scaling`",
             ),
             _head(
                 "workers/restarts",
