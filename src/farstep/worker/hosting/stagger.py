@@ -70,7 +70,6 @@ def offsets_of(stagger: Stagger, slots: Slots, num_slots: int, steps: int) -> Ar
         drawn = [offset_generator(root, first + i).integers(horizon) for i, root in enumerate(slots.roots)]
         return np.array(drawn, np.int64)
     groups = num_groups(stagger, num_slots, steps)
-    # Dealt round-robin, so that every worker has slots of all groups: if the last workers are parked, the sizes of
-    # the groups still differ by at most one.
+    # Dealt round-robin: if the last workers are parked, the sizes of the groups still differ by at most one.
     group = np.arange(first, first + len(slots.roots)) % groups
     return group * (horizon // groups)
