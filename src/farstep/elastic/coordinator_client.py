@@ -64,10 +64,10 @@ class WorkerPool(Protocol):
     """The workers of a run."""
 
     def scale_workers(self, workers: int, *, quiet: bool = False) -> None:
-        """Run this number of workers, at least 1, and end a `hold`. `quiet`: emit no events."""
+        """Run this number of workers, at least 1, and end a `pause`. `quiet`: emit no events."""
         ...
 
-    def hold(self) -> None:
+    def pause(self) -> None:
         """Let all workers become idle, until `scale_workers` is called."""
         ...
 
@@ -81,7 +81,7 @@ class WorkerPool(Protocol):
         ...
 
     def use_slots_per_session(self, slots: SessionSlots) -> None:
-        """Call `slots.begin` and `slots.end` for each session, and hold until `scale_workers` is called in between."""
+        """Call `slots.begin` and `slots.end` for each session, and pause until `scale_workers` is called in between."""
         ...
 
     def fail(self, error: FarstepError) -> None:
@@ -462,7 +462,7 @@ class CoordinatorClient:
                 return
             is_refused = self._refused and not allowed
             if not is_refused and (allowed == applied or (not allowed and applied is None)):
-                return  # in the latter case, a session waits for its first slots, and the pool holds already
+                return  # in the latter case, a session waits for its first slots, and the pool is paused already
             self._applied = allowed
         if is_refused:
             pool.fail(self._refusal())
@@ -471,7 +471,7 @@ class CoordinatorClient:
             if applied == 0:
                 self._emit("scaled", f"continuing with {counted(allowed, 'worker')}")
         else:
-            pool.hold()
+            pool.pause()
             self._emit("scaled", f"paused: coordinator {self._name!r} has given all slots of this run to other runs")
 
     def _is_quiet(self, now: float) -> bool:

@@ -109,7 +109,7 @@ class Server:
         per_node = workers // config.most_nodes
         self.gpus_per_worker = config.gpus_per_node / per_node
         self.tickets = Tickets(workers, config.fewest_nodes * per_node)
-        self.holds = False
+        self.is_paused = False
         """Whether no tickets are issued, because this run has no slots."""
         self._session_slots: SessionSlots | None = None
         self._keeps_slots = False
@@ -182,17 +182,17 @@ class Server:
         """Change the number of workers that run. The last workers are parked. `quiet`: emit no events."""
         with self.locked():
             self.raise_failure()
-            self.holds = False
+            self.is_paused = False
             self.supervisor.launcher.make_room(workers)
             before = self.tickets.presence.wanted
             self._want(workers, quiet=quiet)
             if workers != before and not quiet:
                 self.events.emit("scaled", f"scaled from {before} to {counted(workers, 'worker')}")
 
-    def hold(self) -> None:
+    def pause(self) -> None:
         """Issue no tickets until `scale_workers` is called. Workers finish their open tickets and are idle then."""
         with self.locked():
-            self.holds = True
+            self.is_paused = True
 
     def use_slots_per_session(self, slots: SessionSlots) -> None:
         """From now on, return the slots at the end of each session, and request them for the next one. A session issues
@@ -243,7 +243,7 @@ class Server:
     def _give_back(self) -> None:
         self._parking.release()
         if self._session_slots is not None:
-            self.holds = True
+            self.is_paused = True
             if not self._rests:
                 self._session_slots.end()
         self._rests = False
@@ -253,7 +253,7 @@ class Server:
         if record.is_server or not self.tickets.has_feed:
             return
         self._parking.release_if_idle(record)
-        if self._session_slots is None or self.holds or self.tickets.in_flight:
+        if self._session_slots is None or self.is_paused or self.tickets.in_flight:
             return
         if not self.tickets.can_issue(self.available):
             self._give_back()
@@ -266,10 +266,10 @@ class Server:
             self._session_slots.begin(for_rollout=True)
 
     def num_running(self) -> int:
-        """Return the number of workers that may be using a core: all that are not parked; 0 if a `hold` or the end of
+        """Return the number of workers that may be using a core: all that are not parked; 0 if `pause` or the end of
         the run has made all of them idle."""
         with self.locked():
-            is_idle = (self.holds or self.state != "running") and not self.tickets.in_flight
+            is_idle = (self.is_paused or self.state != "running") and not self.tickets.in_flight
             return 0 if is_idle else len(self.available.present())
 
     def _want(self, workers: int, *, quiet: bool = False) -> None:
@@ -614,7 +614,7 @@ class Server:
         """Issue and send all tickets that workers may get now."""
         if self._failure is not None:
             return
-        if self.holds:
+        if self.is_paused:
             self._stop_resting()
             return
         for issued in self.tickets.grant(self.available, self._client.version()):
