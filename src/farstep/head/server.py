@@ -114,7 +114,7 @@ class Server:
         self._session_slots: SessionSlots | None = None
         self._keeps_slots = False
         """Whether to keep the slots at the end of a session."""
-        self._rests = False
+        self._returned_slots = False
         """Whether the slots were returned during a feed, because no worker could get a ticket."""
         self._prewarming = Prewarming(self._resume_early, self._suspend_again) if prewarm else None
         self._failure: FarstepError | None = None
@@ -244,11 +244,11 @@ class Server:
         self._parking.release()
         if self._session_slots is not None:
             self.is_paused = True
-            if not self._rests:
+            if not self._returned_slots:
                 self._session_slots.end()
-        self._rests = False
+        self._returned_slots = False
 
-    def _rest(self, record: WorkerRecord) -> None:
+    def _release_without_ticket(self, record: WorkerRecord) -> None:
         """During a feed, suspend a worker without a ticket, and return the slots if no worker has one."""
         if record.is_server or not self.tickets.has_feed:
             return
@@ -257,12 +257,12 @@ class Server:
             return
         if not self.tickets.can_issue(self.available):
             self._give_back()
-            self._rests = True
+            self._returned_slots = True
 
-    def _stop_resting(self) -> None:
+    def _request_slots_again(self) -> None:
         """Request slots again if a worker can get a ticket. The slots arrive with `scale_workers`."""
-        if self._rests and self._session_slots is not None and self.tickets.can_issue(self.available):
-            self._rests = False
+        if self._returned_slots and self._session_slots is not None and self.tickets.can_issue(self.available):
+            self._returned_slots = False
             self._session_slots.begin(for_rollout=True)
 
     def num_running(self) -> int:
@@ -556,7 +556,7 @@ class Server:
                     self.grant()
                     return
                 self._client.on_message(record, message, received)
-                self._rest(record)
+                self._release_without_ticket(record)
                 if self.supervisor.membership.members[record.worker].retiring:
                     self.retire(record)  # it may have completed its window
 
@@ -615,7 +615,7 @@ class Server:
         if self._failure is not None:
             return
         if self.is_paused:
-            self._stop_resting()
+            self._request_slots_again()
             return
         for issued in self.tickets.grant(self.available, self._client.version()):
             if self._prewarming is not None:
