@@ -386,13 +386,13 @@ class Server:
         with self.locked():
             return self.supervisor.whereabouts()
 
-    def absent_nodes(self) -> str:
+    def unconnected_nodes(self) -> str:
         """Describe the nodes that are not connected; empty if all are connected."""
         with self.locked():
             return self.supervisor.launcher.waiting()
 
-    def missing_nodes(self) -> str:
-        """Describe the missing nodes if a call has waited for several seconds and needs them; empty otherwise."""
+    def awaited_nodes(self) -> str:
+        """Describe the unconnected nodes if a call has waited for several seconds and needs them; empty otherwise."""
         with self.locked():
             presence, waited_s = self.tickets.presence, time.monotonic() - self._wait_began
             needs_more = len(presence.present) < presence.quorum
