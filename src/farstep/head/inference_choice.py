@@ -131,5 +131,7 @@ class InferenceChoice:
         return _Rate(rows / elapsed, (steps - 4) / elapsed)
 
     def _use(self, chosen: Inference) -> None:
-        self._publisher.use_servers(chosen == "served", for_good=True)
+        self._publisher.use_servers(chosen == "served")
+        if chosen == "local":
+            self._publisher.dismiss_servers()
         self.chosen, self._is_open = chosen, False
