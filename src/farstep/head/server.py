@@ -103,8 +103,8 @@ class Server:
         if idle := self.clients().count([]):
             events.emit(
                 "warned",
-                f"too few workers for all acting servers: {idle} of {len(self.servers)} will have none; lower "
-                "copies in inference",
+                f"{idle} of {len(self.servers)} acting servers have no worker to act for; lower copies in inference, "
+                "name fewer nodes in where, or start more workers",
             )
         per_node = workers // config.most_nodes
         self.gpus_per_worker = config.gpus_per_node / per_node
