@@ -497,8 +497,8 @@ class _StepperView:
         assert self.monitor is not None
         return self.monitor.diagnoses(self.stats())
 
-    def absent_nodes(self) -> str:
-        return self._stepper.server.absent_nodes()
+    def unconnected_nodes(self) -> str:
+        return self._stepper.server.unconnected_nodes()
 
     def close(self, page: RunPage) -> None:
         """Close the page, then end the workers."""

@@ -383,7 +383,7 @@ def test_status_page_says_that_the_job_is_queued(cluster: SlurmCluster, tmp_path
         launching.start()
         eventually(lambda: "PENDING" in page.read()["diagnoses"][0]["text"])
         assert page.read()["state"] == "starting" and page.read()["workers"]["state"] == ["queued"]
-        assert page.read()["workers"]["host"] == [None] and "PENDING" in page.read()["workers"]["no_host"]
+        assert page.read()["workers"]["host"] == [None] and "PENDING" in page.read()["workers"]["unconnected_nodes"]
         cluster.command("scancel", other)
         launching.join(BATCH_S)
         assert page.read()["state"] == "running" and page.read()["workers"]["state"] == ["alive"]

@@ -64,10 +64,10 @@ class WorkerPool(Protocol):
     """The workers of a run."""
 
     def scale_workers(self, workers: int, *, quiet: bool = False) -> None:
-        """Run this number of workers, at least 1, and end a `hold`. `quiet`: emit no events."""
+        """Run this number of workers, at least 1, and end a `pause`. `quiet`: emit no events."""
         ...
 
-    def hold(self) -> None:
+    def pause(self) -> None:
         """Let all workers become idle, until `scale_workers` is called."""
         ...
 
@@ -81,7 +81,7 @@ class WorkerPool(Protocol):
         ...
 
     def use_slots_per_session(self, slots: SessionSlots) -> None:
-        """Call `slots.begin` and `slots.end` for each session, and hold until `scale_workers` is called in between."""
+        """Call `slots.begin` and `slots.end` for each session, and pause until `scale_workers` is called in between."""
         ...
 
     def fail(self, error: FarstepError) -> None:
@@ -159,11 +159,11 @@ class CoordinatorClient:
         except OSError as error:
             raise LaunchError(no_coordinator(name, error)) from None
         self._wake, self._woken = socket.socketpair()
-        self._due = threading.Event()
-        """Set if something may have to be applied."""
+        self._has_changed = threading.Event()
+        """Set when the allowance or the session may have changed."""
         self._threads = [
-            threading.Thread(target=self._converse, name="farstep-coordinator", daemon=True),
-            threading.Thread(target=self._apply_all, name="farstep-slots", daemon=True),
+            threading.Thread(target=self._run_connection, name="farstep-coordinator", daemon=True),
+            threading.Thread(target=self._run_pool, name="farstep-slots", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -181,7 +181,7 @@ class CoordinatorClient:
                 client.close()
                 raise
             self._socket, self._welcomed = client, False
-            self._refused = self._no_device = ""  # this coordinator may have more
+            self._refused = self._no_device = ""  # a restarted coordinator may have more slots and devices
 
     # ---- calls of the run's threads ----
 
@@ -224,7 +224,7 @@ class CoordinatorClient:
             self._pool, self._applied = pool, workers
         if self._per_session:
             pool.use_slots_per_session(self)
-        self._due.set()
+        self._has_changed.set()
 
     def want(self, workers: int) -> None:
         """Tell the coordinator how many workers the run can use."""
@@ -238,12 +238,14 @@ class CoordinatorClient:
         with self._changed:
             self._uses_session, self._applied = True, None
             number = self._register.request
-            if not self._register.wanted:  # otherwise the run has slots: it requested them early, or could not return
-                self._waits.begin(time.monotonic())  # those of the last session, because the coordinator was down
+            # If `wanted` is not 0, the run still has slots: it requested them early, or could not return those of the
+            # last session because the coordinator was down.
+            if not self._register.wanted:
+                self._waits.begin(time.monotonic())
                 number += 1
             self._register = msgspec.structs.replace(self._register, request=number, for_rollout=for_rollout)
             self._request_slots()
-        self._due.set()
+        self._has_changed.set()
 
     def _request_slots(self) -> None:
         self._register = register = msgspec.structs.replace(self._register, wanted=self._workers)
@@ -320,7 +322,7 @@ class CoordinatorClient:
                 return
             self._closed = True
             self._changed.notify_all()
-        self._due.set()
+        self._has_changed.set()
         self._wake.send(b"x")
         for thread in self._threads:
             thread.join()
@@ -329,14 +331,14 @@ class CoordinatorClient:
 
     # ---- the thread of the connection ----
 
-    def _converse(self) -> None:
+    def _run_connection(self) -> None:
         heartbeat = 0.0
         while not self._closed:
             if self._socket is None and self._is_compatible:
                 self._reconnect()
             if self._has_answer():
                 self._receive()
-                self._due.set()
+                self._has_changed.set()
             with self._changed:
                 self._report_wait()
             if (now := time.monotonic()) > heartbeat + _HEARTBEAT_S:
@@ -429,10 +431,10 @@ class CoordinatorClient:
 
     # ---- the thread of the pool ----
 
-    def _apply_all(self) -> None:
+    def _run_pool(self) -> None:
         while not self._closed:
-            self._due.wait(_HEARTBEAT_S if self._acknowledged == self._round else _POLL_S)
-            self._due.clear()
+            self._has_changed.wait(_HEARTBEAT_S if self._acknowledged == self._round else _POLL_S)
+            self._has_changed.clear()
             self._apply()
 
     def _apply(self) -> None:
@@ -462,7 +464,7 @@ class CoordinatorClient:
                 return
             is_refused = self._refused and not allowed
             if not is_refused and (allowed == applied or (not allowed and applied is None)):
-                return  # in the latter case, a session waits for its first slots, and the pool holds already
+                return  # in the latter case, a session waits for its first slots, and the pool is paused already
             self._applied = allowed
         if is_refused:
             pool.fail(self._refusal())
@@ -471,7 +473,7 @@ class CoordinatorClient:
             if applied == 0:
                 self._emit("scaled", f"continuing with {counted(allowed, 'worker')}")
         else:
-            pool.hold()
+            pool.pause()
             self._emit("scaled", f"paused: coordinator {self._name!r} has given all slots of this run to other runs")
 
     def _is_quiet(self, now: float) -> bool:

@@ -127,7 +127,7 @@ class Feed:
 
     @property
     def under_way(self) -> bool:
-        """Whether any chunk waits to be taken, or `_may_roll`."""
+        """Whether a chunk waits to be taken, or another may still arrive."""
         with self._server.locked():
             return bool(self._server.tickets.buffered) or self._may_roll()
 
@@ -135,7 +135,7 @@ class Feed:
         """Return whether any worker is rolling a chunk, is about to join or leave, or waits for a coordinator's slots.
         The caller holds the lock."""
         server = self._server
-        return bool(server.tickets.in_flight) or server.holds or server.available.unsettled()
+        return bool(server.tickets.in_flight) or server.is_paused or server.available.unsettled()
 
     @property
     def num_parked(self) -> int:
@@ -143,13 +143,13 @@ class Feed:
         return len(self._server.tickets.presence.parked)
 
     @property
-    def num_waiting(self) -> int:
+    def num_unread_chunks(self) -> int:
         """Number of chunks that have not been taken yet."""
         return self._server.tickets.buffered
 
     @property
-    def waiting(self) -> list[int]:
-        """The workers whose chunks have not been taken yet; empty if `_may_roll`."""
+    def workers_with_unread_chunks(self) -> list[int]:
+        """The workers whose chunks have not been taken yet; empty while another chunk may still arrive."""
         with self._server.locked():
             return [] if self._may_roll() else [each.ticket.worker for each in self._server.tickets.unread]
 

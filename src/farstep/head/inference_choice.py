@@ -70,7 +70,8 @@ class InferenceChoice:
         """Record a reset, to repeat it after the measurement."""
         if not self._is_open:
             return
-        if not self._resets and request.seeds is None:  # it starts the first episodes, so it skips none
+        if not self._resets and request.seeds is None:
+            # the first reset without seeds starts the run's first episodes
             seeded = replace(request, seeds=self._start.seeds)
             masked = [] if request.options is None else [seeded]
             self._resets = [seeded] if request.mask is None else [self._start, *masked]
@@ -121,15 +122,19 @@ class InferenceChoice:
         self._publisher.use_servers(way == "served")
         self._publisher.adopt(agent)
         collect(2)  # the first calls of `act` are slow, and the first one may wait for slots
-        began, rows, steps = time.monotonic(), 0, 4
+        began, rows, steps, done = time.monotonic(), 0, 4, 0
         while rows < _ROWS and (elapsed := time.monotonic() - began) < _SECONDS:
             if rows and elapsed * 2 > _SECONDS:
                 break
             batch = collect(steps)
-            rows, steps = rows + batch.shape[0] * batch.shape[1], 2 * steps
+            rows += batch.shape[0] * batch.shape[1]
+            done += steps
+            steps *= 2
         elapsed = time.monotonic() - began
-        return _Rate(rows / elapsed, (steps - 4) / elapsed)
+        return _Rate(rows / elapsed, done / elapsed)
 
     def _use(self, chosen: Inference) -> None:
-        self._publisher.use_servers(chosen == "served", for_good=True)
+        self._publisher.use_servers(chosen == "served")
+        if chosen == "local":
+            self._publisher.dismiss_servers()
         self.chosen, self._is_open = chosen, False

@@ -103,18 +103,18 @@ class Server:
         if idle := self.clients().count([]):
             events.emit(
                 "warned",
-                f"too few workers for all acting servers: {idle} of {len(self.servers)} will have none; lower "
-                "copies in inference",
+                f"{idle} of {len(self.servers)} acting servers have no worker to act for; lower copies in inference, "
+                "name fewer nodes in where, or start more workers",
             )
         per_node = workers // config.most_nodes
         self.gpus_per_worker = config.gpus_per_node / per_node
         self.tickets = Tickets(workers, config.fewest_nodes * per_node)
-        self.holds = False
+        self.is_paused = False
         """Whether no tickets are issued, because this run has no slots."""
         self._session_slots: SessionSlots | None = None
         self._keeps_slots = False
         """Whether to keep the slots at the end of a session."""
-        self._rests = False
+        self._returned_slots = False
         """Whether the slots were returned during a feed, because no worker could get a ticket."""
         self._prewarming = Prewarming(self._resume_early, self._suspend_again) if prewarm else None
         self._failure: FarstepError | None = None
@@ -182,17 +182,17 @@ class Server:
         """Change the number of workers that run. The last workers are parked. `quiet`: emit no events."""
         with self.locked():
             self.raise_failure()
-            self.holds = False
+            self.is_paused = False
             self.supervisor.launcher.make_room(workers)
             before = self.tickets.presence.wanted
             self._want(workers, quiet=quiet)
             if workers != before and not quiet:
                 self.events.emit("scaled", f"scaled from {before} to {counted(workers, 'worker')}")
 
-    def hold(self) -> None:
+    def pause(self) -> None:
         """Issue no tickets until `scale_workers` is called. Workers finish their open tickets and are idle then."""
         with self.locked():
-            self.holds = True
+            self.is_paused = True
 
     def use_slots_per_session(self, slots: SessionSlots) -> None:
         """From now on, return the slots at the end of each session, and request them for the next one. A session issues
@@ -243,33 +243,33 @@ class Server:
     def _give_back(self) -> None:
         self._parking.release()
         if self._session_slots is not None:
-            self.holds = True
-            if not self._rests:
+            self.is_paused = True
+            if not self._returned_slots:
                 self._session_slots.end()
-        self._rests = False
+        self._returned_slots = False
 
-    def _rest(self, record: WorkerRecord) -> None:
+    def _release_without_ticket(self, record: WorkerRecord) -> None:
         """During a feed, suspend a worker without a ticket, and return the slots if no worker has one."""
         if record.is_server or not self.tickets.has_feed:
             return
         self._parking.release_if_idle(record)
-        if self._session_slots is None or self.holds or self.tickets.in_flight:
+        if self._session_slots is None or self.is_paused or self.tickets.in_flight:
             return
         if not self.tickets.can_issue(self.available):
             self._give_back()
-            self._rests = True
+            self._returned_slots = True
 
-    def _stop_resting(self) -> None:
+    def _request_slots_again(self) -> None:
         """Request slots again if a worker can get a ticket. The slots arrive with `scale_workers`."""
-        if self._rests and self._session_slots is not None and self.tickets.can_issue(self.available):
-            self._rests = False
+        if self._returned_slots and self._session_slots is not None and self.tickets.can_issue(self.available):
+            self._returned_slots = False
             self._session_slots.begin(for_rollout=True)
 
     def num_running(self) -> int:
-        """Return the number of workers that may be using a core: all that are not parked; 0 if a `hold` or the end of
+        """Return the number of workers that may be using a core: all that are not parked; 0 if `pause` or the end of
         the run has made all of them idle."""
         with self.locked():
-            is_idle = (self.holds or self.state != "running") and not self.tickets.in_flight
+            is_idle = (self.is_paused or self.state != "running") and not self.tickets.in_flight
             return 0 if is_idle else len(self.available.present())
 
     def _want(self, workers: int, *, quiet: bool = False) -> None:
@@ -386,13 +386,13 @@ class Server:
         with self.locked():
             return self.supervisor.whereabouts()
 
-    def absent_nodes(self) -> str:
+    def unconnected_nodes(self) -> str:
         """Describe the nodes that are not connected; empty if all are connected."""
         with self.locked():
             return self.supervisor.launcher.waiting()
 
-    def missing_nodes(self) -> str:
-        """Describe the missing nodes if a call has waited for several seconds and needs them; empty otherwise."""
+    def awaited_nodes(self) -> str:
+        """Describe the unconnected nodes if a call has waited for several seconds and needs them; empty otherwise."""
         with self.locked():
             presence, waited_s = self.tickets.presence, time.monotonic() - self._wait_began
             needs_more = len(presence.present) < presence.quorum
@@ -556,7 +556,7 @@ class Server:
                     self.grant()
                     return
                 self._client.on_message(record, message, received)
-                self._rest(record)
+                self._release_without_ticket(record)
                 if self.supervisor.membership.members[record.worker].retiring:
                     self.retire(record)  # it may have completed its window
 
@@ -614,8 +614,8 @@ class Server:
         """Issue and send all tickets that workers may get now."""
         if self._failure is not None:
             return
-        if self.holds:
-            self._stop_resting()
+        if self.is_paused:
+            self._request_slots_again()
             return
         for issued in self.tickets.grant(self.available, self._client.version()):
             if self._prewarming is not None:

@@ -237,7 +237,7 @@ class Impala(OnPolicy):
             flow = Workflow(env, self.agent, buffer, max_staleness=staleness)
 
             def fill() -> float | None:
-                return min(1.0, flow.num_waiting / (staleness * chunks)) if staleness else None
+                return min(1.0, flow.num_unread_chunks / (staleness * chunks)) if staleness else None
 
             def update(message: Message) -> None:
                 waiting.close()

@@ -186,7 +186,10 @@ class OnPolicy:
             metrics = self.update(batch, version, loop.fraction_done, loop.timer)
         with loop.timer("publish"):
             env.publish(self.agent)
-        counters = None if self._scaling is None else self._scaling.apply(env, self._updates, buffer_fill())
+        counters = None
+        if self._scaling is not None:
+            counters = self._scaling.metrics  # of the workers that rolled for this update
+            self._scaling.apply(env, self._updates, buffer_fill())
         return loop.report(
             Iteration(
                 metrics=metrics,

@@ -104,16 +104,16 @@ class LaunchProgress:
         if run is None or not run.is_started:
             workers = "workers to start" if run is None else run.collector.server.waiting_for()
             return [Diagnosis(cause="starting", text=f"The run is waiting for {workers}.")]
-        if nodes := run.collector.server.missing_nodes():
+        if nodes := run.collector.server.awaited_nodes():
             return [
                 Diagnosis(cause="no nodes", text=f"The run is waiting for nodes: {nodes}.", remedy=MIN_NODES_REMEDY)
             ]
         return run.page_monitor.diagnoses(run.stats(), self.kl_threshold)
 
-    def absent_nodes(self) -> str:
+    def unconnected_nodes(self) -> str:
         """Describe the nodes that are not connected; empty if all are connected."""
         run = self.run
-        return run.collector.server.absent_nodes() if run is not None else ""
+        return run.collector.server.unconnected_nodes() if run is not None else ""
 
     def forget(self) -> None:
         """Show the run as before its launch, because the launch was interrupted."""

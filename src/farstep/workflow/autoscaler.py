@@ -42,11 +42,11 @@ class Autoscaler:
         rows = window * self._env.num_envs / self._env.num_workers
         noise_scale = self._objects.number("noise_scale")
         fewest = max((leaf.min_actors or 1 for leaf in self._registry.by_data), default=1)  # fewer never fire a trigger
-        workers = self._scaling.choose(updates, rows, self._unread_fraction(), noise_scale, fewest)
+        workers = self._scaling.choose(updates, rows, self._buffer_fill(), noise_scale, fewest)
         if is_first or workers != before:
             self._env.scale(workers=workers)
 
-    def _unread_fraction(self) -> float | None:
+    def _buffer_fill(self) -> float | None:
         """Return the fraction of the buffer that holds rows which a consumer has not read; for replay, the limiter's
         fill."""
         state = self._state

@@ -213,7 +213,8 @@ class RunLoop:
                 "the workflow is in a deadlock: no worker is rolling, no chunk is waiting and no trigger has a "
                 f"deadline. Check that a trigger calls next_rollout, and that a consumer publishes.{parked}"
             )
-        if (waiting := feed.waiting) and not any(self._has_room(worker, steps, feed) for worker in waiting):
+        waiting = feed.workers_with_unread_chunks
+        if waiting and not any(self._has_room(worker, steps, feed) for worker in waiting):
             raise FarstepError(
                 "the workflow is in a deadlock: chunks have arrived, but the buffer has no room for them "
                 f"({self._buffer.limiter}; {len(self._buffer)} of {self._buffer.capacity} rows), and no trigger that "

@@ -194,10 +194,10 @@ class Workflow:
         return dict(zip(self._loop.registry.reading, self._state.retention.backlog(), strict=False))
 
     @property
-    def num_waiting(self) -> int:
+    def num_unread_chunks(self) -> int:
         """Number of chunks that have arrived and wait to be inserted into the buffer; 0 between runs."""
         feed = self._state.feed
-        return 0 if feed is None else feed.num_waiting
+        return 0 if feed is None else feed.num_unread_chunks
 
     def publish(self, message: Message | None = None) -> int:
         """Publish the agent's parameters, which fires `ObjectKeyTrigger("parameters")`. May be used as a consumer.

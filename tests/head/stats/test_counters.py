@@ -17,5 +17,6 @@ def test_a_server_without_workers_has_no_pulls_and_the_user_is_warned() -> None:
         assert sorted(server["rows"] > 0 for server in stats["acting"]) == [False, False, True]
         assert env.diagnose()
         assert [event.text for event in env.events("warned") if "acting server" in event.text] == [
-            "too few workers for all acting servers: 2 of 3 will have none; lower copies in inference"
+            "2 of 3 acting servers have no worker to act for; lower copies in inference, name fewer nodes in where, or "
+            "start more workers"
         ]

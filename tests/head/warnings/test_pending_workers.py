@@ -44,7 +44,7 @@ def test_workers_are_grouped_by_what_they_do(workers: list[PendingWorker], text:
     assert describe(workers) == text
 
 
-def test_missing_nodes_come_first() -> None:
+def test_unconnected_nodes_come_first() -> None:
     missing = "1 of 2 nodes not connected yet: job 7 is PENDING"
     assert describe([], missing) == missing
     assert describe(acting(4), missing) == f"{missing}; worker 4, in act"

@@ -64,7 +64,7 @@ class SimulatedRun:
             "workers": {
                 "state": states,
                 "host": [f"node-{k * nodes // workers}" for k in range(workers)],
-                "no_host": "no node",
+                "unconnected_nodes": "no node",
                 "rate": [100.0] * workers,
                 "lag": [0.5] * workers,
                 "divergence": [0.02] * workers,
@@ -156,12 +156,12 @@ def test_run_that_reached_its_target_shows_a_full_bar(window: Browser) -> None:
 
 def test_workers_without_a_node_stand_below_what_is_known_about_it(window: Browser) -> None:
     run = SimulatedRun(4, nodes=2)
-    no_host = "1 of 2 nodes not connected yet: SLURM job 7 is pending (Resources)"
-    run.data["workers"] |= {"host": ["a", "a", None, None], "no_host": no_host}
+    unconnected_nodes = "1 of 2 nodes not connected yet: SLURM job 7 is pending (Resources)"
+    run.data["workers"] |= {"host": ["a", "a", None, None], "unconnected_nodes": unconnected_nodes}
     server = PageServer(run)
     try:
         window.open(server.url)
-        assert window.text("#cluster .node:last-child .name") == no_host
+        assert window.text("#cluster .node:last-child .name") == unconnected_nodes
         assert "4 workers on 1 host:" in window.text("#cluster-text") and "null" not in window.text("#cluster")
     finally:
         server.close()

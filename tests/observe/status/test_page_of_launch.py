@@ -76,7 +76,7 @@ def test_page_says_that_a_call_waits_for_a_lost_node(tmp_path: Path, monkeypatch
         (found,) = source.read()["diagnoses"]
         assert "waiting for nodes: 1 of 2 nodes" in found["text"] and "min_nodes" in found["remedy"]
         wait_until(lambda: None in source.read()["workers"]["host"])
-        assert source.read()["workers"]["no_host"].startswith("1 of 2 nodes not connected yet: ")
+        assert source.read()["workers"]["unconnected_nodes"].startswith("1 of 2 nodes not connected yet: ")
         ready.touch()
         collecting.join(PATIENCE_S)
         assert not collecting.is_alive() and source.read()["state"] == "running"

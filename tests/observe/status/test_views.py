@@ -42,7 +42,7 @@ def test_workers_have_one_entry_per_column() -> None:
     assert workers == {
         "state": ["alive", "lost"],
         "host": ["a", "b"],
-        "no_host": "no node",
+        "unconnected_nodes": "no node",
         "rate": [5.0, 0.0],
         "lag": [0.5, 0.0],
         "divergence": [0.01, None],
@@ -53,7 +53,8 @@ def test_workers_have_one_entry_per_column() -> None:
 def test_workers_without_a_node_say_what_is_known_about_it() -> None:
     states = {"states": ["alive", "queued"], "hosts": ["a", "?"], "steps_per_second": [5.0, 0.0], "restarts": 0}
     workers = view.workers_view(STATS_NOW | {"workers": states}, "1 of 2 nodes not connected yet: requested")
-    assert workers["host"] == ["a", None] and workers["no_host"] == "1 of 2 nodes not connected yet: requested"
+    assert workers["host"] == ["a", None]
+    assert workers["unconnected_nodes"] == "1 of 2 nodes not connected yet: requested"
 
 
 def test_workers_without_a_policy_have_no_lag() -> None:

@@ -20,18 +20,18 @@ class PendingWorker:
     """The environment slot that it is working on; None: no particular slot."""
 
 
-def describe(workers: Iterable[PendingWorker], missing_nodes: str = "") -> str:
+def describe(workers: Iterable[PendingWorker], unconnected_nodes: str = "") -> str:
     """Describe what the head is waiting for, grouped by state, the largest group first.
 
     Args:
         workers: The workers that have not finished.
-        missing_nodes: The launcher's report on nodes that are not connected; empty if all are connected.
+        unconnected_nodes: The launcher's report on nodes that are not connected; empty if all are connected.
 
     Returns:
         A phrase that follows "waiting 20 s for", e.g. `14 workers: 13 in act, 1 in step (slot 37)`.
     """
     pending = list(workers)
-    parts = [missing_nodes] if missing_nodes else []
+    parts = [unconnected_nodes] if unconnected_nodes else []
     if len(pending) == 1:
         slot = "" if pending[0].slot is None else f" (slot {pending[0].slot})"
         parts.append(f"worker {pending[0].worker}, {pending[0].state}{slot}")

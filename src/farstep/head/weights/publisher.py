@@ -177,13 +177,8 @@ class Publisher:
 
     # ---- adopting an agent ----
 
-    def use_servers(self, served: bool, for_good: bool = False) -> None:
-        """Forget the agent. From the next one on, acting servers act if `served`, otherwise workers.
-
-        Args:
-            served: Whether acting servers act.
-            for_good: Whether this does not change again, so that servers that do not act can end.
-        """
+    def use_servers(self, served: bool) -> None:
+        """Forget the agent. From the next one on, acting servers act if `served`, otherwise workers."""
         with self._adopting:
             self._cancel_session()
             self._forget_agent()
@@ -191,8 +186,10 @@ class Publisher:
                 self._server.outbox.retract(m.SendBase)
                 self._server.outbox.is_served = served
             self._close_base()
-            if for_good and not served:
-                self._server.dismiss_servers()
+
+    def dismiss_servers(self) -> None:
+        """End the acting servers, because workers act themselves from now on."""
+        self._server.dismiss_servers()
 
     def adopt(self, agent: Agent) -> None:
         """Make workers act with this agent and its current parameters."""

@@ -67,16 +67,13 @@ class WorkerScaling:
             scaling.workers, self._saved_workers = min(self._saved_workers, env.num_workers), None
         env.scale(workers=scaling.workers)
 
-    def apply(self, env: ClusterEnv, update: int, buffer_fill: float | None = None) -> dict[str, float]:
+    def apply(self, env: ClusterEnv, update: int, buffer_fill: float | None = None) -> None:
         """Change the number of workers after an update.
 
         Args:
             env: The environments.
             update: Updates so far.
             buffer_fill: As in `Signals`.
-
-        Returns:
-            The number of workers that rolled for this update, as a metric.
 
         Raises:
             ConfigError: The rule returned something other than an integer, or needs a signal that does not exist.
@@ -93,7 +90,6 @@ class WorkerScaling:
         self._choose(update, buffer_fill)
         if self._scaling.workers != before:
             env.scale(workers=self._scaling.workers)
-        return {"workers/active": before}
 
     def _choose(self, update: int, buffer_fill: float | None) -> None:
         assert self._scaling is not None

@@ -110,7 +110,7 @@ function showCluster({ workers, kl_threshold: threshold }) {
   const count = workers.state.length, nodes = new Map(), totals = {};
   workers.state.forEach((state, worker) => {
     totals[state] = (totals[state] || 0) + 1;
-    const host = workers.host[worker] ?? workers.no_host;
+    const host = workers.host[worker] ?? workers.unconnected_nodes;
     nodes.set(host, [...(nodes.get(host) || []), worker]);
   });
   const hosts = new Set(workers.host.filter((host) => host !== null)).size;

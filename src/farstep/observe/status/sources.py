@@ -49,7 +49,7 @@ class RunView(Protocol):
         """Return what the run is waiting for."""
         ...
 
-    def absent_nodes(self) -> str:
+    def unconnected_nodes(self) -> str:
         """Return what the launcher knows about nodes that are not connected; empty if all are connected."""
         ...
 
@@ -172,7 +172,7 @@ class LiveSource:
             data |= {
                 "rate": stats["steps_per_second"],
                 "kl_threshold": self._run.kl_threshold,
-                "workers": view.workers_view(stats, self._absent_nodes()),
+                "workers": view.workers_view(stats, self._unconnected_nodes()),
                 "slots": view.slots_view(stats),
                 "buffer": view.buffer_view(stats),
                 "times": {
@@ -203,9 +203,9 @@ class LiveSource:
         is_waiting = bool(found) and found[0].cause in view.WAITING
         return found if self._diagnosis is None or is_waiting else [self._diagnosis]
 
-    def _absent_nodes(self) -> str:
+    def _unconnected_nodes(self) -> str:
         try:
-            return self._run.absent_nodes() if self.is_live else ""
+            return self._run.unconnected_nodes() if self.is_live else ""
         except FarstepError:  # the run is failing
             return ""
 

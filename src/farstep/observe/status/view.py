@@ -18,16 +18,16 @@ WAITING = {"starting": "starting", "no slots": "waiting for slots", "no nodes": 
 _TRACEBACK_CHARACTERS = 20_000
 
 
-def workers_view(stats: Mapping[str, Any], absent_nodes: str = "") -> dict[str, Any]:
+def workers_view(stats: Mapping[str, Any], unconnected_nodes: str = "") -> dict[str, Any]:
     """Return the state of every worker, one list per quantity, and the number of restarts. The quantities of policies
-    are None for `make_vec`, whose workers have none. The host of a worker without a node is None; `no_host` says what
-    is known about such nodes."""
+    are None for `make_vec`, whose workers have none. The host of a worker without a node is None; `unconnected_nodes`
+    says what is known about such nodes."""
     workers, divergence = stats["workers"], stats.get("divergence", {})
     histograms = stats["versions"]["lag_histogram"] if "versions" in stats else [None] * len(workers["states"])
     return {
         "state": workers["states"],
         "host": [None if host == UNKNOWN_HOST else host for host in workers["hosts"]],
-        "no_host": absent_nodes or "no node",
+        "unconnected_nodes": unconnected_nodes or "no node",
         "rate": [_rounded(rate) for rate in workers["steps_per_second"]],
         "lag": [None if lags is None else _rounded(_mean_lag(lags)) for lags in histograms],
         "divergence": [_rounded(divergence.get(worker)) for worker in range(len(workers["states"]))],
