@@ -96,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
                     check_launched(options.learner.replay, env, learner, recorded)
                 failed.pop_all()
         except KeyboardInterrupt:
-            sys.stderr.write("farstep: stopped by SIGINT before training began; no run folder was created\n")
+            sys.stderr.write("farstep: stopped by SIGINT before training began\n")
             return _EXIT_STATUS["SIGINT"]
         sys.stdout.write(f"run: {folder.path}\n{_normalized(options.learner.net, learner.agent)}\n")
         if isinstance(learner, PPO | AsyncPPO) and learner.agent.sees_images:
