@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from farstep.learners.ppo import PPO, PPOConfig
 from farstep.learners.replay.config import EpisodeReplayConfig, ReplayConfig
 from farstep.learners.replay.start_checks import check_before_launch
 from farstep.learners.sac import SACConfig
-from tests.cluster.checks import assert_balanced, worker_pids
+from tests.cluster.checks import assert_balanced, eventually, worker_pids
 from tests.learning.tasks import Config, Rows, make_env, make_training
 
 ENVS, STEPS, WORKERS = 8, 8, 4
@@ -225,15 +224,18 @@ def test_fill_removes_workers_that_a_replay_learner_does_not_need(concurrent: bo
 
 def test_fill_removes_workers_that_impala_does_not_need() -> None:
     seen: list[Signals] = []
+    chosen: list[int] = []
 
     class Slow(Impala):
         def update(self, batch: Any, *rest: Any) -> dict[str, float]:
-            time.sleep(0.05)
+            if chosen[-1] == 2:
+                eventually(lambda: env.stats()["buffered"] == 2)
             return super().update(batch, *rest)
 
     def rule(signals: Signals) -> int:
         seen.append(signals)
-        return Fill()(signals)
+        chosen.append(Fill()(signals))
+        return chosen[-1]
 
     config = ImpalaConfig(num_steps=8)
     with make_env("CartPole-v1", 4, workers=2) as env:
