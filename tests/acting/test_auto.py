@@ -22,8 +22,8 @@ from tests.cluster.checks import (
     within,
     worker_pids,
 )
+from tests.cluster.nodes import on_nodes
 from tests.cluster.parking import is_running
-from tests.cluster.test_parking_on_nodes import on_nodes
 from tests.cluster.toys import RememberingAgent
 
 pytestmark = pytest.mark.slow  # real processes, or learning

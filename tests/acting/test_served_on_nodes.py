@@ -12,7 +12,7 @@ import pytest
 from farstep.errors import ConfigError
 from tests.acting.agents import WhoAgent
 from tests.cluster.checks import assert_balanced, cluster, eventually, within
-from tests.cluster.test_parking_on_nodes import on_nodes
+from tests.cluster.nodes import on_nodes
 
 pytestmark = pytest.mark.slow  # real processes, or learning
 
