@@ -181,8 +181,12 @@ class RemoteServer:
         self._link: DealerLink | None = None
 
     def use(self, message: m.UseServer) -> None:
-        """Connect to this server from now on; without a port: to the one that the next message names."""
-        self._newest = message if message.port else None
+        """Connect to this server from now on."""
+        self._newest = message
+
+    def forget(self) -> None:
+        """Connect to no server until the next call of `use`."""
+        self._newest = None
 
     def connect(self) -> Link | None:
         use = self._newest
@@ -196,7 +200,7 @@ class RemoteServer:
         from farstep.wire.channels.zmq import MAIN, bulk_address
         from farstep.wire.keys import KeyPair
 
-        address = use.port if "://" in use.port else bulk_address(self._head_address, use.port)
+        address = use.endpoint if "://" in use.endpoint else bulk_address(self._head_address, use.endpoint)
         pair = KeyPair(use.public, use.secret)
         self._connected = use
         self._link = DealerLink(

@@ -27,7 +27,7 @@ class Hello(msgspec.Struct, tag="hello"):
 class Listening(msgspec.Struct):
     """Part of `Ready`: where an acting server accepts workers over the network (see `UseServer`)."""
 
-    port: Endpoint
+    endpoint: Endpoint
     bulk_port: Line
     key: bytes
     """Its public key."""
