@@ -445,7 +445,7 @@ class Worker:
             passed=rollout.passed,
             divergence=source.divergence,
             unmeasured=unmeasured,
-            outside=self._bounds.check(self._host, self._roller.rows, ticket.steps),
+            out_of_bounds=self._bounds.check(self._host, self._roller.rows, ticket.steps),
             syncs=totals.pulls,
             synced_bytes=totals.nbytes,
             times=self._timer.take(),

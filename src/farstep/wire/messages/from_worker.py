@@ -128,7 +128,7 @@ class Chunk(msgspec.Struct, tag="chunk"):
     none."""
     unmeasured: str = ""
     """Why the divergence could not be measured; sent once per reason."""
-    outside: str = ""
+    out_of_bounds: str = ""
     """Which observation is outside the bounds of its space; empty if none is, and after the first rows."""
     syncs: int = 0
     """Weight pulls since the last chunk."""
