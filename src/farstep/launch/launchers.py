@@ -86,7 +86,8 @@ def launcher_for(config: LaunchConfig, plan: ActingPlan, envs: int, modules: Seq
             where = list(plan.named_nodes) or "head"
             raise ConfigError(
                 f"inference has where={where!r}, with which every worker connects to an acting server elsewhere, and "
-                f"{type(config).__name__} has relay=True, with which no worker has connections; use one of the two."
+                f"{type(config).__name__} has relay=True, with which workers exchange messages only with their node "
+                "daemon; use relay=False, or where='node'."
             )
         engine = engine_for(config, workers // config.most_nodes, emit)
         return ClusterLauncher(config, plan, envs, modules, engine, emit)
