@@ -10,7 +10,7 @@ from farstep.config.env import is_number
 from farstep.config.field_docs import show_fields
 from farstep.elastic.scaling import NoiseScale
 from farstep.errors import ConfigError
-from farstep.learners.loop.worker_scaling import chosen_rule
+from farstep.learners.loop.worker_scaling import check_rule
 from farstep.learners.options.checks import check_above, check_counts, check_numbers
 
 _CHUNK_ROWS = 64
@@ -62,7 +62,7 @@ class LoopConfig:
     def __post_init__(self) -> None:
         check_counts(self, "buffer_size", "learning_starts", "batch_size", "num_steps", "publish_every", "report_every")
         check_numbers(self, buffer_checkpoint_s=(0, inf))
-        chosen_rule(self.scaling, None, UNUSABLE_RULES)
+        check_rule(self.scaling, UNUSABLE_RULES)
         stack = self.frame_stack
         if stack is not None and not (is_number(stack) and stack % 1 == 0 and (stack == 0 or stack >= 2)):
             raise ConfigError(
