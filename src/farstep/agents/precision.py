@@ -104,7 +104,7 @@ class ReducedPolicy:
 def reduce_layers(agent: Any, dtype: str) -> Any:
     """Convert the float32 weights of a module's layers, and return the module.
 
-    Layers with matrix products, such as `torch.nn.Linear`, then compute in `dtype`, and take and return float32. All
+    Layers with weight matrices, such as `torch.nn.Linear`, then compute in `dtype`, and take and return float32. All
     else stays float32: activation functions, normalization, sampling, and the log-probabilities of sampled actions.
 
     Raises:
@@ -136,7 +136,7 @@ def _check_parameters(agent: Any, dtype: str) -> None:
 
 
 def _layers(module: Any) -> Iterator[Any]:
-    """The float32 layers of a module that consist of matrix products."""
+    """The float32 layers of a module that have weight matrices."""
     import torch
     from torch import nn
 

@@ -155,7 +155,7 @@ def line(status: RunStatus, now_s: float, diagnosis: str | None = None) -> str:
 
 
 def target_text(status: RunStatus) -> str:
-    """Return that the target return was reached; only if it was."""
+    """Return the text for a run that has reached its target return."""
     assert status.target_return is not None
     return f"target return {status.target_return:g} reached"
 
