@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip install --no-compile --disable-pip-version-check 
 UV     := $(shell command -v uv 2>/dev/null)
 # Use uv if it is installed, except for torch: only pip reads the index that may be configured for the CPU build.
 ADD    := $(if $(UV),$(UV) pip install --python $(BIN)/python --constraint constraints.txt,$(PIP))
-# And envs, which needs box2d.
+# The extra envs is installed last, because it needs box2d.
 EXTRAS := torch,envpool,lora,tensorboard,ray,kubernetes,docs,dev
 
 .PHONY: help setup demo test bytecode test-quick test-long test-kubernetes test-criu coverage lint format docs docs-serve bench bench-buffer scaling aaps stagger defaults learning offpolicy aride async elastic scale bench-peers clean

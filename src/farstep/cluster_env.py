@@ -324,8 +324,9 @@ class ClusterEnv:
 
         Returns:
             Plain data and arrays: the version, and for each worker its episode counters, random states and recurrent
-            states; also for parked workers. `active_workers`: how many were not parked, if some were; not with a
-            coordinator, which decides this again. `inference`: what `inference="auto"` has chosen.
+            states; also for parked workers. `active_workers`: the number of workers that were not parked; missing
+            if none was parked, and with a coordinator, which decides again. `inference`: what
+            `inference="auto"` has chosen.
 
         Raises:
             FarstepError: A worker failed and could not be replaced.
@@ -357,8 +358,8 @@ class ClusterEnv:
 
         Episodes in progress are replayed: each environment is reset with its seed and takes its recorded actions again.
         Some episodes restart with unused seeds instead: if `cannot_replay` has a reason, if their worker was being
-        replaced, or if the number of workers changed. As many workers are parked as were when `save` was called, unless
-        a coordinator decided or decides this.
+        replaced, or if the number of workers changed. As many workers are parked as when `save` was called; with a
+        coordinator, it decides.
 
         Args:
             agent: The agent, with the parameters that it had when `save` was called.

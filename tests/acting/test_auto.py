@@ -22,8 +22,8 @@ from tests.cluster.checks import (
     within,
     worker_pids,
 )
+from tests.cluster.nodes import on_nodes
 from tests.cluster.parking import is_running
-from tests.cluster.test_parking_on_nodes import on_nodes
 from tests.cluster.toys import RememberingAgent
 
 pytestmark = pytest.mark.slow  # real processes, or learning
@@ -59,8 +59,8 @@ def test_the_measurement_chooses_and_says_so(choice: str) -> None:
         assert stats["workers"]["restarts"] == 0 and not env.events("lost")
 
 
-class TellingAgent(WhoAgent):
-    """Names every process that acts by a file in a folder."""
+class PidRecordingAgent(WhoAgent):
+    """Creates a file named after its process id whenever it acts."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class TellingAgent(WhoAgent):
 def test_servers_on_nodes_end_if_workers_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inference_choice, "_PREFER_LOCAL", FACTORS["local"])
     (folder := tmp_path / "pids").mkdir()
-    agent = TellingAgent(folder)
+    agent = PidRecordingAgent(folder)
     with on_nodes(tmp_path, 2, 2, inference="auto") as env:
         batch = within(lambda: env.collect(agent, 5))
         servers = {int(path.name) for path in folder.iterdir()} - set(batch["pid"].ravel().tolist())

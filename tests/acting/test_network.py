@@ -52,7 +52,7 @@ def admission(pair: KeyPair, worker: int = 1) -> m.AdmitClient:
 @contextlib.contextmanager
 def connected(listener: NetworkListener, pair: KeyPair) -> Iterator[DealerLink]:
     listening = listener.listening
-    address = bulk_address("tcp://127.0.0.1:1", listening.port)
+    address = bulk_address("tcp://127.0.0.1:1", listening.endpoint)
     link = DealerLink(address, listening.key, pair, MAIN, bulk=listening.bulk_port)
     try:
         yield link

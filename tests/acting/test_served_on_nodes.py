@@ -12,7 +12,7 @@ import pytest
 from farstep.errors import ConfigError
 from tests.acting.agents import WhoAgent
 from tests.cluster.checks import assert_balanced, cluster, eventually, within
-from tests.cluster.test_parking_on_nodes import on_nodes
+from tests.cluster.nodes import on_nodes
 
 pytestmark = pytest.mark.slow  # real processes, or learning
 
@@ -49,16 +49,31 @@ def test_a_server_elsewhere_acts_for_all_nodes(tmp_path: Path, where: str | list
         np.testing.assert_array_equal(batch["slot"][0], batch.slots)
         places = {node["place"] for node in env.stats()["nodes"] if 4 in node["workers"]}
         assert places == (set() if where == "head" else {"ssh host1"})
+        assert_balanced(env.stats())
+
+
+@pytest.mark.parametrize("where", ["head", ["host1"]], ids=["head", "named"])
+def test_killed_server_elsewhere_is_replaced(tmp_path: Path, where: str | list[str]) -> None:
+    agent = WhoAgent()
+    with on_nodes(tmp_path, 2, 2, inference={"where": where}) as env:
+        within(lambda: env.collect(agent, 10))
+        (server,) = env.stats()["acting"]
         os.kill(server["pid"], signal.SIGKILL)
         assert server["pid"] not in within(lambda: env.collect(agent, 10))["pid"]
         for version in (1, 2):
             within(lambda: env.publish(agent))
             assert (within(lambda: env.collect(agent, 5))["version"] == version).all()
-        if where == "head":
-            within(lambda: env.scale(nodes=1))
-            eventually(lambda: len(env.stats()["nodes"]) == 1)
-            assert within(lambda: env.collect(agent, 5)).shape == (5, 2)
         assert env.stats()["acting"][0]["restarts"] == 1
+        assert_balanced(env.stats())
+
+
+def test_node_is_released_while_the_head_serves(tmp_path: Path) -> None:
+    agent = WhoAgent()
+    with on_nodes(tmp_path, 2, 2, inference={"where": "head"}) as env:
+        assert within(lambda: env.collect(agent, 5)).shape == (5, 4)
+        within(lambda: env.scale(nodes=1))
+        eventually(lambda: len(env.stats()["nodes"]) == 1)
+        assert within(lambda: env.collect(agent, 5)).shape == (5, 2)
         assert_balanced(env.stats())
 
 

@@ -14,12 +14,11 @@ from torch import nn
 from torch.distributions import Categorical, Independent, Normal
 
 from farstep.acting.batch_actor import BatchActor
-from farstep.agents.policy import Policy
-from farstep.agents.precision import MAX_DIVERGENCE, ReducedPolicy, reduce_layers
+from farstep.agents.precision import MAX_DIVERGENCE, reduce_layers
 from farstep.errors import AgentError
 from farstep.learners.networks.nets import NetConfig, make_agent
 from farstep.rollout.rows import Slots
-from farstep.schema import ArraySpec, space_schema
+from farstep.schema import space_schema
 
 COUNT = 6
 BOX = gymnasium.spaces.Box(-2, 2, (4,), np.float32)
@@ -73,6 +72,16 @@ class Silent(Plain):
 
     def act(self, obs: Any) -> Any:
         return self.head(self.body(obs)).argmax(-1)
+
+
+class Logits(Plain):
+    """Has no distribution, but returns logits."""
+
+    distribution = None  # type: ignore[assignment]
+
+    def act(self, obs: Any) -> dict[str, Any]:
+        logits = self.head(self.body(obs))
+        return {"action": logits.argmax(-1), "logits": logits}
 
 
 class Direct(Plain):
@@ -199,8 +208,9 @@ def test_a_policy_that_differs_too_much_is_refused_with_numbers() -> None:
         actor_of(Overflowing(), "float16")
 
 
-def test_later_weights_are_compared_too() -> None:
-    agent = Plain()
+@pytest.mark.parametrize("make", [Plain, Logits])
+def test_later_weights_are_compared_too(make: Callable[[], Any]) -> None:
+    agent = make()
     actor = actor_of(agent)
     with torch.no_grad():
         agent.head.bias.copy_(torch.tensor([1001.0, 1002.0, 1003.0]))  # in bfloat16: 1000, 1000 and 1004
@@ -211,12 +221,3 @@ def test_later_weights_are_compared_too() -> None:
         agent.head.weight += torch.nan
     actor.loader.load([tensor.numpy() for tensor in agent.get_parameters().values()])
     actor.loaded(2)  # float32 weights with NaN are not the fault of the precision
-
-
-def test_a_policy_is_compared_by_the_outputs_of_act() -> None:
-    agent = Plain()
-    agent.distribution = None  # type: ignore[assignment,method-assign]
-    agent.act = lambda obs: {"action": (out := agent.head(agent.body(obs))).argmax(-1), "logits": out}  # type: ignore
-    reduced = ReducedPolicy(Policy(agent), "bfloat16", has_gpu=False)
-    outputs = {"action": ArraySpec((), "<i8"), "logits": ArraySpec((3,), "<f4")}
-    reduced.start("obs", "action", "", outputs, {"obs": np.ones((2, 4), np.float32)})

@@ -60,7 +60,7 @@ def together(calls: Mapping[str, Callable[[], Any]], seconds: float = DEADLINE_S
 
 
 def eventually(what: Callable[[], Any], seconds: float = DEADLINE_S, pause_s: float = 0.03) -> Any:
-    """The first true answer of `what`, for events that nobody announces; fails at the deadline."""
+    """Return the first true result of `what`, for events that cannot be waited on; fail at the deadline."""
     deadline = time.monotonic() + seconds
     while not (answer := what()):
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"

@@ -109,7 +109,7 @@ def state_of(pid: int) -> str:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is not a zombie that nobody has waited for."""
+    """Whether a process exists and is not a zombie."""
     try:
         return state_of(pid) != "Z"
     except OSError:

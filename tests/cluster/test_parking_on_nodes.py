@@ -6,14 +6,13 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import farstep
-from farstep.testing import CountingEnv, TableAgent
-from tests.cluster.checks import assert_balanced, cluster, eventually, within
-from tests.cluster.nodes import node_config, shell_in
+from farstep.testing import TableAgent
+from tests.cluster.checks import assert_balanced, eventually, within
+from tests.cluster.nodes import on_nodes, shell_in
 from tests.cluster.parking import (
     Trajectories,
     collect_while_scaling,
@@ -24,25 +23,9 @@ from tests.cluster.parking import (
     stream_while_scaling,
 )
 from tests.cluster.parking_head import TellingEnv
-from tests.cluster.tables import ENDLESS
 
 PAUSE_S = 0.02
 """Between batches while processes start or timers run; without a pause, collecting would use all CPU time."""
-
-
-def on_nodes(
-    folder: Path,
-    nodes: int,
-    most: int,
-    workers: int = 2,
-    env: Any = CountingEnv,
-    lease_s: float = 4.0,
-    relay: bool = False,
-    **options: Any,
-) -> farstep.ClusterEnv:
-    """A cluster of nodes with one environment per worker; the episodes of `CountingEnv` never end."""
-    config = node_config(folder, nodes, most, min_nodes=1, workers_per_node=workers, lease_s=lease_s, relay=relay)
-    return cluster(env, envs=workers, config=config, env_kwargs=ENDLESS, **options)
 
 
 @pytest.mark.timeout(120)

@@ -15,10 +15,10 @@ import farstep
 from farstep.learners.loop.journal import Journal
 from farstep.testing import CountingEnv, TableAgent
 from tests.cluster.checks import arrays_of, assert_same, cluster, eventually, worker_pids
+from tests.cluster.nodes import on_nodes
 from tests.cluster.parking import Trajectories, changed, settled, state_of
 from tests.cluster.tables import ENDLESS, launch
 from tests.cluster.test_parking import Closing
-from tests.cluster.test_parking_on_nodes import on_nodes
 
 
 def releasing(workers: int = 2, transport: str = "shm", **options: Any) -> farstep.ClusterEnv:

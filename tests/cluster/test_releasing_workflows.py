@@ -16,9 +16,9 @@ from farstep.workflow.triggers import DataKeyTrigger, TimeTrigger
 from farstep.workflow.triggers.messages import Message
 from tests.cluster.checks import DEADLINE_S, assert_balanced, eventually, within, worker_pids
 from tests.cluster.parking import Trajectories, changed, settled
+from tests.cluster.sharing import SOURCE, held, serving
 from tests.cluster.tables import ENDLESS, TRANSPORTS, ppo
 from tests.cluster.test_releasing import all_stopped, releasing
-from tests.cluster.test_sharing import SOURCE, held, serving
 
 STEPS = 2
 CHUNK = 2 * STEPS

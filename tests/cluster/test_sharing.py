@@ -6,80 +6,30 @@ import contextlib
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import farstep
 from farstep.cli import main
-from farstep.elastic.coordinator_server import CoordinatorServer, WorkloadStatus, connect, read_status
-from farstep.testing import CountingEnv, TableAgent
+from farstep.elastic.coordinator_server import CoordinatorServer, connect
+from farstep.testing import TableAgent
 from tests.cluster.checks import worker_pids
-
-PATIENCE_S = 60.0
-LEASE_S = 2.0
-SOURCE = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 4, "seed": 1}
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-@contextlib.contextmanager
-def serving(folder: Path, slots: int, devices: int = 0, turn_s: float = 30.0) -> Iterator[str]:
-    """A coordinator in a thread of this process."""
-    server = CoordinatorServer(folder, slots, devices, LEASE_S, turn_s)
-    thread = threading.Thread(target=server.serve)
-    thread.start()
-    try:
-        yield str(folder)
-    finally:
-        server.stop()
-        thread.join()
-
-
-@contextlib.contextmanager
-def started(*command: object) -> Iterator[subprocess.Popen[str]]:
-    """A process of Python that is killed at the end."""
-    arguments = [sys.executable, "-m", *map(str, command)]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def started_coordinator(folder: Path, *options: object) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
-    return started("farstep", "coordinator", "start", "--name", folder, "--lease-s", LEASE_S, *options)
-
-
-def shared(name: str, workers: int = 2, **options: object) -> farstep.ClusterEnv:
-    return farstep.ClusterEnv(
-        SOURCE,
-        farstep.LocalConfig(workers_per_node=workers, coordinator=name, **options),  # type: ignore[arg-type]
-    )
-
-
-def runs(name: str) -> list[WorkloadStatus]:
-    return read_status(name)[1]
-
-
-def held(name: str) -> list[int]:
-    return [run.workload.held for run in runs(name)]
-
-
-def times(file: Path) -> list[float]:
-    """The ends of a run's rollouts."""
-    text = file.read_text() if file.exists() else ""
-    return [float(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+from tests.cluster.sharing import (
+    LEASE_S,
+    PATIENCE_S,
+    held,
+    runs,
+    serving,
+    shared,
+    started,
+    started_coordinator,
+    times,
+    turns_of,
+    wait_until,
+)
 
 
 def test_error_found_during_an_update_is_raised_by_the_next_call(tmp_path: Path) -> None:
@@ -121,11 +71,6 @@ def test_two_runs_on_one_slot_take_turns_and_never_step_at_the_same_time(tmp_pat
 
         wait_until(lambda: turns_of(outs).count("01") >= 3 and turns_of(outs).count("10") >= 3)
         assert [process.poll() for process in processes] == [None, None]  # otherwise a step has found the lock taken
-
-
-def turns_of(outs: list[Path]) -> str:
-    """Return the runs in the order in which their rollouts ended, such as 0101."""
-    return "".join(str(index) for _, index in sorted((end, i) for i, out in enumerate(outs) for end in times(out)))
 
 
 @pytest.mark.parametrize("slots", [1, 2])

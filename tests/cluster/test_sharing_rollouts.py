@@ -18,7 +18,7 @@ import farstep
 from farstep.learners.loop.journal import Journal
 from farstep.testing import TableAgent
 from tests.cluster.checks import arrays_of, assert_same, within
-from tests.cluster.test_sharing import (
+from tests.cluster.sharing import (
     PATIENCE_S,
     SOURCE,
     held,

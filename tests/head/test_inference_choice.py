@@ -14,7 +14,7 @@ import pytest
 import farstep
 from farstep.testing import CountingEnv, TableAgent
 from tests.cluster.checks import arrays_of, assert_same, cluster, eventually, within
-from tests.cluster.test_sharing import SOURCE, held, serving
+from tests.cluster.sharing import SOURCE, held, serving
 
 pytestmark = pytest.mark.slow  # real processes
 

@@ -20,7 +20,7 @@ from farstep.learners.loop.training import Limits, Training
 from farstep.learners.networks.nets import ActorCritic, make_agent
 from farstep.learners.optimizing import Optimizer
 from farstep.learners.ppo import PPO, PPOConfig
-from tests.cluster.test_sharing import PATIENCE_S, serving
+from tests.cluster.sharing import PATIENCE_S, serving
 
 if torch.cuda.is_available():
     torch.zeros(1, device="cuda")  # CUDA keeps descriptors open, which no test has to close

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from farstep.learners.ppo import PPO, PPOConfig
 from farstep.learners.replay.config import EpisodeReplayConfig, ReplayConfig
 from farstep.learners.replay.start_checks import check_before_launch
 from farstep.learners.sac import SACConfig
-from tests.cluster.checks import assert_balanced, worker_pids
+from tests.cluster.checks import assert_balanced, eventually, worker_pids
 from tests.learning.tasks import Config, Rows, make_env, make_training
 
 ENVS, STEPS, WORKERS = 8, 8, 4
@@ -207,33 +206,37 @@ def test_learner_that_collects_while_it_learns_follows_its_schedule(
     assert set(active[1]) == {2}
 
 
-@pytest.mark.parametrize("concurrent", [True, False])
-def test_fill_removes_workers_that_a_replay_learner_does_not_need(concurrent: bool) -> None:
-    """The learner makes four updates per step, so that one worker is enough. Without concurrency, fill is refused."""
+def test_fill_removes_workers_that_a_replay_learner_does_not_need() -> None:
+    """The learner makes four updates per step, so that one worker is enough."""
     replay = {**REPLAY, "num_steps": 2, "updates_per_step": 4, "report_every": 10, "scaling": "fill"}
-    config = DQNConfig(replay=ReplayConfig(**replay, concurrent=concurrent))
+    config = DQNConfig(replay=ReplayConfig(**replay, concurrent=True))
     with make_env("CartPole-v1", 4, workers=2) as env:
-        if not concurrent:
-            with pytest.raises(farstep.ConfigError, match="never ahead"):
-                check_before_launch(config.replay, env, resumed=False)
-            return
         check_before_launch(config.replay, env, resumed=False)
         training, _ = make_training(env, config, 120, sink=(sink := Rows()))
         training.run()
     assert min(row["workers/active"] for row in sink.rows) == 1
 
 
+def test_fill_is_refused_if_learner_and_workers_alternate() -> None:
+    replay = ReplayConfig(**{**REPLAY, "scaling": "fill"}, concurrent=False)
+    with make_env("CartPole-v1", 4, workers=2) as env, pytest.raises(farstep.ConfigError, match="never ahead"):
+        check_before_launch(replay, env, resumed=False)
+
+
 def test_fill_removes_workers_that_impala_does_not_need() -> None:
     seen: list[Signals] = []
+    chosen: list[int] = []
 
     class Slow(Impala):
         def update(self, batch: Any, *rest: Any) -> dict[str, float]:
-            time.sleep(0.05)
+            if chosen[-1] == 2:
+                eventually(lambda: env.stats()["buffered"] == 2)
             return super().update(batch, *rest)
 
     def rule(signals: Signals) -> int:
         seen.append(signals)
-        return Fill()(signals)
+        chosen.append(Fill()(signals))
+        return chosen[-1]
 
     config = ImpalaConfig(num_steps=8)
     with make_env("CartPole-v1", 4, workers=2) as env:

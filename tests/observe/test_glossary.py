@@ -41,8 +41,8 @@ from farstep.testing import FaultyEnv, TableAgent
 from farstep.workflow.triggers import DataKeyTrigger, TimeTrigger
 from tests.cluster.checks import cluster, in_process, within
 from tests.cluster.flows import full
+from tests.cluster.sharing import serving, shared
 from tests.cluster.tables import ENDLESS
-from tests.cluster.test_sharing import serving, shared
 from tests.cluster.test_workflow_members import on_nodes
 from tests.learning.tasks import Config, make_env, make_training
 

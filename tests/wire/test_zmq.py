@@ -430,9 +430,9 @@ def test_a_hub_that_answers_no_handshake_counts_as_reached_and_a_closed_port_doe
         for bulk, expected in ((reliable.bulk_port, ""), (closed.rpartition(":")[2], closed)):
             link = DealerLink(reliable.address, reliable.keys.public, pair, MAIN, bulk=bulk)
             with contextlib.closing(link):
-                assert link.unreached(0.0) == reliable.address
+                assert link.unreached_address(0.0) == reliable.address
                 deadline = time.monotonic() + 20
-                while link.unreached(0.0) != expected:
+                while link.unreached_address(0.0) != expected:
                     assert time.monotonic() < deadline
                     link.receive(0.01)
                 assert not link.is_connected()

@@ -16,7 +16,7 @@ from farstep.acting.thread_choice import ThreadChoice
 from farstep.agents.base_weights import BaseBytes
 from farstep.agents.parameters import as_array, leaves_of
 from farstep.agents.policy import Policy
-from farstep.agents.precision import ReducedPolicy, reduce_layers
+from farstep.agents.precision import USE_FLOAT32, ReducedPolicy, reduce_layers
 from farstep.config.env import ALL_WEIGHTS, WeightsConfig
 from farstep.config.inference import ServedDtype
 from farstep.core import Array, Nested
@@ -139,7 +139,7 @@ class BatchActor(Actor):
             raise AgentError(
                 f"act raised {described(error)} with dtype={self._dtype!r}. Layers such as torch.nn.Linear then have "
                 f"{self._dtype} weights, and take and return float32: use their weights only by calling the layers, or "
-                "leave dtype 'float32'."
+                f"{USE_FLOAT32}."
             ) from error
         self._reduced.start(self._obs, self.structure["action"], state_structure, outputs, self.example)
         return outputs, state, state_structure

@@ -202,7 +202,7 @@ class ServedActor:
         idle()
         if not self._address.is_current():
             raise ServerLost
-        if reason := self._address.unreached(time.monotonic() - began):
+        if reason := self._address.connection_error(time.monotonic() - began):
             raise ServedError(am.Failed(f"LaunchError: {reason}", "", Phase.CONNECT.label, "LaunchError"))
 
     def _attach(self, reply: am.Joined, received: Received) -> None:

@@ -74,9 +74,9 @@ class ServerAddress(Protocol):
     def is_current(self) -> bool:
         """Whether the server of the last connection was not replaced. If it may have ended unnoticed, True."""
 
-    def unreached(self, waited_s: float) -> str:
-        """What to say to the user if the worker has waited for this many seconds, and the server cannot be reached;
-        empty: it can, or it is too early to say."""
+    def connection_error(self, waited_s: float) -> str:
+        """Return why the server cannot be reached, and what to do, after a wait of `waited_s` seconds; empty if it can
+        be, or before its time limit."""
 
     def exchange(self, received: Received, layout: MailboxLayout) -> Exchange:
         """Exchange requests with the server that sent this `Joined` over the last connection."""
@@ -114,7 +114,7 @@ class LocalServer:
     def is_current(self) -> bool:
         return True
 
-    def unreached(self, waited_s: float) -> str:
+    def connection_error(self, waited_s: float) -> str:
         return ""
 
     def exchange(self, received: Received, layout: MailboxLayout) -> Exchange:
@@ -181,8 +181,12 @@ class RemoteServer:
         self._link: DealerLink | None = None
 
     def use(self, message: m.UseServer) -> None:
-        """Connect to this server from now on; without a port: to the one that the next message names."""
-        self._newest = message if message.port else None
+        """Connect to this server from now on."""
+        self._newest = message
+
+    def forget(self) -> None:
+        """Connect to no server until the next call of `use`."""
+        self._newest = None
 
     def connect(self) -> Link | None:
         use = self._newest
@@ -196,7 +200,7 @@ class RemoteServer:
         from farstep.wire.channels.zmq import MAIN, bulk_address
         from farstep.wire.keys import KeyPair
 
-        address = use.port if "://" in use.port else bulk_address(self._head_address, use.port)
+        address = use.endpoint if "://" in use.endpoint else bulk_address(self._head_address, use.endpoint)
         pair = KeyPair(use.public, use.secret)
         self._connected = use
         self._link = DealerLink(
@@ -213,10 +217,10 @@ class RemoteServer:
     def is_current(self) -> bool:
         return self._connected is self._newest
 
-    def unreached(self, waited_s: float) -> str:
+    def connection_error(self, waited_s: float) -> str:
         if self._link is None or self._connected is None or waited_s < (limit_s := self._connected.connect_s):
             return ""
-        if not (address := self._link.unreached(limit_s)):
+        if not (address := self._link.unreached_address(limit_s)):
             return ""
         return (
             f"no connection to the acting server at {address} within connect_s={limit_s:g} s. Allow this worker's host "

@@ -21,9 +21,9 @@ class NetworkListener:
 
     Args:
         addresses: The addresses to listen on.
-        is_on_head: Whether these are the addresses at which workers reach the head.
         lease_s: The lease in seconds; it determines the heartbeat interval.
         encrypted: Whether bulk data is encrypted.
+        is_on_head: Whether these are the addresses at which workers reach the head.
     """
 
     def __init__(self, addresses: Sequence[str], lease_s: float, encrypted: bool, is_on_head: bool = True) -> None:
@@ -36,8 +36,8 @@ class NetworkListener:
     def listening(self) -> m.Listening:
         """What workers need to know to connect."""
         address, key = self._hub.address, self._hub.keys.public
-        port = address.rpartition(":")[2] if self._is_on_head and not address.startswith("ipc:") else address
-        return m.Listening(port, self._hub.bulk_port, key)
+        endpoint = address.rpartition(":")[2] if self._is_on_head and not address.startswith("ipc:") else address
+        return m.Listening(endpoint, self._hub.bulk_port, key)
 
     def filenos(self) -> list[int]:
         return self._hub.filenos()

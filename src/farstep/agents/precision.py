@@ -18,6 +18,8 @@ from farstep.schema import Schema, Structure, map_leaves
 MAX_DIVERGENCE = 0.01
 """Largest mean divergence between the policy of lower precision and the float32 policy. PPO often ends an update at
 about this divergence (`target_kl`)."""
+USE_FLOAT32 = "use dtype='float32' in inference"
+"""What to do about an agent that a lower precision does not suit."""
 _MAX_ROWS = 32
 """Number of observations on which the two policies are compared."""
 
@@ -42,7 +44,7 @@ class ReducedPolicy:
         except Exception as error:
             raise AgentError(
                 f"inference has dtype={dtype!r}, but {type(full.agent).__name__} cannot be copied: {described(error)}; "
-                "leave dtype 'float32'."
+                f"{USE_FLOAT32}."
             ) from error
         self.policy = Policy(reduce_layers(reduced, dtype), "eager", has_gpu, full.slots)
         self._comparisons: list[Comparison] = []
@@ -66,7 +68,7 @@ class ReducedPolicy:
         if not comparing_method(agent, outputs):
             raise AgentError(
                 f"inference has dtype={self._dtype!r}, so the policy is compared with its float32 version, but "
-                f"{why_incomparable(agent, outputs)}. Or leave dtype 'float32'."
+                f"{why_incomparable(agent, outputs)}; otherwise {USE_FLOAT32}."
             )
         policies = (self._full, self.policy)
         self._comparisons = [Comparison(policy, obs, action, state or None, outputs) for policy in policies]
@@ -95,14 +97,14 @@ class ReducedPolicy:
             found = f": {first.note}" if first.note else f" by {divergence:.3g} (mean KL of {count} observations)"
             raise AgentError(
                 f"inference has dtype={self._dtype!r}, with which the policy differs from float32{found}; at most "
-                f"{MAX_DIVERGENCE:g} is accepted. Leave dtype 'float32'."
+                f"{MAX_DIVERGENCE:g} is accepted; {USE_FLOAT32}."
             )
 
 
 def reduce_layers(agent: Any, dtype: str) -> Any:
     """Convert the float32 weights of a module's layers, and return the module.
 
-    Layers with matrix products, such as `torch.nn.Linear`, then compute in `dtype`, and take and return float32. All
+    Layers with weight matrices, such as `torch.nn.Linear`, then compute in `dtype`, and take and return float32. All
     else stays float32: activation functions, normalization, sampling, and the log-probabilities of sampled actions.
 
     Raises:
@@ -114,7 +116,7 @@ def reduce_layers(agent: Any, dtype: str) -> Any:
     if not layers:
         raise AgentError(
             f"inference has dtype={dtype!r}, but {type(agent).__name__} is not a torch module with float32 layers, "
-            "such as torch.nn.Linear; leave dtype 'float32'."
+            f"such as torch.nn.Linear; {USE_FLOAT32}."
         )
     return agent
 
@@ -129,12 +131,12 @@ def _check_parameters(agent: Any, dtype: str) -> None:
             raise AgentError(
                 f"inference has dtype={dtype!r}, but get_parameters() of {type(agent).__name__} returns {path!r}, "
                 "which is not a parameter or buffer of the module itself; return these tensors, e.g. with "
-                "state_dict(), or leave dtype 'float32'."
+                f"state_dict(), or {USE_FLOAT32}."
             )
 
 
 def _layers(module: Any) -> Iterator[Any]:
-    """The float32 layers of a module that consist of matrix products."""
+    """The float32 layers of a module that have weight matrices."""
     import torch
     from torch import nn
 

@@ -79,24 +79,9 @@ def main(arguments: Sequence[str]) -> int:
     _set_up(run)
     with ExitStack() as stack:
         try:
-            env = _cluster(options)
-            replay = getattr(options.learner, "replay", None)
-            resumed = options.resume is not None
-            recorded = None if replay is None else check_before_launch(replay, env, resumed)
-            stack.callback(env.close)
-            page = _status_page(name, run, env) if run.status_page else None
-            with ExitStack() as failed:  # a misspelled environment must not leave an empty run folder behind
-                folder = _folder(name, options, failed)
-                stack.enter_context(folder.lock())
-                if page is not None:
-                    _store_address(page, folder, stack)
-                env.launch()
-                learner = make_learner(name, run, options.learner, env)
-                if isinstance(learner, ReplayLearner):
-                    check_launched(options.learner.replay, env, learner, recorded)
-                failed.pop_all()
+            learner, env, folder, page = _launch(name, options, stack)
         except KeyboardInterrupt:
-            sys.stderr.write("farstep: stopped by SIGINT before training began; no run folder was created\n")
+            sys.stderr.write("farstep: stopped by SIGINT before training began\n")
             return _EXIT_STATUS["SIGINT"]
         sys.stdout.write(f"run: {folder.path}\n{_normalized(options.learner.net, learner.agent)}\n")
         if isinstance(learner, PPO | AsyncPPO) and learner.agent.sees_images:
@@ -110,6 +95,29 @@ def main(arguments: Sequence[str]) -> int:
             return _EXIT_STATUS[str(stopped)]
     sys.stdout.write(_summary(progress, folder))
     return 0
+
+
+def _launch(
+    name: str, options: Options[Any, Any], stack: ExitStack
+) -> tuple[Learner, ClusterEnv, RunFolder, StatusPage | None]:
+    """Start the environments, and create the run folder and the learner. `stack` ends what was started."""
+    run, env = options.run, _cluster(options)
+    replay = getattr(options.learner, "replay", None)
+    resumed = options.resume is not None
+    recorded = None if replay is None else check_before_launch(replay, env, resumed)
+    stack.callback(env.close)
+    page = _status_page(name, run, env) if run.status_page else None
+    with ExitStack() as on_failure:  # a misspelled environment must not leave an empty run folder behind
+        folder = _folder(name, options, on_failure)
+        stack.enter_context(folder.lock())
+        if page is not None:
+            _store_address(page, folder, stack)
+        env.launch()
+        learner = make_learner(name, run, options.learner, env)
+        if isinstance(learner, ReplayLearner):
+            check_launched(options.learner.replay, env, learner, recorded)
+        on_failure.pop_all()
+    return learner, env, folder, page
 
 
 def _sizes_in_use(learner: PPO | AsyncPPO, env: ClusterEnv) -> Defaults:
@@ -129,16 +137,16 @@ def _cluster(options: Options[Any, Any]) -> ClusterEnv:
     return ClusterEnv(run.env_config(info_keys=info_keys), replace(run.launch_config(), **vars(nodes)))
 
 
-def _folder(name: str, options: Options[Any, Any], failed: ExitStack) -> RunFolder:
-    """Open or create the run folder. `failed` removes what was created."""
+def _folder(name: str, options: Options[Any, Any], on_failure: ExitStack) -> RunFolder:
+    """Open or create the run folder. `on_failure` removes what was created."""
     run = options.run
     config = stored_config(name, options)
     if options.resume is not None:
         return RunFolder.open(options.resume)
     if not (root := Path(run.folder)).exists():
-        failed.callback(_remove_if_empty, root)
+        on_failure.callback(_remove_if_empty, root)
     folder = RunFolder.create(root, run.name or run_name(run.env, name, run.seed), config)
-    failed.callback(shutil.rmtree, folder.path, ignore_errors=True)
+    on_failure.callback(shutil.rmtree, folder.path, ignore_errors=True)
     write_yaml(name, options, folder)
     return folder
 

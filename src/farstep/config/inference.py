@@ -32,7 +32,8 @@ class ServedInference(Options):
     at once; requests that arrive while the server computes form the next batch."""
     dtype: ServedDtype = "float32"
     """Precision in which the layers of a torch module compute: `float32`, `bfloat16`, or `float16` with `cuda`. Weights
-    are converted when they arrive. The policy is compared with float32, and refused if it differs too much."""
+    are converted when they arrive. The policy is compared with float32, and refused if their mean KL
+    divergence is above 0.01."""
     where: Placement | Sequence[str] = "node"
     """`node`: each node has its own acting servers, which act for its workers. `head`: all acting servers run on the
     machine of the head, and act for workers of all nodes over the network. A list of nodes: these nodes have acting

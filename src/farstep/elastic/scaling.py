@@ -36,9 +36,9 @@ class Signals:
     """Mean number of rows that one worker contributes to an update; in a replay learner, rows of its chunk."""
     buffer_fill: float | None = None
     """How far workers are ahead of the learner, from 0 (it waits for rows) to 1 (they wait). In a workflow: the
-    fraction of the buffer that holds rows which a consumer has not read yet; for replay, the place of the limiter's
-    `diff` between its bounds. In IMPALA: the fraction of the chunks which may wait for the learner that do. None: the
-    learner has no such bound."""
+    fraction of the buffer that holds rows which a consumer has not read yet; for replay, the position of the
+    limiter's `diff` between its bounds. In IMPALA: the number of chunks that wait for the learner, divided by the
+    largest number allowed. None: the learner has no such bound."""
     noise_scale: float | None = None
     """Gradient noise scale in rows (`GradientNoise`); infinite if noise hides the gradient. None: not known yet."""
 
@@ -83,11 +83,11 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Fill:
-    """Keeps `Signals.buffer_fill` between two bounds, by one worker more or less at a time.
+    """Adds or removes one worker at a time to keep `Signals.buffer_fill` between two bounds.
 
     Args:
         low: If the fill is below this, one more worker runs; default 0.25.
-        high: If the fill is above this, one worker less runs; default 0.75.
+        high: If the fill is above this, one fewer worker runs; default 0.75.
 
     Raises:
         ConfigError: The bounds are not numbers with `0 <= low < high <= 1`.

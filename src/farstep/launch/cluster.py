@@ -195,10 +195,12 @@ class ClusterLauncher(Launcher):
             raise self._refusal
         self.groups.request_missing(self._wanted, now)
         if not is_enough and now - self._enough_at > self._config.queue_s:
-            raise LaunchError(
-                f"{connected} of at least {counted(fewest, 'node')} connected within "
-                f"queue_s={self._config.queue_s:g} s: {self.waiting()}.\n{self.logs()}".rstrip()
-            )
+            if connected >= fewest:
+                reason = "; ".join(dict.fromkeys([self.waiting(), self._missing_names_text()]))
+            else:
+                found = f"{connected} of at least {counted(fewest, 'node')} connected"
+                reason = f"{found} within queue_s={self._config.queue_s:g} s: {self.waiting()}"
+            raise LaunchError(f"{reason}.\n{self.logs()}".rstrip())
 
     def stop(self) -> None:
         self._stopping = True
@@ -232,9 +234,8 @@ class ClusterLauncher(Launcher):
 
     def waiting(self) -> str:
         """The engine's report on nodes that are not connected yet; empty if all are connected."""
-        names = self._missing_names()
         if not (missing := sum(node is None for node in self._blocks[: self._wanted])):
-            return f"no connected node is {' or '.join(names)}, where acting servers are to run" if names else ""
+            return self._missing_names_text()
         status = self.groups.status()
         wanted = counted(self._wanted, "node")
         return f"{missing} of {wanted} not connected yet{f': {status}' if status else ''}"
@@ -406,6 +407,16 @@ class ClusterLauncher(Launcher):
         """The nodes on which acting servers are to run that are not connected."""
         nodes = self.connected.values()
         return [name for name in self._plan.named_nodes if not any(node.is_named(name) for node in nodes)]
+
+    def _missing_names_text(self) -> str:
+        """What is missing for acting servers on named nodes, and what to do; empty if these nodes are connected."""
+        if not (names := self._missing_names()):
+            return ""
+        connected = ", ".join(sorted(node.host for node in self.connected.values()))
+        return (
+            f"acting servers are to run on {' and '.join(names)}, but the connected nodes are {connected}; name some "
+            "of these in where of ServedInference"
+        )
 
     def _node_for(self, worker: int) -> Node | None:
         """The node of a worker or acting server; None if it is not connected."""

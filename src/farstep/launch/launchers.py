@@ -46,51 +46,62 @@ def launcher_for(config: LaunchConfig, plan: ActingPlan, envs: int, modules: Seq
     Raises:
         ConfigError: This version has no launcher for the configuration, or an option excludes acting servers.
     """
-    workers = plan.num_workers
     if isinstance(config, InProcessConfig):
         if plan.num_servers:
             raise ConfigError(
                 "inference is 'served', but InProcessConfig starts no processes; use LocalConfig, or inference='local'."
             )
-        return InProcessLauncher(workers, envs)
+        return InProcessLauncher(plan.num_workers, envs)
     if plan.named_nodes:
         _check_named_nodes(config, plan.named_nodes)
     if isinstance(config, LocalConfig):
-        gpus = [config.gpu_of(worker) for worker in range(workers + plan.num_servers)]
-        with contextlib.ExitStack() as failed:
-            warn = partial(emit, "warned")
-            connect_s = config.timeouts.connect_s
-            cores = assign_cores(config.cpu_affinity, config.cpus_per_worker, workers)
-            if cores is not None and workers > len(cores):
-                warn(
-                    f"cpu_affinity: {workers} workers, but cores for only {len(cores)} "
-                    f"(cpus_per_worker={config.cpus_per_worker}); some workers share cores. Run at most {len(cores)} "
-                    "at a time."
-                )
-            starter = ProcessStarter(config.cpus_per_worker, config.start_method, modules, connect_s, warn, cores)
-            failed.callback(starter.close)
-            launcher = (
-                LocalLauncher(plan, envs, starter, gpus)
-                if config.transport == "shm"
-                else NetworkLauncher(plan, envs, starter, config.transport, gpus)
-            )
-            failed.pop_all()  # the launcher owns it now
-        return launcher
+        return _local_launcher(config, plan, envs, modules, emit)
     if isinstance(config, EngineConfig):
-        if plan.num_servers and config.park_method == "criu":
-            raise ConfigError(
-                "inference is 'served' and park_method is 'criu', but a worker that shares memory with an acting "
-                "server cannot be written to disk; leave park_method 'suspend', or use inference='local'."
-            )
-        if config.relay and plan.is_remote:
-            where = list(plan.named_nodes) or "head"
-            raise ConfigError(
-                f"inference has where={where!r}, with which every worker connects to an acting server elsewhere, and "
-                f"{type(config).__name__} has relay=True, with which no worker has connections; use one of the two."
-            )
-        engine = engine_for(config, workers // config.most_nodes, emit)
-        return ClusterLauncher(config, plan, envs, modules, engine, emit)
+        return _cluster_launcher(config, plan, envs, modules, emit)
     raise ConfigError(f"{type(config).__name__} is not a launch configuration that this version can start.")
+
+
+def _local_launcher(config: LocalConfig, plan: ActingPlan, envs: int, modules: Sequence[str], emit: Emit) -> Launcher:
+    workers = plan.num_workers
+    gpus = [config.gpu_of(worker) for worker in range(workers + plan.num_servers)]
+    with contextlib.ExitStack() as on_failure:
+        warn = partial(emit, "warned")
+        connect_s = config.timeouts.connect_s
+        cores = assign_cores(config.cpu_affinity, config.cpus_per_worker, workers)
+        if cores is not None and workers > len(cores):
+            warn(
+                f"cpu_affinity: {workers} workers, but cores for only {len(cores)} "
+                f"(cpus_per_worker={config.cpus_per_worker}); some workers share cores. Run at most {len(cores)} "
+                "at a time."
+            )
+        starter = ProcessStarter(config.cpus_per_worker, config.start_method, modules, connect_s, warn, cores)
+        on_failure.callback(starter.close)
+        launcher = (
+            LocalLauncher(plan, envs, starter, gpus)
+            if config.transport == "shm"
+            else NetworkLauncher(plan, envs, starter, config.transport, gpus)
+        )
+        on_failure.pop_all()  # the launcher owns it now
+    return launcher
+
+
+def _cluster_launcher(
+    config: EngineConfig, plan: ActingPlan, envs: int, modules: Sequence[str], emit: Emit
+) -> Launcher:
+    if plan.num_servers and config.park_method == "criu":
+        raise ConfigError(
+            "inference is 'served' and park_method is 'criu', but a worker that shares memory with an acting "
+            "server cannot be written to disk; leave park_method 'suspend', or use inference='local'."
+        )
+    if config.relay and plan.is_remote:
+        where = list(plan.named_nodes) or "head"
+        raise ConfigError(
+            f"inference has where={where!r}, with which every worker connects to an acting server elsewhere, and "
+            f"{type(config).__name__} has relay=True, with which workers exchange messages only with their node "
+            "daemon; use relay=False, or where='node'."
+        )
+    engine = engine_for(config, plan.num_workers // config.most_nodes, emit)
+    return ClusterLauncher(config, plan, envs, modules, engine, emit)
 
 
 def _check_named_nodes(config: LaunchConfig, names: Sequence[str]) -> None:

@@ -52,7 +52,7 @@ class Node:
     """Whether the head released the node. In contrast, a node that its engine reclaimed may return."""
 
     def is_named(self, name: str) -> bool:
-        """Whether a user names this node so: by its host name, or by its name in the engine."""
+        """Whether `name` is the node's host name or its name in the engine."""
         return name in (self.host, self.place.rpartition(" ")[2])
 
     def send(self, message: n.ToNode) -> None:

@@ -26,7 +26,7 @@ from farstep.elastic.scaling import Rule
 from farstep.errors import ConfigError
 from farstep.learners import losses
 from farstep.learners.loop.timing import Timer
-from farstep.learners.loop.worker_scaling import chosen_rule
+from farstep.learners.loop.worker_scaling import check_rule, chosen_rule
 from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import UNUSABLE_RULES, RolloutLearner, rollouts
 from farstep.learners.optimizing import Schedule, prefixed
@@ -139,7 +139,7 @@ class AsyncPPOConfig:
         upper = inf if self.behave_weight_threshold is None else self.behave_weight_threshold
         check_numbers(self, behave_weight_lower=(0, upper))
         check_critic(self, "value_coef")
-        chosen_rule(self.scaling, None, UNUSABLE_RULES)
+        check_rule(self.scaling, UNUSABLE_RULES)
         if self.scaling is not None and self.num_chunks is not None:
             raise ConfigError(
                 f"scaling is {self.scaling!r} with num_chunks={self.num_chunks}, which fixes the rows of an update, so "

@@ -94,10 +94,11 @@ class ImpalaConfig:
     max_grad_norm: float = 0.5
     """Largest norm of the gradient; larger gradients are scaled down to it."""
     scaling: str | None = None
-    """Rule that changes the number of workers after each update; the rows per update stay.
+    """Rule that changes the number of workers after each update; the number of rows per update does not change.
     schedule:FIRST:LAST:ADD:EVERY (workers of the first and the last updates, workers to add, updates between changes),
-    or fill[:LOW:HIGH] (one worker more while less than the fraction LOW of the chunks that max_staleness allows to wait
-    for the learner do wait, one less while more than HIGH do; 0.25 and 0.75 by default). None: all workers run."""
+    or fill[:LOW:HIGH] (the fill is the number of chunks that wait for the learner, divided by the largest number that
+    max_staleness allows; add a worker while it is below LOW, remove one while it is above HIGH; 0.25 and 0.75 by
+    default). None: all workers run."""
     net: NetConfig = DEFAULT_NET
     """the agent's network"""
 

@@ -22,7 +22,7 @@ from farstep.config.field_docs import show_fields
 from farstep.elastic.scaling import Rule
 from farstep.learners import losses
 from farstep.learners.loop.timing import Timer
-from farstep.learners.loop.worker_scaling import chosen_rule
+from farstep.learners.loop.worker_scaling import check_rule, chosen_rule
 from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import UNUSABLE_RULES, RolloutLearner, rollouts
 from farstep.learners.optimizing import Schedule, prefixed
@@ -109,7 +109,7 @@ class PPOConfig:
         check_above(self, max_grad_norm=0, target_kl=0, value_clip=0)
         check_numbers(self, behave_weight_threshold=(1, inf))
         check_critic(self, "vf_coef")
-        chosen_rule(self.scaling, None, UNUSABLE_RULES)
+        check_rule(self.scaling, UNUSABLE_RULES)
 
 
 class PPO(RolloutLearner):

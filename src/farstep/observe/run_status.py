@@ -23,14 +23,14 @@ LAST_EPISODES = 100
 
 
 def reached_target(target_return: float | None, latest: Mapping[str, float | None]) -> bool:
-    """Return whether the run has ended because it reached its target return.
+    """Return whether the mean return of the last episodes is at least the target.
 
     Args:
         target_return: The target; None: the run has none.
         latest: The latest value of each metric; None if it was not finite.
 
     Returns:
-        Whether the mean return of enough episodes is at least the target.
+        Whether the target is reached; False before the first 100 episodes have ended.
     """
     mean, episodes = latest.get(RETURN), latest.get(EPISODES) or 0
     return target_return is not None and mean is not None and mean >= target_return and episodes >= LAST_EPISODES
@@ -155,7 +155,7 @@ def line(status: RunStatus, now_s: float, diagnosis: str | None = None) -> str:
 
 
 def target_text(status: RunStatus) -> str:
-    """Return that the target return was reached; only if it was."""
+    """Return the text for a run that has reached its target return."""
     assert status.target_return is not None
     return f"target return {status.target_return:g} reached"
 

@@ -20,15 +20,15 @@ class TicketCancelled(Exception):
 class Inbox:
     """Reads messages from the link, and defers those that must wait until the running ticket ends.
 
-    While a ticket runs, the worker reacts only to `Cancel`, `Stop`, `Taken`, `UseServer` and the reply that it waits
-    for. After the ticket, it handles all other messages in the order of their arrival.
+    While a ticket runs, the worker reacts only to `Cancel`, `Stop`, `Taken`, `UseServer`, `ForgetServer` and the reply
+    that it waits for. After the ticket, it handles all other messages in the order of their arrival.
     """
 
     def __init__(self, link: Link, words: memoryview) -> None:
         self._link, self._words = link, words
         self._deferred: deque[Received] = deque()
         self.on_taken: Callable[[m.Taken], None] = lambda taken: None
-        self.on_use_server: Callable[[m.UseServer], None] = lambda use: None
+        self.on_server: Callable[[m.UseServer | m.ForgetServer], None] = lambda message: None
 
     def receive(self, timeout_s: float | None) -> Received | None:
         """The next message between tickets, deferred messages first; None after `timeout_s`."""
@@ -83,8 +83,8 @@ class Inbox:
         if isinstance(message, m.Taken):
             self.on_taken(message)
             return
-        if isinstance(message, m.UseServer):
-            self.on_use_server(message)
+        if isinstance(message, m.UseServer | m.ForgetServer):
+            self.on_server(message)
             return
         if isinstance(message, m.Cancel):
             self._words[CANCEL] = message.upto

@@ -80,7 +80,7 @@ class Worker:
         """How to reach the acting server of this worker, if it has one."""
         self._id = (worker, incarnation, run)
         self._inbox = Inbox(link, words)
-        self._inbox.on_use_server = self._use_server
+        self._inbox.on_server = self._set_server
         self._tickets: deque[tuple[m.Ticket, list[Any]]] = deque()
         self._running = True
         self._owns_process = False
@@ -195,8 +195,8 @@ class Worker:
                 self._unparked(message)
             case m.Continued():
                 self._timer.remove_suspension(message.suspended_s)
-            case m.UseServer():
-                self._use_server(message)
+            case m.UseServer() | m.ForgetServer():
+                self._set_server(message)
             case m.Newest() if isinstance(self._actor, ServedActor):
                 self._actor.newest = message.version
             case m.Probe():
@@ -301,9 +301,13 @@ class Worker:
             gc.freeze()  # exclude existing objects, mostly torch's, from garbage collection
         self._words[PHASE] = Phase.IDLE
 
-    def _use_server(self, message: m.UseServer) -> None:
-        if isinstance(self._acting_address, RemoteServer):
+    def _set_server(self, message: m.UseServer | m.ForgetServer) -> None:
+        if not isinstance(self._acting_address, RemoteServer):
+            return
+        if isinstance(message, m.UseServer):
             self._acting_address.use(message)
+        else:
+            self._acting_address.forget()
 
     def _join_server(self, message: m.SendAgent) -> None:
         """Have the acting server act for this worker, with the agent that the head has sent to it."""
@@ -441,7 +445,7 @@ class Worker:
             passed=rollout.passed,
             divergence=source.divergence,
             unmeasured=unmeasured,
-            outside=self._bounds.check(self._host, self._roller.rows, ticket.steps),
+            out_of_bounds=self._bounds.check(self._host, self._roller.rows, ticket.steps),
             syncs=totals.pulls,
             synced_bytes=totals.nbytes,
             times=self._timer.take(),

@@ -24,7 +24,7 @@ from farstep.head.server import Server
 from farstep.launch.in_process import InProcessLauncher
 from farstep.testing import CountingEnv, TableAgent
 from tests.cluster.nodes import SHELL, node_config
-from tests.cluster.test_sharing import PATIENCE_S, serving, shared, wait_until
+from tests.cluster.sharing import PATIENCE_S, serving, shared, wait_until
 from tests.observe.status.test_status_command import DESCRIBED
 
 pytestmark = pytest.mark.slow  # real processes

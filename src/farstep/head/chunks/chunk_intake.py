@@ -68,8 +68,8 @@ class ChunkIntake:
             self._warnings.note_inference(chunk.inference)
         if chunk.unmeasured:
             self._warnings.note_unmeasured(chunk.unmeasured)
-        if chunk.outside:
-            self._warnings.note_outside(chunk.outside)
+        if chunk.out_of_bounds:
+            self._warnings.note_out_of_bounds(chunk.out_of_bounds)
         issued = tickets.outstanding.get(chunk.ticket)
         if issued is None or issued.worker != record.worker:
             return  # cancelled, or the worker was declared lost; already counted as dropped

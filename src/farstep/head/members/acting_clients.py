@@ -78,7 +78,7 @@ class ActingClients:
             secret=pair.secret,
         )
         self._outbox.send(server, admit)
-        ports = (listening.port, listening.bulk_port)
+        ports = (listening.endpoint, listening.bulk_port)
         self._use[record.worker] = m.UseServer(*ports, listening.key, pair.public, pair.secret, self._connect_s)
 
     def admitted(self, server: WorkerRecord, message: m.ClientAdmitted) -> None:
@@ -101,7 +101,7 @@ class ActingClients:
             self._listening.pop(record.worker, None)
             for worker in self._plan.clients_of(record.worker):
                 if self._connected.pop(worker, None) is not None and self._records[worker].ready:
-                    self._outbox.send(self._records[worker], m.UseServer(""))
+                    self._outbox.send(self._records[worker], m.ForgetServer())
             return
         self._use.pop(record.worker, None)
         if self._connected.pop(record.worker, None) is not None:

@@ -24,7 +24,7 @@ class UserWarnings:
         self.silent = False
         """Whether `note_inference` does not warn."""
         self.inference = self._unmeasured = self._incomparable = ""
-        self._warned_remaining = self._warned_outside = False
+        self._warned_remaining = self._warned_out_of_bounds = False
         self._starved: object = None
         """The last call for which starvation was reported."""
 
@@ -65,16 +65,16 @@ class UserWarnings:
             )
         self._unmeasured = note
 
-    def note_outside(self, note: str) -> None:
+    def note_out_of_bounds(self, note: str) -> None:
         """Warn that environments return observations outside their space, with an example that a worker gave."""
-        if not self._warned_outside:
+        if not self._warned_out_of_bounds:
             self._emit(
                 "warned",
                 f"observations of {self._env_label} are outside its observation space: {note}. The run uses them as "
                 "they are. Correct the bounds of observation_space, or clip or rescale observations in a wrapper such "
                 "as gymnasium.wrappers.TransformObservation",
             )
-        self._warned_outside = True
+        self._warned_out_of_bounds = True
 
     def note_remaining(self, divergence: float) -> None:
         """Warn if a worker's divergence from the learner is above the threshold although it has just pulled."""

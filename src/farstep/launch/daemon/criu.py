@@ -153,22 +153,22 @@ class Criu:
         images.mkdir()
         command = [self.program, "dump", "--tree", str(pid), *self._options(images, "dump.log")]
         orphans = descendants(pid)
-        self._expect(pid, orphans)
+        self._adopt_orphans(pid, orphans)
         nbytes = sum(_resident_bytes(each) for each in (pid, *orphans))
         return self._run(CriuRun(command, images / "dump.log", nbytes))
 
     def reap(self, pid: int) -> bool:
         """Reap the descendants of a process that was dumped. Return whether their process ids are free."""
-        orphans = [each for each in self._orphans.get(pid, ()) if not _is_reaped(each)]
-        self._expect(pid, orphans)
+        orphans = [each for each in self._orphans.get(pid, ()) if not _reap(each)]
+        self._adopt_orphans(pid, orphans)
         return not orphans
 
     def remove(self, pid: int, images: Path) -> None:
         """Remove the images of a process that was restored, has ended, or could not be dumped."""
-        self._expect(pid, ())
+        self._adopt_orphans(pid, ())
         shutil.rmtree(images, ignore_errors=True)
 
-    def _expect(self, pid: int, orphans: Sequence[int]) -> None:
+    def _adopt_orphans(self, pid: int, orphans: Sequence[int]) -> None:
         """Let this process adopt the descendants of a process that ends: process 1 of a container may not reap them.
 
         It adopts orphans only while it expects some, because nothing would reap the others.
@@ -291,8 +291,8 @@ def _ended_child(pid: int) -> os.waitid_result | None:
         return None
 
 
-def _is_reaped(pid: int) -> bool:
-    """Reap a process if it is a child of this one and has ended. Return whether its process id is free."""
+def _reap(pid: int) -> bool:
+    """Reap a process if it is an ended child of this one. Return whether its process id is free."""
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
     return not Path(f"/proc/{pid}").exists()

@@ -31,7 +31,7 @@ from farstep.learners.loop.stop_signals import Stopped as Stopped
 from farstep.learners.loop.stop_signals import StopSignals
 from farstep.learners.loop.timing import Timer, WorkerTimer
 from farstep.learners.networks.agent import NetworkAgent
-from farstep.observe.run_status import LAST_EPISODES
+from farstep.observe.run_status import EPISODES, RETURN, reached_target
 
 
 class Learner(Protocol):
@@ -314,11 +314,9 @@ class Training:
 
     def _done(self) -> bool:
         progress, limits = self.progress, self._limits
-        if progress.steps >= limits.total_steps:
-            return True
-        target = limits.target_return
-        enough = len(progress.returns) == LAST_EPISODES
-        return target is not None and enough and float(np.mean(progress.returns)) >= target
+        mean = float(np.mean(progress.returns)) if progress.returns else None
+        latest = {RETURN: mean, EPISODES: progress.episodes}
+        return progress.steps >= limits.total_steps or reached_target(limits.target_return, latest)
 
     # ---- evaluation ----
 

@@ -128,19 +128,24 @@ def check_scaling(state: Mapping[str, object] | None) -> SavedScaling | None:
     return None if state is None else converted("scaling", state, SavedScaling)
 
 
-def chosen_rule(text: str | None, rule: Rule | None, refused: Mapping[type, str]) -> Rule | None:
+def chosen_rule(text: str | None, rule: Rule | None, unusable: Mapping[type, str]) -> Rule | None:
     """Return a user's rule; without one, the rule that the option `scaling` describes; None if there is neither.
 
     Args:
         text: The option `scaling`.
         rule: The user's rule.
-        refused: For each kind of rule that the learner cannot follow, the reason.
+        unusable: For each kind of rule that the learner cannot follow, the reason.
 
     Raises:
         ConfigError: The text describes no rule, or the learner cannot follow the rule.
     """
     found = rule if rule is not None or text is None else rule_of(text)
-    for kind, reason in refused.items():
+    for kind, reason in unusable.items():
         if isinstance(found, kind):
             raise ConfigError(f"scaling is {(text if rule is None else rule)!r}, but {reason}")
     return found
+
+
+def check_rule(text: str | None, unusable: Mapping[type, str]) -> None:
+    """Raise `ConfigError` if the option `scaling` describes no rule, or a rule that the learner cannot follow."""
+    chosen_rule(text, None, unusable)

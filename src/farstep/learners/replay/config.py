@@ -10,7 +10,7 @@ from farstep.config.env import is_number
 from farstep.config.field_docs import show_fields
 from farstep.elastic.scaling import NoiseScale
 from farstep.errors import ConfigError
-from farstep.learners.loop.worker_scaling import chosen_rule
+from farstep.learners.loop.worker_scaling import check_rule
 from farstep.learners.options.checks import check_above, check_counts, check_numbers
 
 _CHUNK_ROWS = 64
@@ -54,15 +54,16 @@ class LoopConfig:
     """Learn while workers roll. --no-concurrent: alternate; workers roll one chunk each, then wait while the learner
     makes its updates. This is slower, and reproducible; --launcher in-process always does it."""
     scaling: str | None = None
-    """Rule that changes the number of workers when weights are published; the ratio of updates to steps stays.
-    schedule:FIRST:LAST:ADD:EVERY (workers at the start and at the end, workers to add, updates between changes), or
-    fill[:LOW:HIGH] (one worker more while workers are ahead of the learner by less than the fraction LOW of what the
-    ratio allows, one less while by more than HIGH; 0.25 and 0.75 by default). None: all workers run."""
+    """Rule that changes the number of workers when weights are published; the ratio of updates to steps
+    does not change. schedule:FIRST:LAST:ADD:EVERY (workers at the start and at the end, workers to add, updates between
+    changes), or fill[:LOW:HIGH] (the fill is 0 if the learner waits for rows and 1 if the limiter admits no more; add a
+    worker while it is below LOW, remove one while it is above HIGH; 0.25 and 0.75 by default). None: all workers
+    run."""
 
     def __post_init__(self) -> None:
         check_counts(self, "buffer_size", "learning_starts", "batch_size", "num_steps", "publish_every", "report_every")
         check_numbers(self, buffer_checkpoint_s=(0, inf))
-        chosen_rule(self.scaling, None, UNUSABLE_RULES)
+        check_rule(self.scaling, UNUSABLE_RULES)
         stack = self.frame_stack
         if stack is not None and not (is_number(stack) and stack % 1 == 0 and (stack == 0 or stack >= 2)):
             raise ConfigError(

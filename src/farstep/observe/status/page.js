@@ -1,5 +1,5 @@
 "use strict";
-// Shows the data of a run: those in the page, and then those that its server sends.
+// Shows a run: first the data embedded in the page, then the updates that its server sends.
 const byId = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 const STATES = {

@@ -280,8 +280,8 @@ class DealerLink:
         """Seconds since the connection to the head broke; 0 while connected. Failed reconnects do not reset it."""
         return 0.0 if self.is_connected() else time.monotonic() - self._main.disconnected_at
 
-    def unreached(self, seconds: float) -> str:
-        """The address with which there has been no TCP connection for this many seconds; empty: none."""
+    def unreached_address(self, seconds: float) -> str:
+        """Return the first address without a TCP connection for more than this many seconds; empty if there is none."""
         if self._main.unreached_s() > seconds:
             return self._address
         return self._bulk_address if self._bulk is not None and self._bulk.unreached_s() > seconds else ""

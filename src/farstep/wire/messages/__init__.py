@@ -40,6 +40,7 @@ If an acting server on the head's machine acts for workers over the network:
     RejectClient ────────────────►                            a worker has sent it an invalid message
     worker                          head
                     ◄────────────── UseServer                 where the server listens, and the keys for it
+                    ◄────────────── ForgetServer              the server is lost
 
 With shared memory, `make_vec` steps without messages once the workers have their doorbells:
 
@@ -62,6 +63,7 @@ from farstep.wire.messages.from_head import (
     Cancel,
     Continued,
     DropClient,
+    ForgetServer,
     FromHead,
     GrantSend,
     Newest,
@@ -114,6 +116,7 @@ __all__ = [
     "Continued",
     "DropClient",
     "Failure",
+    "ForgetServer",
     "FromHead",
     "FromWorker",
     "GrantSend",
@@ -151,7 +154,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = 14
+PROTOCOL = 15
 """Version of the protocol; head and worker must use the same. Increment it with every incompatible change."""
 
 _encoder = msgspec.msgpack.Encoder()

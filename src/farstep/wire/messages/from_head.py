@@ -251,18 +251,21 @@ class DropClient(msgspec.Struct, tag="drop-client"):
 class UseServer(msgspec.Struct, tag="use-server"):
     """Head to worker: how to reach its acting server over the network.
 
-    The worker joins the server. If the server is lost, it gets the message without a port; then again when the server
-    was restarted, and joins the new one.
+    The worker joins the server. When the server was restarted, it gets the message again, and joins the new one.
     """
 
-    port: str
+    endpoint: str
     """The port on the machine of the head; the whole address of a server elsewhere, or with the transport `ipc`."""
-    bulk_port: str = ""
-    server_key: bytes = b""
-    public: bytes = b""
-    secret: bytes = b""
-    connect_s: float = 60.0
+    bulk_port: str
+    server_key: bytes
+    public: bytes
+    secret: bytes
+    connect_s: float
     """Seconds without a connection after which the worker reports that it cannot reach the server."""
+
+
+class ForgetServer(msgspec.Struct, tag="forget-server"):
+    """Head to worker: its acting server is lost; `UseServer` follows when it was restarted."""
 
 
 class Call(msgspec.Struct, tag="call"):
@@ -301,6 +304,7 @@ FromHead = (
     | AdmitClient
     | DropClient
     | UseServer
+    | ForgetServer
     | Call
     | Stop
 )

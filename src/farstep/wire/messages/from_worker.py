@@ -27,7 +27,7 @@ class Hello(msgspec.Struct, tag="hello"):
 class Listening(msgspec.Struct):
     """Part of `Ready`: where an acting server accepts workers over the network (see `UseServer`)."""
 
-    port: Endpoint
+    endpoint: Endpoint
     bulk_port: Line
     key: bytes
     """Its public key."""
@@ -128,7 +128,7 @@ class Chunk(msgspec.Struct, tag="chunk"):
     none."""
     unmeasured: str = ""
     """Why the divergence could not be measured; sent once per reason."""
-    outside: str = ""
+    out_of_bounds: str = ""
     """Which observation is outside the bounds of its space; empty if none is, and after the first rows."""
     syncs: int = 0
     """Weight pulls since the last chunk."""
