@@ -9,12 +9,15 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import farstep
 from farstep.buffer import RateLimiter, Uniform
 from farstep.testing import TableAgent
 from farstep.workflow.triggers import DataKeyTrigger, TimeTrigger
 from farstep.workflow.triggers.messages import Message
 from tests.cluster.checks import DEADLINE_S, assert_balanced, eventually, within, worker_pids
+from tests.cluster.flows import full
 from tests.cluster.parking import Trajectories, changed, settled
 from tests.cluster.sharing import SOURCE, held, serving
 from tests.cluster.tables import ENDLESS, TRANSPORTS, ppo
@@ -233,3 +236,24 @@ def test_run_that_has_returned_its_slot_waits_while_another_run_uses_it(tmp_path
                 replay.read(8 * CHUNK)
                 eventually(lambda: env.stats()["slots"]["waited_seconds"] > before)
                 replay.wait_until_idle(AHEAD + 8 * CHUNK)  # after the turn of the other run
+
+
+def test_run_that_has_returned_slots_gets_more_when_it_scales_up(tmp_path: Path) -> None:
+    with serving(tmp_path / "c", slots=2) as name, sharing(name, 2) as env:
+        env.launch()
+        env.scale(workers=1)
+        replay = Replay(env)
+        with running(replay):
+            replay.wait_until_idle(AHEAD)
+            replay.read(20_000)  # from here on, the worker is never ahead
+            eventually(lambda: held(name) == [1])
+            env.scale(workers=2)
+            eventually(lambda: held(name) == [2])
+
+
+def test_deadlock_is_reported_while_the_slots_are_returned(tmp_path: Path) -> None:
+    with serving(tmp_path / "c", slots=2) as name, sharing(name, 2) as env:
+        flow, learner = ppo(env, TableAgent(), full(64), 8)
+        learner.then = lambda: None  # publishes nothing
+        with pytest.raises(farstep.FarstepError, match="that a consumer publishes"):
+            within(flow.run)

@@ -27,6 +27,7 @@ from farstep.learners.replay.config import EpisodeReplayConfig, ReplayConfig
 from farstep.learners.replay.start_checks import check_before_launch
 from farstep.learners.sac import SACConfig
 from tests.cluster.checks import assert_balanced, eventually, worker_pids
+from tests.cluster.sharing import serving
 from tests.learning.tasks import Config, Rows, make_env, make_training
 
 ENVS, STEPS, WORKERS = 8, 8, 4
@@ -217,20 +218,32 @@ def test_fill_removes_workers_that_a_replay_learner_does_not_need() -> None:
     assert min(row["workers/active"] for row in sink.rows) == 1
 
 
+def test_rule_keeps_the_smallest_number_of_workers_of_a_shared_run(tmp_path: Path) -> None:
+    replay = ReplayConfig(**{**REPLAY, "num_steps": 2, "updates_per_step": 4, "scaling": "fill"})
+    source = {"env_name": "CartPole-v1", "envs_per_node": 4, "seed": 1}
+    with serving(tmp_path / "c", slots=2) as name:
+        launch = farstep.LocalConfig(workers_per_node=2, coordinator=name, min_workers=2)
+        with farstep.ClusterEnv(source, launch) as env:
+            training, _ = make_training(env, DQNConfig(replay=replay), 120, sink=(sink := Rows()))
+            training.run()
+    assert {row["workers/active"] for row in sink.rows} == {2}
+
+
 def test_fill_is_refused_if_learner_and_workers_alternate() -> None:
     replay = ReplayConfig(**{**REPLAY, "scaling": "fill"}, concurrent=False)
     with make_env("CartPole-v1", 4, workers=2) as env, pytest.raises(farstep.ConfigError, match="never ahead"):
         check_before_launch(replay, env, resumed=False)
 
 
-def test_fill_removes_workers_that_impala_does_not_need() -> None:
+@pytest.mark.parametrize("max_staleness", [None, 8])
+def test_fill_removes_workers_that_impala_does_not_need(max_staleness: int | None) -> None:
     seen: list[Signals] = []
     chosen: list[int] = []
 
     class Slow(Impala):
         def update(self, batch: Any, *rest: Any) -> dict[str, float]:
             if chosen[-1] == 2:
-                eventually(lambda: env.stats()["buffered"] == 2)
+                eventually(lambda: env.stats()["buffered"] >= (2 if max_staleness is None else 6))
             return super().update(batch, *rest)
 
     def rule(signals: Signals) -> int:
@@ -238,7 +251,7 @@ def test_fill_removes_workers_that_impala_does_not_need() -> None:
         chosen.append(Fill()(signals))
         return chosen[-1]
 
-    config = ImpalaConfig(num_steps=8)
+    config = ImpalaConfig(num_steps=8, max_staleness=max_staleness)
     with make_env("CartPole-v1", 4, workers=2) as env:
         learner = Slow(make_agent(*env.launch(), config.net, config.gamma), config, seed=1, scaling=rule)
         Training(learner, env, Limits(total_steps=20 * 32), sink=(sink := Rows())).run()

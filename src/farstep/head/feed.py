@@ -15,6 +15,7 @@ from farstep.head.chunks.incoming_chunks import EarlyPart
 from farstep.head.collector import Collector
 from farstep.head.members.worker_records import WorkerRecord
 from farstep.head.tickets.records import AcceptedChunk, DropCause, FeedPlan
+from farstep.head.tickets.tickets import FEED_LANES
 
 
 @dataclass(frozen=True)
@@ -135,12 +136,18 @@ class Feed:
         """Return whether any worker is rolling a chunk, is about to join or leave, or waits for a coordinator's slots.
         The caller holds the lock."""
         server = self._server
-        return bool(server.tickets.in_flight) or server.is_paused or server.available.unsettled()
+        return bool(server.tickets.in_flight) or server.waits_for_slots or server.available.unsettled()
 
     @property
     def num_parked(self) -> int:
         """Number of parked workers."""
         return len(self._server.tickets.presence.parked)
+
+    @property
+    def max_unread_chunks(self) -> int:
+        """Number of chunks after which all workers that are not parked wait until one is taken."""
+        tickets = self._server.tickets
+        return FEED_LANES * (len(self._server.records) - len(tickets.presence.parked))
 
     @property
     def num_unread_chunks(self) -> int:

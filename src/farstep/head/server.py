@@ -263,7 +263,12 @@ class Server:
         """Request slots again if a worker can get a ticket. The slots arrive with `scale_workers`."""
         if self._returned_slots and self._session_slots is not None and self.tickets.can_issue(self.available):
             self._returned_slots = False
-            self._session_slots.begin(for_rollout=True)
+            self._session_slots.begin(for_rollout=False)
+
+    @property
+    def waits_for_slots(self) -> bool:
+        """Whether no tickets are issued before slots arrive that the run has requested."""
+        return self.is_paused and not self._returned_slots
 
     def num_running(self) -> int:
         """Return the number of workers that may be using a core: all that are not parked; 0 if `pause` or the end of

@@ -405,8 +405,11 @@ class ClusterLauncher(Launcher):
 
     def _missing_names(self) -> list[str]:
         """The nodes on which acting servers are to run that are not connected."""
-        nodes = self.connected.values()
-        return [name for name in self._plan.named_nodes if not any(node.is_named(name) for node in nodes)]
+        return [name for name in self._plan.named_nodes if self._named(name) is None]
+
+    def _named(self, name: str) -> Node | None:
+        """A connected node of this name that is not about to leave."""
+        return next((node for node in self.connected.values() if node.is_named(name) and not node.leaving), None)
 
     def _missing_names_text(self) -> str:
         """What is missing for acting servers on named nodes, and what to do; empty if these nodes are connected."""
@@ -421,7 +424,7 @@ class ClusterLauncher(Launcher):
     def _node_for(self, worker: int) -> Node | None:
         """The node of a worker or acting server; None if it is not connected."""
         if name := self._plan.node_name_of(worker):
-            return next((node for node in self.connected.values() if node.is_named(name)), None)
+            return self._named(name)
         return self._blocks[self._plan.node_of(worker)]
 
     def _start_queued(self) -> None:

@@ -238,7 +238,10 @@ class Impala(OnPolicy):
             flow = Workflow(env, self.agent, buffer, max_staleness=staleness)
 
             def fill() -> float | None:
-                return min(1.0, flow.num_unread_chunks / (staleness * chunks)) if staleness else None
+                if not staleness:
+                    return None
+                most = min(staleness * chunks, flow.max_unread_chunks or 1)
+                return min(1.0, flow.num_unread_chunks / most)
 
             def update(message: Message) -> None:
                 waiting.close()

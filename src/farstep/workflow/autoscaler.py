@@ -42,6 +42,7 @@ class Autoscaler:
         rows = window * self._env.num_envs / self._env.num_workers
         noise_scale = self._objects.number("noise_scale")
         fewest = max((leaf.min_actors or 1 for leaf in self._registry.by_data), default=1)  # fewer never fire a trigger
+        fewest = max(fewest, self._env.config.min_workers)
         workers = self._scaling.choose(updates, rows, self._buffer_fill(), noise_scale, fewest)
         if is_first or workers != before:
             self._env.scale(workers=workers)

@@ -194,6 +194,12 @@ class Workflow:
         return dict(zip(self._loop.registry.reading, self._state.retention.backlog(), strict=False))
 
     @property
+    def max_unread_chunks(self) -> int:
+        """Number of unread chunks after which all workers wait; parked workers do not count; 0 between runs."""
+        feed = self._state.feed
+        return 0 if feed is None else feed.max_unread_chunks
+
+    @property
     def num_unread_chunks(self) -> int:
         """Number of chunks that have arrived and wait to be inserted into the buffer; 0 between runs."""
         feed = self._state.feed

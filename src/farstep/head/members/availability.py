@@ -60,10 +60,10 @@ class Availability:
     def __contains__(self, worker: object) -> bool:
         """Whether a worker can get a ticket.
 
-        A worker that was released during a feed must wait until all its chunks have been taken. Otherwise it would be
-        resumed for each of them.
+        A worker that was released during a feed must wait until all its chunks have been taken, unless it is inside a
+        window. Otherwise it would be resumed for each of them.
         """
         if not isinstance(worker, int) or not self._can_roll(self._records[worker]):
             return False
         is_released = self._membership.members[worker].state is State.RELEASED
-        return not (is_released and self._tickets.unread.num_of[worker])
+        return not (is_released and self._tickets.unread.num_of[worker]) or self._tickets.must_finish(worker)

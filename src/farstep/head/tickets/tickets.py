@@ -26,7 +26,7 @@ from farstep.head.tickets.session import CollectionSession
 from farstep.head.tickets.unread_chunks import UnreadChunks
 from farstep.head.tickets.worker_queue import TICKETS_PER_WORKER, WorkerQueue
 
-_FEED_LANES = TICKETS_PER_WORKER + 1
+FEED_LANES = TICKETS_PER_WORKER + 1
 """Lanes per worker in a feed: one per open ticket, and one for the chunk that is being stored."""
 
 
@@ -58,7 +58,7 @@ class Tickets:
     ) -> int:
         """Number of lanes per worker that a session needs. Takes the arguments of `open`."""
         if feed is not None:
-            return _FEED_LANES
+            return FEED_LANES
         depth = (max_staleness or 0) + 1
         if num_chunks is None:
             return depth * rollouts

@@ -40,7 +40,7 @@ class WorkerScaling:
         self.updates = 0
         """Updates when the rule last chose."""
         self._scaling: Scaling | None = None
-        self._rows_per_worker = 0.0
+        self._rows_per_worker, self._min_workers = 0.0, 1
         self._saved_workers: int | None = None
         """Workers that ran when the loaded checkpoint was written."""
         self._lacks_noise_scale = self._was_warned = False
@@ -60,11 +60,12 @@ class WorkerScaling:
         if reason := no_effect(self._rule, env.num_workers):
             env.emit_event("warned", reason)
         scaling = self._scaling = Scaling(self._rule, env.num_workers)
-        self._rows_per_worker = rows / env.num_workers
+        self._rows_per_worker, self._min_workers = rows / env.num_workers, env.config.min_workers
         if self._saved_workers is None:
             self._choose(update, buffer_fill)
         else:
-            scaling.workers, self._saved_workers = min(self._saved_workers, env.num_workers), None
+            saved, self._saved_workers = self._saved_workers, None
+            scaling.workers = max(self._min_workers, min(saved, env.num_workers))
         env.scale(workers=scaling.workers)
 
     def apply(self, env: ClusterEnv, update: int, buffer_fill: float | None = None) -> None:
@@ -95,7 +96,7 @@ class WorkerScaling:
         assert self._scaling is not None
         self.updates = update
         noise_scale = None if self.noise is None else self.noise.value
-        self._scaling.choose(update, self._rows_per_worker, buffer_fill, noise_scale)
+        self._scaling.choose(update, self._rows_per_worker, buffer_fill, noise_scale, self._min_workers)
 
     @property
     def metrics(self) -> dict[str, float]:
