@@ -70,7 +70,7 @@ def test_killed_server_elsewhere_is_replaced(tmp_path: Path, where: str | list[s
 def test_node_is_released_while_the_head_serves(tmp_path: Path) -> None:
     agent = WhoAgent()
     with on_nodes(tmp_path, 2, 2, inference={"where": "head"}) as env:
-        assert within(lambda: env.collect(agent, 5)).shape == (5, 4)
+        eventually(lambda: within(lambda: env.collect(agent, 5)).shape == (5, 4))
         within(lambda: env.scale(nodes=1))
         eventually(lambda: len(env.stats()["nodes"]) == 1)
         assert within(lambda: env.collect(agent, 5)).shape == (5, 2)
@@ -81,7 +81,7 @@ def test_node_is_released_while_the_head_serves(tmp_path: Path) -> None:
 def test_a_server_starts_again_with_its_node(tmp_path: Path) -> None:
     agent = WhoAgent()
     with on_nodes(tmp_path, 2, 2, inference={"where": ["host1"]}) as env:
-        assert within(lambda: env.collect(agent, 5)).shape == (5, 4)
+        eventually(lambda: within(lambda: env.collect(agent, 5)).shape == (5, 4))
         (server,) = env.stats()["acting"]
         (node,) = [node for node in env.stats()["nodes"] if node["place"] == "ssh host1"]
         os.kill(node["pid"], signal.SIGKILL)

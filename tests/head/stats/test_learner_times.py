@@ -141,3 +141,17 @@ def test_rate_of_chunks_that_take_longer_than_the_window() -> None:
     for chunk in range(4):
         rate.add(600, 60.0 * chunk)
     assert rate.per_second(190.0) == pytest.approx(10.0)
+
+
+def test_thread_may_begin_to_collect_inside_a_part() -> None:
+    clock = Clock()
+    times = LearnerTimes(clock)
+
+    def collect() -> None:
+        with times.measure("wait"):
+            clock.sleep(4)
+
+    in_thread(collect)
+    with times.measure("prepare"):
+        collect()
+    assert times.snapshot()["wait"] == 8

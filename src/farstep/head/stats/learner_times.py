@@ -60,7 +60,7 @@ class LearnerTimes:
         thread = threading.get_ident()
         with self._lock:
             now = self._clock()
-            if thread == self._thread:
+            if thread == self._thread and self._inside:  # empty if this thread collects only since the part began
                 self._lap(now)
                 self._inside.pop()
                 return
