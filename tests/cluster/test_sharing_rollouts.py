@@ -121,7 +121,7 @@ def test_run_that_keeps_its_slots_lends_a_share_for_each_rollout(tmp_path: Path)
 
 @pytest.mark.parametrize("launched", [keeping, releasing])
 def test_workflow_waits_while_another_run_has_all_slots(tmp_path: Path, launched: Any) -> None:
-    updates_after_pauses: set[int] = set()
+    updates_after_waits: set[tuple[int, float]] = set()
     with (
         serving(tmp_path / "c", slots=1, turn_s=0.3) as name,
         launched(name, workers=1) as env,
@@ -133,10 +133,11 @@ def test_workflow_waits_while_another_run_has_all_slots(tmp_path: Path, launched
         def update(message: Any) -> None:
             flow.batch(message)
             flow.publish()
-            updates_after_pauses.add(sum("paused" in event.text for event in env.events("scaled")))
+            pauses = sum("paused" in event.text for event in env.events("scaled"))
+            updates_after_waits.add((pauses, env.stats()["slots"]["waited_seconds"]))
 
         flow.on(farstep.DataKeyTrigger(n=1, size=8), update)
-        within(lambda: flow.run(until=lambda: len(updates_after_pauses) > 2))
+        within(lambda: flow.run(until=lambda: len(updates_after_waits) > 2))
 
 
 def test_close_ends_a_wait_for_slots(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_a_run_in_one_process_is_evaluated_there(tmp_path: Path, monkeypatch: py
     def refuse(*_: Any) -> Any:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("farstep.launch.LocalLauncher", refuse)
+    monkeypatch.setattr("farstep.launch.launchers.LocalLauncher", refuse)
     train = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "in-process", "--num-envs", "4", "--num-steps", "16"]
     evaluate = ["--eval-every", "64", "--eval-episodes", "4"]
     assert main([*train, *evaluate, "--total-steps", "192", "--folder", str(tmp_path), "--name", "run"]) == 0
