@@ -213,10 +213,10 @@ def test_refusal_ends_with_the_coordinator_that_refused(tmp_path: Path) -> None:
             env = stack.enter_context(releasing(name, min_workers=2))
             env.collect(agent, steps=2)
         with serving(tmp_path / "c", slots=1):  # too few, but the run is learning
-            wait_until(lambda: reconnections(env) == 1)
+            wait_until(lambda: reconnections(env) >= 1)  # twice if the ending coordinator has accepted one
             runs(name)  # answered after the run was refused
         with serving(tmp_path / "c", slots=2):
-            wait_until(lambda: reconnections(env) == 2)
+            wait_until(lambda: reconnections(env) >= 2)
             other = stack.enter_context(keeping(name))
             with waiting(env, name) as raised:
                 other.close()
