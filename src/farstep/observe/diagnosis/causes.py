@@ -27,7 +27,7 @@ class Rule:
     find: Callable[[Window], Finding | None]
 
 
-MIN_NODES_REMEDY = "Set min_nodes below nodes: then calls do not wait while that many nodes are connected."
+MIN_NODES_REMEDY = "Set min_nodes below nodes: then calls wait only while fewer than min_nodes are connected."
 """What to do if calls wait for missing nodes."""
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -50,9 +50,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "trigger never fires",
         "failure",
-        "A trigger of a workflow has never fired, while others fired 100 times or the buffer's rows were replaced "
-        "10 times",
-        "Publish the object that the trigger waits for, or lower its n or size. Remove it if you do not need it.",
+        "A workflow's trigger has never fired, while others fired 100 times or the whole buffer was replaced 10 times",
+        "Publish what the trigger waits for, or lower the trigger's n or size. Remove it if you do not need it.",
         find.silent_trigger,
     ),
     Rule(
@@ -65,8 +64,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "clip range",
         "learning",
-        "Clipping excludes more than half of the rows (train/actor/clip_fraction). With --no-decoupled, more than a "
-        "quarter is enough if workers hardly ever pull weights",
+        "Clipping excludes more than half of the rows (train/actor/clip_fraction). With --no-decoupled and workers "
+        "that hardly ever pull: more than a quarter",
         "Lower --learning-rate or --update-epochs, or set --target-kl. If workers act with older weights, use "
         "--decoupled or a smaller --kl-threshold.",
         find.clip_range,
@@ -125,8 +124,8 @@ RULES: tuple[Rule, ...] = (
         "limit",
         "In your own workflow, the buffer's limiter makes inserting or sampling wait for at least 80 % of the time "
         "(limiter/blocked)",
-        "If sampling waits, add workers; if inserting waits, make updates faster. Or change samples_per_insert, or set "
-        "min_diff and max_diff further apart (error_buffer).",
+        "If sampling waits, add workers; if inserting waits, make updates faster. Or change samples_per_insert, or "
+        "raise error_buffer (sets min_diff and max_diff).",
         find.limiter_blocks,
     ),
     Rule(
@@ -183,9 +182,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "taking turns",
         "time",
-        "Workers and learner wait for each other: the share of time in which workers wait for the learner, plus the "
-        "share in which the learner waits for rollouts, is at least 130 %. What exceeds 100 % is time in which both "
-        "wait at once",
+        "The share of time in which workers wait for the learner, plus the share in which the learner waits for "
+        "rollouts, is at least 130 %. So for at least 30 % of the time, both wait at once",
         "Use stream instead of collect (async-ppo instead of ppo), so that workers roll while the learner updates. If "
         "you already use stream, raise max_staleness (async-ppo: --staleness-threshold, impala: --max-staleness).",
         find.both_wait,
