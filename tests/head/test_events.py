@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from farstep.errors import ConfigError, FarstepError
+from farstep.errors import ConfigError, FarstepError, Where, WorkerError
 from farstep.event import EVENT_KINDS, Event
 from farstep.head import events as module
 from farstep.head.events import MAX_EVENTS, EventLog
@@ -35,6 +35,22 @@ def test_only_the_latest_events_are_stored_and_all_are_counted() -> None:
     last = stored[-1]
     assert (last.kind, last.text, last.worker, last.node) == ("joined", "worker 0 joined", 0, "host")
     assert log.counts() == {**dict.fromkeys(EVENT_KINDS, 0), "evaluated": MAX_EVENTS + 5, "joined": 1}
+
+
+def test_equal_failures_are_counted_only_among_the_latest_different_ones() -> None:
+    """An environment may put a different number into each message, so not all of them are kept."""
+    log = EventLog()
+    where = Where(worker=0, incarnation=0, host="host", pid=1, phase="step")
+
+    def fail(number: int) -> str:
+        log.emit_retry(WorkerError(f"position {number}", where))
+        return log.events()[-1].text
+
+    assert "such failures" not in fail(0)
+    assert "(2 such failures so far)" in fail(0)
+    for number in range(1, MAX_EVENTS + 1):
+        fail(number)
+    assert "such failures" not in fail(0)
 
 
 def test_texts_and_tracebacks_of_any_length_are_cut() -> None:

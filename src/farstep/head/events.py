@@ -108,6 +108,8 @@ class EventLog:
         on are logged."""
         key = error.message[:_COMPARED_TEXT]
         with self._lock:
+            if len(self._retried) >= MAX_EVENTS and key not in self._retried:
+                self._retried.clear()  # an environment may put a different number into each message
             self._retried[key] += 1
             times = self._retried[key]
         so_far = f" ({times} such failures so far)" if times > 1 else ""
