@@ -58,8 +58,8 @@ def first_update(
 
 
 def test_defaults_are_the_measured_ones() -> None:
-    assert Defaults(learning_rate=5e-4, update_epochs=8, rollout_rows=4096) == VECTORS
-    assert Defaults(learning_rate=2.5e-4, update_epochs=4, rollout_rows=2048) == IMAGES
+    assert Defaults(learning_rate=5e-4, update_epochs=8, rollout_rows=4096, minibatch_rows=128) == VECTORS
+    assert Defaults(learning_rate=2.5e-4, update_epochs=4, rollout_rows=2048, minibatch_rows=256) == IMAGES
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_learner_uses_the_defaults_for_its_observations(
         defaults.learning_rate,
         defaults.learning_rate,
     )
-    assert (schedule.epochs, schedule.batch_size) == (defaults.update_epochs, 128)
+    assert (schedule.epochs, schedule.batch_size) == (defaults.update_epochs, defaults.minibatch_rows)
 
 
 @pytest.mark.parametrize("learner", CONFIGS)

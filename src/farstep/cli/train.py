@@ -33,7 +33,7 @@ from farstep.learners.networks.agent import NetworkAgent
 from farstep.learners.networks.encoders import VectorEncoder
 from farstep.learners.options.run_config import RunConfig
 from farstep.learners.options.task_defaults import Defaults
-from farstep.learners.ppo import PPO
+from farstep.learners.ppo import PPO, PPOConfig
 from farstep.learners.replay.learner import ReplayLearner
 from farstep.learners.replay.start_checks import check_before_launch, check_launched
 from farstep.observe.diagnosis import Diagnosis
@@ -122,11 +122,13 @@ def _launch(
 
 def _sizes_in_use(learner: PPO | AsyncPPO, env: ClusterEnv) -> Defaults:
     """Return the learner's defaults, with the values that the user gave in place of theirs."""
-    config, defaults = learner.config, learner.defaults
+    config, defaults, rows = learner.config, learner.defaults, learner.rollout_steps(env) * env.num_envs
+    minibatch = config.minibatch_size if isinstance(config, PPOConfig) else config.global_batch_size
     return Defaults(
         learning_rate=defaults.learning_rate if config.learning_rate is None else config.learning_rate,
         update_epochs=config.update_epochs or defaults.update_epochs,
-        rollout_rows=learner.rollout_steps(env) * env.num_envs,
+        rollout_rows=rows,
+        minibatch_rows=defaults.minibatch(minibatch, rows, config.net.is_recurrent),
     )
 
 

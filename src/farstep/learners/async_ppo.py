@@ -31,7 +31,6 @@ from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import UNUSABLE_RULES, RolloutLearner, rollouts
 from farstep.learners.optimizing import Schedule, prefixed
 from farstep.learners.options.checks import LARGE, check_above, check_choice, check_counts, check_critic, check_numbers
-from farstep.learners.options.task_defaults import minibatch_rows
 from farstep.learners.rollout import Minibatch
 
 
@@ -95,9 +94,9 @@ class AsyncPPOConfig:
     update_epochs: int | None = None
     """Passes over the rows of an update. None: 8; 4 if observations are images."""
     global_batch_size: int | None = None
-    """Rows per optimizer step; for a recurrent agent, at least num_steps. None: 128; for a recurrent agent, an eighth
-    of an update's rows. Raise it for noisy rewards and large networks; lower it if updates change the policy too
-    little."""
+    """Rows per optimizer step; for a recurrent agent, at least num_steps. None: 128; 256 if observations are images;
+    for a recurrent agent, an eighth of an update's rows. Raise it for noisy rewards and large networks; lower it if
+    updates change the policy too little."""
     micro_batch_size: int | None = None
     """Rows per forward and backward pass; a smaller number saves memory. For a recurrent agent, at least num_steps.
     None: all rows of an optimizer step."""
@@ -252,7 +251,7 @@ class AsyncPPO(RolloutLearner):
         columns = rollout.columns() | {"advantages": advantages, "returns": returns, "version": rollout.version}
         schedule = Schedule(
             epochs=config.update_epochs or self.defaults.update_epochs,
-            batch_size=minibatch_rows(config.global_batch_size, advantages.numel(), config.net.is_recurrent),
+            batch_size=self.defaults.minibatch(config.global_batch_size, advantages.numel(), config.net.is_recurrent),
             micro_batch_size=config.micro_batch_size,
             normalize=config.normalize_advantages == "minibatch",
             target_kl=config.target_kl,

@@ -27,7 +27,6 @@ from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
 from farstep.learners.on_policy import UNUSABLE_RULES, RolloutLearner, rollouts
 from farstep.learners.optimizing import Schedule, prefixed
 from farstep.learners.options.checks import LARGE, check_above, check_choice, check_counts, check_critic, check_numbers
-from farstep.learners.options.task_defaults import minibatch_rows
 from farstep.learners.rollout import Minibatch
 
 
@@ -65,8 +64,9 @@ class PPOConfig:
     gae_lambda: float = 0.95
     """Lambda of generalized advantage estimation (GAE)."""
     minibatch_size: int | None = None
-    """Rows per optimizer step. None: 128; for a recurrent agent, whose sequences are not split, an eighth of an
-    update's rows. Raise it for noisy rewards and large networks; lower it if updates change the policy too little."""
+    """Rows per optimizer step. None: 128; 256 if observations are images; for a recurrent agent, whose sequences are
+    not split, an eighth of an update's rows. Raise it for noisy rewards and large networks; lower it if updates change
+    the policy too little."""
     update_epochs: int | None = None
     """Passes over the rows of an update. None: 8; 4 if observations are images."""
     normalize_advantages: Literal["minibatch", "batch", "no"] = "minibatch"
@@ -184,7 +184,7 @@ class PPO(RolloutLearner):
         columns = rollout.columns() | {"advantages": advantages, "returns": returns}
         schedule = Schedule(
             epochs=config.update_epochs or self.defaults.update_epochs,
-            batch_size=minibatch_rows(config.minibatch_size, advantages.numel(), config.net.is_recurrent),
+            batch_size=self.defaults.minibatch(config.minibatch_size, advantages.numel(), config.net.is_recurrent),
             normalize=config.normalize_advantages == "minibatch",
             target_kl=config.target_kl,
         )

@@ -4,11 +4,8 @@ In measurements on LunarLander-v3 and CartPole-v1 with 16 to 128 environments, l
 and per optimizer step, not on the number of steps or minibatches. The defaults therefore fix these rows; the numbers of
 steps and minibatches follow from the number of environments.
 
-The defaults for images save time, and may cost return per step. Measured on ALE/Pong-v5, with 16 environments and one
-seed: with the defaults for vectors, an update changed the policy by a KL divergence of 0.2, and took four times as long
-per row. The return of asynchronous PPO after 860,000 steps was -3 with the defaults for vectors, 1 with those for
-images, and -5.5 with those for images and minibatches of 256 rows. That of PPO after 470,000 steps was -9, -12 and
-below -15: per step, PPO learned more with the defaults for vectors. Other seeds were not measured.
+The defaults for images come from runs on ALE/Pong-v5 with one seed each: docs/ppo.md has their returns. With the
+defaults for vectors, an update changed the policy by a KL divergence of 0.2, and took four times as long per row.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from dataclasses import dataclass
 _SHORTEST = 16
 _CHUNK_ROWS, _SHORTEST_CHUNK = 512, 8
 _LONGEST_SEQUENCE = 128
-_MINIBATCH_ROWS = 128
 _SEQUENCE_MINIBATCHES = 8
 
 
@@ -30,15 +26,33 @@ class Defaults:
     update_epochs: int
     rollout_rows: int
     """Rows per rollout, over all environments."""
+    minibatch_rows: int
+    """Rows per optimizer step, unless the agent is recurrent."""
 
     def __str__(self) -> str:
         return (
-            f"learning rate {self.learning_rate:g}, {self.update_epochs} epochs, {self.rollout_rows:,} rows per rollout"
+            f"learning rate {self.learning_rate:g}, {self.update_epochs} epochs, {self.rollout_rows:,} rows per "
+            f"rollout, {self.minibatch_rows:,} per minibatch"
         )
 
+    def minibatch(self, given: int | None, rows: int, recurrent: bool) -> int:
+        """Return the number of rows per optimizer step.
 
-VECTORS = Defaults(learning_rate=5e-4, update_epochs=8, rollout_rows=4096)
-IMAGES = Defaults(learning_rate=2.5e-4, update_epochs=4, rollout_rows=2048)
+        Args:
+            given: The user's choice; None: the default, or an eighth of `rows` for a recurrent agent.
+            rows: Number of rows of an update.
+            recurrent: Whether the agent learns from whole sequences.
+
+        Returns:
+            The number of rows.
+        """
+        if given is not None:
+            return given
+        return -(-rows // _SEQUENCE_MINIBATCHES) if recurrent else self.minibatch_rows
+
+
+VECTORS = Defaults(learning_rate=5e-4, update_epochs=8, rollout_rows=4096, minibatch_rows=128)
+IMAGES = Defaults(learning_rate=2.5e-4, update_epochs=4, rollout_rows=2048, minibatch_rows=256)
 
 
 def defaults_for(sees_images: bool) -> Defaults:
@@ -76,19 +90,3 @@ def chunk_steps(given: int | None, num_envs: int) -> int:
         The number of steps.
     """
     return given if given is not None else max(_SHORTEST_CHUNK, _CHUNK_ROWS // num_envs)
-
-
-def minibatch_rows(given: int | None, rows: int, recurrent: bool) -> int:
-    """Return the number of rows per optimizer step.
-
-    Args:
-        given: The user's choice; None: 128, or an eighth of `rows` for a recurrent agent.
-        rows: Number of rows of an update.
-        recurrent: Whether the agent learns from whole sequences.
-
-    Returns:
-        The number of rows.
-    """
-    if given is not None:
-        return given
-    return -(-rows // _SEQUENCE_MINIBATCHES) if recurrent else _MINIBATCH_ROWS
