@@ -130,6 +130,7 @@ def test_page_states_the_defaults_for_images() -> None:
     rows = {line.split("|")[1].strip(): line.split("|")[2] for line in lines if line.startswith("| `--")}
     assert "images: 2,048 / `num_envs`" in rows["`--num-steps`"]
     assert "images: 4" in rows["`--update-epochs`"]
+    assert "images: 256" in rows["`--minibatch-size`"]
     assert "images: 2.5e-4" in rows["`--learning-rate`, `--anneal-lr`"]
     assert "PPO's defaults for images apply" in (DOCS / "async_ppo.md").read_text()
 
