@@ -87,6 +87,15 @@ def test_command_line_takes_precedence(tmp_path: Path) -> None:
     assert (options.learner.gamma, options.learner.learning_rate, options.learner.net.hidden) == (0.9, 3e-4, (4,))
 
 
+def test_integers_may_have_an_exponent(tmp_path: Path) -> None:
+    path = written(tmp_path, "env: X\nnum_envs: 1e2\ntotal_steps: 2.5e6\n")
+    assert (parsed("--config", path).run.num_envs, parsed("--config", path).run.total_steps) == (100, 2_500_000)
+    steps = "--total-steps 2.5E6 --eval-every 1e5 --seed 0e0 --hidden 1e2 64"
+    options = parsed(*shlex.split(f"--env X {steps} --launcher slurm --nodes 1e1 --num-envs 1e+1"))
+    assert (options.run.total_steps, options.run.eval_every, options.run.num_envs) == (2_500_000, 100_000, 10)
+    assert (options.run.seed, options.learner.net.hidden, options.nodes.nodes) == (0, (100, 64), 10)
+
+
 def test_another_launcher_takes_what_it_has_of_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, "env: X\nlauncher: slurm\nnodes: 4\npartition: cpu\nlease_s: 7\n")
     slurm = parsed("--config", path).nodes
@@ -104,6 +113,7 @@ def test_another_launcher_takes_what_it_has_of_the_file(tmp_path: Path) -> None:
         ("env: X\nstaleness_threshold: 4\n", ["belongs to 'farstep train async-ppo'"]),
         ("env: X\npartition: 4\n", ["belongs to launcher: slurm"]),
         ("env: X\nnum_envs: many\n", ["num_envs is 'many'", "Expected `int`"]),
+        ("env: X\nnum_envs: 1.5\n", ["num_envs is 1.5", "Expected `int`"]),
         ("env: X\nactivation: rleu\n", ["activation is 'rleu'", "Invalid enum value"]),
         ("env: X\nnum_envs: 0\n", ["num_envs", "at least 1"]),
         ("env: X\nseed: 1\nseed: 2\n", ["line 3", "seed occurs twice"]),

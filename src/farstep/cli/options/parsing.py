@@ -9,7 +9,8 @@ import io
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal, DecimalException
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
@@ -20,12 +21,32 @@ from farstep.errors import ConfigError
 T = TypeVar("T")
 _JSON = {Mapping[str, object]: Mapping, Mapping[str, float]: Mapping, Sequence[Mapping[str, object]]: Sequence}
 """Types of options that users pass as JSON, with the required type of the JSON value."""
-_NUMBERS: dict[Any, tuple[type, str]] = {
-    shape: (kind, expected)
-    for kind, expected in ((int, "a whole number"), (float, "a number"))
+
+
+def _whole_number(word: str) -> int:
+    """Convert an integer, which may have an exponent, such as 1e5. Raise `ValueError` for anything else."""
+    if "e" not in word.lower():
+        return int(word)
+    try:
+        value = Decimal(word)
+    except DecimalException:
+        raise ValueError(word) from None
+    if not -_LARGEST <= value <= _LARGEST or value % 1:  # check the size first: 1e999999999 would fill the memory
+        raise ValueError(word)
+    return int(value)
+
+
+_LARGEST = 10**18
+"""Largest integer that an option accepts with an exponent."""
+_NUMBERS: dict[Any, tuple[type, Callable[[str], int | float], str]] = {
+    shape: (kind, convert, expected)
+    for kind, convert, expected in (
+        (int, _whole_number, "a whole number, such as 100000 or 1e5"),
+        (float, float, "a number"),
+    )
     for shape in (kind, kind | None, (kind, ...))
 }
-"""Types of options that are numbers or tuples of numbers: the number's type, and its name in error messages."""
+"""Types of options that are numbers or tuples of numbers: the number's type, its parser, and what errors call it."""
 
 
 def parse(
@@ -158,11 +179,11 @@ def _registry() -> ConstructorRegistry:
         shape = get_args(info.type) if is_tuple else info.type
         if shape not in _NUMBERS:
             return None
-        kind, expected = _NUMBERS[shape]
+        kind, convert, expected = _NUMBERS[shape]
 
         def value(word: str) -> Any:
             try:
-                return None if is_optional and word == "None" else kind(word)
+                return None if is_optional and word == "None" else convert(word)
             except ValueError:
                 raise ValueError(f"expected {expected}, got {word!r}") from None
 
