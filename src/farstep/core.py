@@ -222,7 +222,8 @@ class Ended:
     note: str = ""
     """Additional cause known to the launcher, e.g. that memory ran out."""
     blameless: bool = False
-    """Whether its node was lost, or could not restore it. Its replacement then does not use the restart budget."""
+    """Whether its node was lost, or could not fork or restore it. Its replacement then does not use the restart
+    budget."""
 
     def __str__(self) -> str:
         note = f"; {self.note}" if self.note else ""

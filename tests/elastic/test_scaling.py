@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -64,6 +65,26 @@ def test_texts_describe_rules() -> None:
 def test_other_texts_are_refused_with_the_expected_form(text: str, expected: str) -> None:
     with pytest.raises(farstep.ConfigError, match=expected):
         rule_of(text)
+
+
+@pytest.mark.parametrize("chunks", [4, 100], ids=["small buffer", "large buffer"])
+def test_fill_settles_and_follows_a_lasting_change_of_the_load(chunks: int) -> None:
+    """The learner uses as many chunks per update as some number of workers and a half roll."""
+    scaling, waiting, chosen = Scaling(Fill(), max_workers=32), 0.0, []
+    for update in range(4000):
+        used = 6.5 if update < 2000 else 20.5
+        waiting = min(chunks, max(0.0, waiting + scaling.workers - used))
+        chosen.append(scaling.choose(update, 64, waiting / chunks))
+    for start, expected in (0, {6, 7}), (2000, {20, 21}):
+        settled = chosen[start + 1000 : start + 2000]
+        assert set(settled) <= expected
+        assert sum(a != b for a, b in itertools.pairwise(settled)) <= 5
+
+
+def test_fill_that_fluctuates_changes_nothing() -> None:
+    scaling = Scaling(Fill(), max_workers=8)
+    scaling.workers = 4
+    assert {scaling.choose(update, 64, update % 5 / 4) for update in range(1000)} == {4}
 
 
 def test_results_of_a_users_function_are_bounded_and_checked() -> None:

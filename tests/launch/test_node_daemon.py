@@ -85,6 +85,24 @@ def test_an_end_that_the_head_did_not_hear_of_is_told_again(monkeypatch: pytest.
     assert starts.call_count == 1
 
 
+def test_a_worker_that_the_zygote_refused_is_reported_as_blameless() -> None:
+    """Its replacement starts cold, and must not use the restart budget."""
+    with contextlib.closing(Hub("tcp://127.0.0.1:*", reliable=True)) as hub:
+        zygote = {"start_method": "zygote", "modules": ["no_such_module"]}
+        daemon = NodeDaemon({**BOOTSTRAP, **zygote, "addresses": [hub.address], **admit(hub, -1, 0)}, "")
+        serving = threading.Thread(target=daemon.run)
+        serving.start()
+        said = messages(hub)
+        node = next(message.node for message in said if isinstance(message, n.NodeHello))
+        try:
+            send_to_node(hub, node, START)
+            ended = next(message for message in said if isinstance(message, n.WorkerEnded))
+        finally:
+            send_to_node(hub, node, n.Leave("the end"))
+            serving.join(60)
+    assert (ended.note, ended.blameless) == ("the zygote did not fork it", True)
+
+
 def test_a_daemon_that_is_reclaimed_while_it_looks_for_its_head_says_so_by_its_status() -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "farstep.launch.daemon.node_daemon"],

@@ -169,7 +169,7 @@ def make_training(
     limits = Limits(
         total_steps=total_steps,
         target_return=options.pop("target_return", None),
-        checkpoint_every=1000,
+        checkpoint_every=options.pop("checkpoint_every", 1000),
         eval_every=options.pop("eval_every", None),
     )
     return Training(learner, env, limits, **options), agent

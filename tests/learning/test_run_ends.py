@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from farstep.checkpoint import folder as checkpoint
 from farstep.cli import main
+from farstep.errors import CheckpointError
 from farstep.event import Emit
 from farstep.learners.loop.evaluation import EvaluationResult
 from farstep.learners.ppo import PPOConfig
@@ -90,3 +93,36 @@ def test_a_run_names_the_commands_that_come_next_and_its_checkpoint(
     found = checkpoint.numbered(tmp_path / "runs" / "run" / "checkpoints")
     assert main(["train", "ppo", "--resume", "runs/run", "--total-steps", "128"]) == 0
     assert f"resumed from checkpoint {max(int(each.name) for each in found)} at step 64\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("updates", [10, 9], ids=["to the end", "until a signal"])
+def test_run_continues_on_a_full_disk_but_fails_without_its_last_checkpoint(
+    updates: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the checkpoints after 2, 4, 6 and 8 updates and at the end, the second, third and last find no space."""
+    is_full, sync = [False, True, True, False, True], os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if is_full[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    def save(*arguments: Any, **options: Any) -> Path:
+        try:
+            return write(*arguments, **options)
+        finally:
+            del is_full[0]
+
+    write = checkpoint.save
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(checkpoint, "save", save)
+    with make_env("CartPole-v1", 4, launcher="in-process") as env:
+        options: dict[str, Any] = {"checkpoints": tmp_path, "checkpoint_every": 2, "sink": Rows(updates)}
+        training, _ = make_training(env, CONFIG, 10 * ROWS, **options)
+        with pytest.raises(
+            CheckpointError, match=f"No space left .* --resume continues from checkpoint 000002 at step {8 * ROWS}"
+        ):
+            training.run()
+        warned = [event.text for event in env.events("warned") if "the run continues" in event.text]
+    assert training.progress.updates == updates
+    assert len(warned) == 1 and "make sure that the disk has free space" in warned[0]

@@ -44,13 +44,17 @@ def test_train_writes_checkpoints_and_evaluations_and_resume_appends(tmp_path: P
 
 def test_the_last_event_of_a_run_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
-        raise farstep.CheckpointError("the checkpoint could not be saved")
+        raise farstep.CheckpointError("the checkpoint could not be saved.")
 
     monkeypatch.setattr(checkpoint, "save", fail)
     train = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "in-process", "--num-envs", "4", "--num-steps", "16"]
     assert main([*train, "--total-steps", "64", "--folder", str(tmp_path), "--name", "run"]) == 1
     last = read_events(tmp_path / "run" / "events.jsonl")[-1]
-    assert (last.kind, last.text) == ("warned", "the run failed: the checkpoint could not be saved")
+    assert (last.kind, last.text) == (
+        "warned",
+        "the run failed: the checkpoint could not be saved. The run ended at step 64 without its last checkpoint; it "
+        "has no older checkpoint to --resume from.",
+    )
 
 
 def test_a_damaged_checkpoint_is_an_event_of_the_resumed_run(tmp_path: Path) -> None:

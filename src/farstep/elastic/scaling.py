@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral
 
+from farstep.elastic.damping import Damping
 from farstep.errors import ConfigError, counted, unknown_name
 
 _FORMS = {
@@ -84,6 +85,8 @@ class Schedule:
 @dataclass(frozen=True)
 class Fill:
     """Adds or removes one worker at a time to keep `Signals.buffer_fill` between two bounds.
+
+    As the rule of a learner or a workflow, it waits until the fill has stayed outside for some updates (`Damping`).
 
     Args:
         low: If the fill is below this, one more worker runs; default 0.25.
@@ -190,6 +193,7 @@ class Scaling:
                 "Signals that returns a number of workers."
             )
         self._rule, self._max_workers = rule, max_workers
+        self._damping = Damping() if isinstance(rule, Fill) else None
         self.workers = max_workers
         """Workers that run now."""
 
@@ -227,7 +231,10 @@ class Scaling:
         found = self._rule(signals)
         if not isinstance(found, Integral) or isinstance(found, bool):
             raise ConfigError(f"the scaling rule {self._rule!r} returned {found!r}; expected a number of workers.")
-        self.workers = min(max(min_workers, int(found)), self._max_workers)
+        chosen = min(max(min_workers, int(found)), self._max_workers)
+        if self._damping is not None and not self._damping.admits(chosen - self.workers, buffer_fill or 0.0):
+            chosen = max(min_workers, self.workers)
+        self.workers = chosen
         return self.workers
 
 

@@ -117,7 +117,8 @@ class WorkerEnded(msgspec.Struct, tag="worker-ended"):
     words: list[Word] = []
     """The worker's last progress words (see `rollout/progress.py`); they are newer than its last `Progress` message."""
     blameless: bool = False
-    """Whether it could not be restored from disk, so that its replacement does not use the restart budget."""
+    """Whether it was never forked, or could not be restored from disk. Its replacement then does not use the restart
+    budget."""
 
 
 class RelayKeys(msgspec.Struct):

@@ -365,8 +365,8 @@ class NodeDaemon:
             ended = child.ended
             if ended is None or (ready is not None and self._must_wait(key, child)):
                 continue
-            words = child.board.read(0)
-            self._report_end(link, n.WorkerEnded(self._node, *key, ended.status, ended.note, words, child.blameless))
+            words, blameless = child.board.read(0), ended.blameless or child.blameless
+            self._report_end(link, n.WorkerEnded(self._node, *key, ended.status, ended.note, words, blameless))
             child.close()
             if self._relay is not None:
                 self._relay.remove(key)

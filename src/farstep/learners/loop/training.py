@@ -18,6 +18,7 @@ from farstep.checkpoint import folder as checkpoint
 from farstep.checkpoint.checks import Count, check_torch_generator, converted
 from farstep.checkpoint.files import Refused
 from farstep.cluster_env import ClusterEnv, check_saved
+from farstep.errors import CheckpointError
 from farstep.learners.loop.checkpoint_schedule import CheckpointSchedule
 from farstep.learners.loop.diagnosing import RunDiagnosis
 from farstep.learners.loop.evaluation import EvaluationResult, Evaluator
@@ -156,6 +157,8 @@ class Training:
         """The newest checkpoint that this process wrote or resumed from."""
         self._is_finished = False
         """Whether the last checkpoint of the run was written."""
+        self._failed_to_save = False
+        """Whether the newest checkpoint could not be written."""
         replays = checkpoints and learner.synchronous and not env.cannot_replay
         self._journal = Journal(env.num_envs) if replays else None
         """None if the run cannot resume exactly."""
@@ -268,7 +271,7 @@ class Training:
         if self.stopping or self._done():
             return False
         if self._schedule.due(progress.updates, time.monotonic()):
-            self.save()
+            self._save_if_possible()
         return True
 
     def _new_stagger_steps(self) -> int:
@@ -355,10 +358,36 @@ class Training:
     # ---- checkpoints ----
 
     def save_last(self) -> None:
-        """Write the last checkpoint of the run, unless the learner has already requested it."""
-        if not self._is_finished:
-            self._is_finished = True
+        """Write the last checkpoint of the run, unless the learner has already requested it.
+
+        Raises:
+            CheckpointError: The checkpoint could not be written. The message names the one to resume from.
+        """
+        if self._is_finished:
+            return
+        self._is_finished = True
+        try:
             self.save()
+        except CheckpointError as error:
+            older = self.newest_checkpoint
+            rest = "it has no older checkpoint to --resume from"
+            if older is not None:
+                rest = f"--resume continues from checkpoint {older.number:06d} at step {older.step:,}"
+            raise CheckpointError(
+                f"{error} The run ended at step {self.progress.steps:,} without its last checkpoint; {rest}."
+            ) from error
+
+    def _save_if_possible(self) -> None:
+        """Write a checkpoint. After a failure, the run continues until the next one is due."""
+        began = time.monotonic()
+        try:
+            self.save()
+            self._failed_to_save = False
+        except CheckpointError as error:
+            if not self._failed_to_save:
+                self._warn(f"the run continues, and tries again when the next checkpoint is due: {error}")
+            self._failed_to_save = True
+        self._schedule.wrote(began, time.monotonic())
 
     def save(self) -> Path | None:
         """Write a checkpoint atomically.
@@ -371,7 +400,6 @@ class Training:
         """
         if self.checkpoints is None:
             return None
-        began = time.monotonic()
         with self.timer("checkpoint"):
             state: dict[str, object] = {
                 "agent": saved_parameters(self._learner.agent),
@@ -387,7 +415,6 @@ class Training:
                 state["inference"] = self._env.chosen_inference
             arrays, plain = split_state(state)
             folder = checkpoint.save(self.checkpoints, arrays, {"state": plain}, warn=self._warn)
-        self._schedule.wrote(began, time.monotonic())
         self.newest_checkpoint = CheckpointMarker(int(folder.name), self.progress.steps)
         self._env.emit_event("checkpointed", f"wrote checkpoint {folder.name} at step {self.progress.steps:,}")
         return folder
