@@ -313,9 +313,9 @@ class ClusterEnv:
         arguments.check_scale(self.config, self.num_workers, nodes, workers)
         run = self._launched()
         if workers is not None:
-            run.share.scale(run.collector.server, workers)
+            run.share.scale(run.collector.server.slots, workers)
         elif nodes is not None:
-            run.collector.server.scale(nodes)
+            run.collector.server.slots.scale_nodes(nodes)
 
     # ---- checkpoints ----
 

@@ -147,7 +147,7 @@ class Collector:
             self.publisher.adopt(agent)
 
     def _choose_inference(self, agent: Agent) -> None:
-        self.choice.decide(agent, self.one_batch, self.reset, self.server.keeping_slots)
+        self.choice.decide(agent, self.one_batch, self.reset, self.server.slots.kept)
 
     # ---- requests ----
 
@@ -291,7 +291,7 @@ class Collector:
             parked = tickets.presence.parked_or_retiring
             request = self._intake.request = replace(request, incarnations=incarnations, parked=parked)
             tickets.open(max_staleness, request.num_chunks, batches, request.feed, request.rollouts)
-            self.server.begin_session(one_batch=batches == 1)
+            self.server.slots.begin_session(one_batch=batches == 1)
             return request
 
     def row_schema(self) -> tuple[Schema, dict[str, Structure]]:

@@ -136,7 +136,7 @@ class Feed:
         """Return whether any worker is rolling a chunk, is about to join or leave, or waits for a coordinator's slots.
         The caller holds the lock."""
         server = self._server
-        return bool(server.tickets.in_flight) or server.waits_for_slots or server.available.unsettled()
+        return bool(server.tickets.in_flight) or server.slots.is_waiting or server.available.unsettled()
 
     @property
     def num_parked(self) -> int:

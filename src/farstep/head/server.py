@@ -12,12 +12,11 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from farstep.config.launch import EngineConfig, LaunchConfig
 from farstep.core import Received
-from farstep.elastic.coordinator_client import SessionSlots
 from farstep.errors import (
     AgentError,
     ClosedError,
@@ -25,7 +24,6 @@ from farstep.errors import (
     FarstepError,
     LaunchError,
     WireError,
-    counted,
     typed_shortage,
 )
 from farstep.head.client import Client
@@ -37,10 +35,9 @@ from farstep.head.members.availability import Availability
 from farstep.head.members.handshake import Handshake, preloaded
 from farstep.head.members.message_rules import check_message, is_late
 from farstep.head.members.outbox import Outbox
-from farstep.head.members.parking import Parking
 from farstep.head.members.supervisor import Supervisor
 from farstep.head.members.worker_records import WorkerRecord, acting_servers, expected, split
-from farstep.head.prewarming import Prewarming
+from farstep.head.slots.worker_slots import WorkerSlots
 from farstep.head.tickets.tickets import Tickets
 from farstep.head.warnings.slow_calls import FIRST_START_S, WaitWarning, warn_while_slow
 from farstep.launch.acting_plan import ActingPlan
@@ -109,16 +106,8 @@ class Server:
         per_node = workers // config.most_nodes
         self.gpus_per_worker = config.gpus_per_node / per_node
         self.tickets = Tickets(workers, config.fewest_nodes * per_node)
-        self.is_paused = False
-        """Whether no tickets are issued, because this run has no slots."""
-        self._session_slots: SessionSlots | None = None
-        self._keeps_slots = False
-        """Whether to keep the slots at the end of a session."""
-        self._returned_slots = False
-        """Whether the slots were returned during a feed, because no worker could get a ticket."""
-        self._prewarming = Prewarming(self._resume_early, self._suspend_again) if prewarm else None
         self._failure: FarstepError | None = None
-        self._closed = False
+        self.is_closed = False
         self._wait_began = math.inf
         """When the call that is waiting began to wait, in `time.monotonic()` seconds; infinity: none waits."""
         self._closer = 0
@@ -147,9 +136,7 @@ class Server:
         self._acting_clients = ActingClients(
             self._plan, everyone, self.outbox, lambda: self.handshake.spaces, config.timeouts.connect_s
         )
-        self._parking = Parking(
-            self.records, self.tickets, self.supervisor, self.outbox, client, events.emit, release_idle=release_idle
-        )
+        self.slots = WorkerSlots(self, client, release_idle=release_idle, prewarm=prewarm)
 
     # ---- start and end ----
 
@@ -171,129 +158,6 @@ class Server:
                 self._event_loop.start_thread(self._pump_alone, self._tick_s)
         self.has_begun = True
 
-    def scale(self, nodes: int) -> None:
-        """Change the number of nodes. All their workers run: none is parked any more."""
-        with self.locked():
-            self.raise_failure()
-            self.supervisor.launcher.scale(nodes)
-            self._want(len(self.records))
-
-    def scale_workers(self, workers: int, *, quiet: bool = False) -> None:
-        """Change the number of workers that run. The last workers are parked. `quiet`: emit no events."""
-        with self.locked():
-            self.raise_failure()
-            self.is_paused = False
-            self.supervisor.launcher.make_room(workers)
-            before = self.tickets.presence.wanted
-            self._want(workers, quiet=quiet)
-            if workers != before and not quiet:
-                self.events.emit("scaled", f"scaled from {before} to {counted(workers, 'worker')}")
-
-    def pause(self) -> None:
-        """Issue no tickets until `scale_workers` is called. Workers finish their open tickets and are idle then."""
-        with self.locked():
-            self.is_paused = True
-
-    def use_slots_per_session(self, slots: SessionSlots) -> None:
-        """From now on, return the slots at the end of each session, and request them for the next one. A session issues
-        no tickets until `scale_workers` is called."""
-        with self.locked():
-            self._session_slots = slots
-            self._give_back()
-
-    def begin_session(self, *, one_batch: bool) -> None:
-        """Request slots for the session of tickets that was opened."""
-        was_early = self._prewarming is not None and self._prewarming.rollout_begins(time.monotonic())
-        if self._session_slots is not None and not (was_early and one_batch):
-            self._session_slots.begin(for_rollout=one_batch)
-
-    @contextlib.contextmanager
-    def keeping_slots(self) -> Iterator[None]:
-        """Context manager: inside, all sessions use the slots of the first one, and no worker is suspended between
-        them."""
-        with self.locked():
-            self._keeps_slots = True
-        try:
-            yield
-        finally:
-            with self.locked():
-                self._keeps_slots = False
-                if not self._closed and self._failure is None and not self.tickets.is_open:
-                    self._give_back()
-
-    def _resume_early(self) -> None:
-        """Resume all workers, and request slots, because the next session is expected soon."""
-        with self.locked():
-            if self._closed or self._failure is not None or self.tickets.is_open or self._prewarming is None:
-                return
-            self._prewarming.resumed()
-            for record in self.records:
-                self.supervisor.act_on(membership.Acquire(record.worker))
-            if self._session_slots is not None:
-                self._session_slots.begin(for_rollout=True)
-
-    def _suspend_again(self) -> None:
-        """Suspend workers that were resumed early, because no session was opened."""
-        with self.locked():
-            if self._closed or self.tickets.is_open or self._prewarming is None:
-                return
-            self._prewarming.is_early = False
-            self._give_back()
-
-    def _give_back(self) -> None:
-        self._parking.release()
-        if self._session_slots is not None:
-            self.is_paused = True
-            if not self._returned_slots:
-                self._session_slots.end()
-        self._returned_slots = False
-
-    def _release_without_ticket(self, record: WorkerRecord) -> None:
-        """During a feed, suspend a worker without a ticket, and return the slots if no worker has one."""
-        if record.is_server or not self.tickets.has_feed:
-            return
-        self._parking.release_if_idle(record)
-        if self._session_slots is None or self.is_paused or self.tickets.in_flight:
-            return
-        if not self.tickets.can_issue(self.available):
-            self._give_back()
-            self._returned_slots = True
-
-    def _request_slots_again(self) -> None:
-        """Request slots again if a worker can get a ticket. The slots arrive with `scale_workers`."""
-        if self._returned_slots and self._session_slots is not None and self.tickets.can_issue(self.available):
-            self._returned_slots = False
-            self._session_slots.begin(for_rollout=False)
-
-    @property
-    def waits_for_slots(self) -> bool:
-        """Whether no tickets are issued before slots arrive that the run has requested."""
-        return self.is_paused and not self._returned_slots
-
-    def num_running(self) -> int:
-        """Return the number of workers that may be using a core: all that are not parked; 0 if `pause` or the end of
-        the run has made all of them idle."""
-        with self.locked():
-            is_idle = (self.is_paused or self.state != "running") and not self.tickets.in_flight
-            return 0 if is_idle else len(self.available.present())
-
-    def _want(self, workers: int, *, quiet: bool = False) -> None:
-        self._parking.want(workers, quiet=quiet)
-        self.grant()
-        if self._prewarming is None or not self._prewarming.is_early:
-            self._parking.release()
-
-    @contextlib.contextmanager
-    def all_unparked(self) -> Iterator[None]:
-        """Context manager: inside, parked workers run, so that they can answer a call, and no process is suspended."""
-        with self.locked():
-            self._parking.begin_call()
-        try:
-            yield
-        finally:
-            with self.locked():
-                self._parking.end_call()
-
     def dismiss_servers(self) -> None:
         """End the acting servers, because workers act themselves from now on."""
         with self.locked():
@@ -313,14 +177,13 @@ class Server:
         if os.getpid() != self._pid:
             return  # a fork of the head does not own the workers
         with self._event_loop.lead():
-            if self._closed:
+            if self.is_closed:
                 if self._closer != threading.get_ident():  # a signal handler in this thread would deadlock
                     self._event_loop.wait_for(self._freed)
                 return
-            self._closed, self._closer = True, threading.get_ident()
+            self.is_closed, self._closer = True, threading.get_ident()
             try:
-                if self._prewarming is not None:
-                    self._prewarming.close()
+                self.slots.close()
                 self.supervisor.stop()
                 self.supervisor.resume_all()
                 self.outbox.send_stop()
@@ -422,17 +285,17 @@ class Server:
         self._check_process()
         if self._failure is not None:
             failure = self._failure
-            if self._closed:
+            if self.is_closed:
                 raise ClosedError(f"this cluster failed earlier and is closed: {str(failure).splitlines()[0]}")
             self.close()
             raise failure
-        if self._closed:
+        if self.is_closed:
             raise ClosedError("this cluster is closed; make a new one.")
 
     @property
     def state(self) -> str:
         """The state of the run in one word."""
-        return "failed" if self._failure is not None else "closed" if self._closed else "running"
+        return "failed" if self._failure is not None else "closed" if self.is_closed else "running"
 
     def fail(self, error: FarstepError) -> None:
         """End the run with an error. The waiting call, or the next call, raises the error."""
@@ -466,10 +329,10 @@ class Server:
         try:
             self._pump(0.0)
         except LaunchError as error:  # a node joined with different versions
-            if not self._closed:
+            if not self.is_closed:
                 self.fail(error)
         except Exception as error:  # an internal error must reach the caller
-            if not self._closed:
+            if not self.is_closed:
                 internal = FarstepError(f"internal error in the head: {error!r}")
                 internal.__cause__ = error
                 self.fail(internal)
@@ -510,20 +373,20 @@ class Server:
             self.tickets.drain(record.worker)
 
     def retire(self, record: WorkerRecord) -> None:
-        self._parking.retire(record)
+        self.slots.parking.retire(record)
 
     def parked(self, record: WorkerRecord) -> None:
-        self._parking.parked(record)
+        self.slots.parking.parked(record)
 
     def unparked(self, record: WorkerRecord) -> None:
         self._acting_clients.worker_ready(record)
-        self._parking.unparked(record)
+        self.slots.parking.unparked(record)
 
     def continued(self, record: WorkerRecord, suspended_s: float) -> None:
         self.outbox.send(record, m.Continued(suspended_s))
 
     def receive(self, worker: int, received: Received) -> None:
-        if self._failure is not None and not self._closed:
+        if self._failure is not None and not self.is_closed:
             return  # the run has failed: ignore later messages
         record = self.supervisor.records[worker]
         try:
@@ -557,11 +420,11 @@ class Server:
                     self._reject_client(record, message)
                     return
                 if isinstance(message, m.Idle):
-                    self._parking.returned(record)
+                    self.slots.parking.returned(record)
                     self.grant()
                     return
                 self._client.on_message(record, message, received)
-                self._release_without_ticket(record)
+                self.slots.release_without_ticket(record)
                 if self.supervisor.membership.members[record.worker].retiring:
                     self.retire(record)  # it may have completed its window
 
@@ -585,7 +448,7 @@ class Server:
             return
         if not self.handshake.accepts(record, message):
             return
-        self._parking.admit(record)
+        self.slots.parking.admit(record)
         self._acting_clients.worker_ready(record)
         self.handshake.complete(record)
         self.grant()
@@ -619,19 +482,13 @@ class Server:
         """Issue and send all tickets that workers may get now."""
         if self._failure is not None:
             return
-        if self.is_paused:
-            self._request_slots_again()
+        if self.slots.is_paused:
+            self.slots.request_again()
             return
         for issued in self.tickets.grant(self.available, self._client.version()):
-            if self._prewarming is not None:
-                self._prewarming.issued(time.monotonic())
+            self.slots.note_ticket()
             ticket, frames = self._client.make_ticket(issued)
             self.outbox.send(self.records[issued.worker], ticket, frames)
-
-    def note_first_chunk(self, busy_s: float) -> None:
-        """A worker has delivered its first chunk of a session, with which it was busy for `busy_s` seconds."""
-        if self._prewarming is not None:
-            self._prewarming.chunk_arrived(time.monotonic(), busy_s)
 
     def cancel(self) -> None:
         """End the session and cancel its open tickets."""
@@ -639,7 +496,4 @@ class Server:
         upto = self.tickets.cancel()
         if open_tickets:
             self.outbox.send_cancel(upto)
-        if not self._keeps_slots:
-            self._give_back()
-        if self._prewarming is not None:
-            self._prewarming.rollout_ended(time.monotonic(), self.tickets.presence.num_present)
+        self.slots.end_session()

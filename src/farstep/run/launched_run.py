@@ -55,7 +55,7 @@ class LaunchedRun:
         self._monitor = LaunchMonitor(server)
         self.page_monitor = LaunchMonitor(server)
         """That of the status page: a diagnosis covers the time since the last one of the same monitor."""
-        self.share.drive(server)
+        self.share.drive(server.slots)
         self.is_started = True
 
     def stats(self) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class ChunkIntake:
         tickets.accept(record.worker, chunk.ticket, chunk.passed, info)
         if not issued.round:
             times = chunk.times
-            self._server.note_first_chunk(times.env + times.inference + times.send + times.weights)
+            self._server.slots.note_first_chunk(times.env + times.inference + times.send + times.weights)
         if not self._server.shares_memory:
             is_busy = tickets.outstanding.num_of(record.worker) > 0
             self._counters.workers.accepted(record.worker, time.monotonic(), is_busy)

@@ -36,7 +36,7 @@ class Broadcast:
             arguments: One tuple for all workers, or one per worker; None for a worker that is not called and whose
                 result is None.
         """
-        with self._server.all_unparked():
+        with self._server.slots.all_unparked():
             return self._call(name, *arguments)
 
     def _call(self, name: str, *arguments: tuple[Any, ...] | None) -> list[Any]:

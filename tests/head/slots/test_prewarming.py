@@ -7,7 +7,7 @@ import queue
 import pytest
 
 from farstep.elastic.monitor import WINDOW
-from farstep.head.prewarming import Prewarming
+from farstep.head.slots.prewarming import Prewarming
 
 PATIENCE_S = 60.0
 
