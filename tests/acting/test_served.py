@@ -138,7 +138,7 @@ def test_a_network_is_computed_with_one_thread_or_with_all(monkeypatch: pytest.M
             super().__init__()
             self.layer = torch.nn.Linear(3, 3)
 
-        def act(self, obs: Any) -> Any:
+        def act(self, obs: Any, rng: Any) -> Any:  # takes `rng`, so that it is not recorded
             return {"action": self.layer(obs).argmax(-1), "threads": torch.full((len(obs),), torch.get_num_threads())}
 
         def get_parameters(self) -> dict[str, Any]:
@@ -326,5 +326,5 @@ def test_a_network_says_once_that_its_actions_are_not_bit_for_bit_the_same() -> 
             with torch.no_grad():
                 agent.layer.bias += 0.1
             within(lambda: env.collect(agent, 5))
-        assert env.inference == "served on cpu, eager"
+        assert env.inference == "served on cpu, fast"
         assert sum("not bit for bit" in event.text for event in env.events("warned")) == 1

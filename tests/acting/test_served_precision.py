@@ -54,7 +54,7 @@ def test_log_probabilities_are_float32_and_near_those_of_float32() -> None:
             assert_sound(batch)
             assert_recorded(agent, batch)
             change(agent)
-        assert env.inference == "served on cpu, eager, bfloat16"
+        assert env.inference == "served on cpu, bfloat16, eager"
 
 
 @pytest.mark.parametrize("config", [PLAIN, RECURRENT], ids=["plain", "recurrent"])

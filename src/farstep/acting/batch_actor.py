@@ -17,6 +17,7 @@ from farstep.agents.base_weights import BaseBytes
 from farstep.agents.parameters import as_array, leaves_of
 from farstep.agents.policy import Policy
 from farstep.agents.precision import USE_FLOAT32, ReducedPolicy, reduce_layers
+from farstep.agents.sized_policy import SizedPolicy
 from farstep.config.env import ALL_WEIGHTS, WeightsConfig
 from farstep.config.inference import ServedDtype
 from farstep.core import Array, Nested
@@ -123,6 +124,8 @@ class BatchActor(Actor):
             self._trial = Policy(reduce_layers(self._trial.agent, dtype), "eager", has_gpu, self._trial.slots)
             self._reduced = ReducedPolicy(self.policy, dtype, has_gpu)
             self.policy = self._reduced.policy
+        elif self.policy.device is None:
+            self.policy = SizedPolicy(self.policy.agent, self.policy.slots)
         self._numbers = np.zeros(0, np.int64)
         self._threads: ThreadChoice | None = None
         self._batch_rng: list[np.random.Generator] | None = None
@@ -175,7 +178,7 @@ class BatchActor(Actor):
 
     def act_on(self, groups: Sequence[Group], requests: Sequence[int]) -> None:
         """Act on the requests of these groups, and write the outputs into their mailboxes."""
-        edges = np.cumsum([0, *(group.num_envs for group in groups)]).tolist()
+        edges = list(itertools.accumulate((group.num_envs for group in groups), initial=0))
         parts = [slice(first, stop) for first, stop in itertools.pairwise(edges)]
         rows = self._sized(edges[-1])
         for group, part in zip(groups, parts, strict=True):

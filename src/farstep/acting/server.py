@@ -49,6 +49,7 @@ from farstep.acting.requests import (
     take_update,
 )
 from farstep.acting.server_clients import Client, Clients, Request
+from farstep.agents.policy import FAST
 from farstep.core import BytesLike, Link, Received
 from farstep.errors import AgentError, WireError, report_of
 from farstep.rollout.probe_rows import ProbeRows
@@ -321,8 +322,9 @@ class ActingServer:
         self._words[PHASE] = Phase.ACT
         schema, state, structure = actor.dry_run(current, join.action_schema)
         actor.prepare(join.obs_schema, schema)
-        how = "eager" if actor.policy.is_torch else "the agent's own act"
-        note = f"served on {actor.policy.device or 'cpu'}, {how}" + (f", {dtype}" if dtype != "float32" else "")
+        how = "fast" if actor.policy.note == FAST else actor.policy.note
+        precision = f", {dtype}" if dtype != "float32" else ""
+        note = f"served on {actor.policy.device or 'cpu'}{precision}, {how}"
         parts = (pack(actor.structure), pack(actor.recorded))
         proof = am.proof(self._secret, "server")
         description = self._sync.start_probing(actor, obs, schema, structure)

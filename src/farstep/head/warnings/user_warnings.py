@@ -39,7 +39,7 @@ class UserWarnings:
             return
         if note.startswith("eager:"):
             self._emit("warned", f"workers call the agent without the fast path, because {note[7:]}")
-        if note.startswith("served") and note.endswith("eager"):
+        if note.startswith("served") and not note.endswith("own act"):
             self._emit(
                 "warned",
                 "acting servers act on rows of several workers at once, so a network's actions are not bit for bit "
