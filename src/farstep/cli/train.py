@@ -19,6 +19,7 @@ import torch
 
 from farstep.checkpoint import folder as checkpoint
 from farstep.cli.options.algorithms import ALGORITHMS, RELEASING, make_learner
+from farstep.cli.options.env_check import check_env
 from farstep.cli.options.train_options import Options, learner_of_file, parse_options, stored_config, write_yaml
 from farstep.cli.saved.recording import check_recording, record
 from farstep.cluster_env import ClusterEnv, event_log_of, status_page_of
@@ -76,6 +77,7 @@ def main(arguments: Sequence[str]) -> int:
             f"--release-device is for {', '.join(RELEASING.values())}: {name} updates all the time and would move to "
             "its device and back for each update. Leave it out."
         )
+    check_env(run)
     _set_up(run)
     with ExitStack() as stack:
         try:

@@ -184,7 +184,7 @@ class Launch:
         """Wait for the run's share, and return the run, before its start."""
         env_config, config, _, events = self._options
         if isinstance(config, LocalConfig):  # on nodes, other environments may be registered
-            Source.of(env_config).check_id()
+            Source.of(env_config).check()
         num_workers = config.num_workers(env_config.envs_per_node)
         share = RunShare(config, num_workers, events.emit, per_session=env_config.release_idle)
         self._progress.share = share
