@@ -278,6 +278,22 @@ def test_what_cannot_change_is_said_as_it_is_typed(
     assert status == 1 and f"was started with {before} and cannot be resumed with {option}." in error
 
 
+def test_status_page_is_named_only_if_the_run_is_not_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, output, error = said(capsys, *TRAIN, "--coordinator", str(tmp_path / "none"))
+    assert (status, output) == (1, "") and "no coordinator can be reached" in error
+    (tmp_path / "config.json").write_text(
+        json.dumps({"algorithm": "ppo", "run": {"env": "CartPole-v1"}, "learner": {}})
+    )
+    status, output, error = said(capsys, "train", "ppo", "--resume", str(tmp_path), "--trust")
+    assert (status, output) == (1, "") and "ended before its first checkpoint" in error
+    status, output, _ = said(capsys, *CARTPOLE, "--total-steps", "64", "--num-envs", "1", "--num-steps", "64")
+    assert status == 0 and output.startswith("status: farstep status runs/CartPole-v1-ppo"), output
+    assert output.count("status: ") == 1
+
+
 def test_environment_is_checked_before_torch_is_imported(tmp_path: Path) -> None:
     mistakes = {
         "--env NoSuch-v0": "Environment `NoSuch` doesn't exist",

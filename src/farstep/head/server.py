@@ -153,10 +153,14 @@ class Server:
 
     # ---- start and end ----
 
-    def start(self) -> tuple[Any, Any]:
-        """Start all workers, and wait until they have built their environments. Return the spaces of one
-        environment."""
+    def start(self, on_begun: Callable[[], None] | None = None) -> tuple[Any, Any]:
+        """Start all workers, call `on_begun`, and wait until the workers have built their environments. Return the
+        spaces of one environment."""
         self.begin()
+        if on_begun is not None:
+            with self.locked():
+                self.raise_failure()
+            on_begun()
         self.wait(lambda: True if self.available.all_ready() else None, starting=True)
         assert self.handshake.spaces is not None
         return self.handshake.spaces
