@@ -360,7 +360,7 @@ class Server:
 
         Args:
             poll: Called after each event.
-            starting: Whether the wait is for workers to start; then the warning about a long wait comes earlier.
+            starting: Whether the wait is for workers to start, which decides when a wait is long enough for a warning.
 
         Raises:
             FarstepError: The run has failed, or is closed.
@@ -380,10 +380,11 @@ class Server:
                     result = poll()
                     if result is not None or (left := deadline - time.monotonic()) <= 0:
                         return result
-                    if (now := time.monotonic()) > warning.due and (
-                        starting or self.tickets.in_flight or self.supervisor.launcher.waiting()
-                    ):
-                        warning.warn(f" for {self.supervisor.whereabouts()}", now)
+                    if (now := time.monotonic()) > warning.due:
+                        nodes_are_missing = bool(self.supervisor.launcher.waiting())
+                        is_needed = starting or self.tickets.in_flight or nodes_are_missing
+                        if is_needed and warning.is_unusual(now, nodes_are_missing=nodes_are_missing):
+                            warning.warn(f" for {self.supervisor.whereabouts()}", now)
                     self._pump(min(left, self._tick_s))
             finally:
                 self._wait_began = math.inf
