@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from types import NoneType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -504,6 +504,11 @@ def diagnoses_of(env: ClusterEnv, metrics: Sequence[Mapping[str, float]] = ()) -
 def status_page_of(env: ClusterEnv) -> StatusPage:
     """Return the status page of a run. The first call starts its server."""
     return env._launch.status_page()
+
+
+def call_when_begun(env: ClusterEnv, function: Callable[[], None]) -> None:
+    """Call a function when a launch, which was not refused at once, waits for its workers."""
+    env._launch.on_begun = function
 
 
 def event_log_of(env: ClusterEnv) -> EventLog:

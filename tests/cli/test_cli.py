@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
         ([*TRAIN, "--device", "tpu"], ["device", "tpu"]),
         ([*TRAIN, "--device", "cuda:99"], ["device", "cuda:99", "use cpu"]),
         ([*TRAIN, "--device", "cuda:x"], ["device", "cuda:x"]),
-        (["train", "ppo", "--env", "m:f", "--env-type", "vector", *VIDEO], ["vector", "rendered"]),
+        (["train", "ppo", "--env", "json:loads", "--env-type", "vector", *VIDEO], ["vector", "rendered"]),
         (["train", "ppo", "--env", "Pong-v5", "--env-type", "envpool", *VIDEO], ["envpool", "rendered"]),
         (["train", "ppo", "--env", "tests.cli.test_cli:OddActions", *INSIDE], ["no policy for the action space"]),
         (["train", "async-ppo", "--env", "CartPole-v1", "--staleness-threshold", "-1"], ["--staleness-threshold"]),
@@ -275,6 +276,50 @@ def test_what_cannot_change_is_said_as_it_is_typed(
     (tmp_path / "config.json").write_text(json.dumps({"algorithm": "ppo", "run": {"env": "X"}, "learner": {}}))
     status, _, error = said(capsys, "train", "ppo", "--resume", str(tmp_path), *shlex.split(option))
     assert status == 1 and f"was started with {before} and cannot be resumed with {option}." in error
+
+
+def test_status_page_is_named_only_if_the_run_is_not_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, output, error = said(capsys, *TRAIN, "--coordinator", str(tmp_path / "none"))
+    assert (status, output) == (1, "") and "no coordinator can be reached" in error
+    (tmp_path / "config.json").write_text(
+        json.dumps({"algorithm": "ppo", "run": {"env": "CartPole-v1"}, "learner": {}})
+    )
+    status, output, error = said(capsys, "train", "ppo", "--resume", str(tmp_path), "--trust")
+    assert (status, output) == (1, "") and "ended before its first checkpoint" in error
+    status, output, _ = said(capsys, *CARTPOLE, "--total-steps", "64", "--num-envs", "1", "--num-steps", "64")
+    assert status == 0 and output.startswith("status: farstep status runs/CartPole-v1-ppo"), output
+    assert output.count("status: ") == 1
+
+
+def test_environment_is_checked_before_torch_is_imported(tmp_path: Path) -> None:
+    mistakes = {
+        "--env NoSuch-v0": "Environment `NoSuch` doesn't exist",
+        "--env NoSuch": "Environment `NoSuch` doesn't exist",
+        "--env=ALE/Nong-v5": "Did you mean: `Pong`?",
+        "--env no_module:Env-v0": "No module named 'no_module'",
+        "--env LunarLander-v3": "needs Box2D, which is not installed",
+        "--env no_module.make --env-type factory": "No module named 'no_module'",
+        "--env no_module.make --env_type vector": "No module named 'no_module'",
+        "--env Pong-v5 --env-type envpool": "needs envpool, which is not installed",
+        "--env CartPole-v1 --seed 3 --wrappers gymnasium.wrappers:FlattenObservation no.module:Wrapper": "'no'",
+        "--env CartPole-v1 --wrappers gymnasium.wrappers:Nothing": "has no 'Nothing'",
+    }
+    script = (
+        "import sys; from farstep.cli import main; sys.modules['Box2D'] = sys.modules['envpool'] = None\n"
+        f"for options in {list(mistakes)}:\n"
+        "    assert main(['train', 'dqn', *options.split()]) == 1\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    errors = done.stderr.splitlines()
+    assert (done.returncode, done.stdout, len(errors)) == (0, "", len(mistakes)), done.stderr
+    for error, words in zip(errors, mistakes.values(), strict=True):
+        assert error.startswith("farstep: ") and words in error
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "watch"])

@@ -11,7 +11,7 @@ from farstep.cli import main
 from farstep.core import Array
 from farstep.learners.replay.recorded_episodes import RecordedEpisodes
 
-UNKNOWN = ["--env", "no_such_module.make", "--env-type", "factory"]
+BROKEN = ["--env", "tests.cli.test_cli:Broken", "--env-type", "factory"]
 """An environment that cannot be launched: errors about options must come first."""
 
 
@@ -58,7 +58,7 @@ def test_wrong_options_are_refused_by_their_names_before_the_launch(
 ) -> None:
     (folder / "notes.txt").write_text("not a recording")
     recorded(70).save(folder / "short.npz")
-    text = refusal(["train", *options.split(), *UNKNOWN], folder, capsys)
+    text = refusal(["train", *options.split(), *BROKEN], folder, capsys)
     assert said in text
     assert "--record notes.txt" not in text and "pickle" not in text
 

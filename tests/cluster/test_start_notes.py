@@ -46,7 +46,7 @@ def test_workers_that_are_slow_to_build_environments_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One wait is one event, whose text the log repeats."""
-    for name in ("FIRST_START_S", "REPEAT_S"):
+    for name in ("FIRST_START_S", "WORKERS_START_S", "REPEAT_S"):
         monkeypatch.setattr(slow_calls, name, 0.05)
     gate = tmp_path / "gate"
     env = cluster(GatedEnv, env_kwargs={"gate": str(gate)})
@@ -118,7 +118,8 @@ def test_a_start_that_ends_as_the_warning_is_due_is_not_warned_about(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An in-process worker builds its environments inside the head's event loop, longer than the warning waits."""
-    monkeypatch.setattr(slow_calls, "FIRST_START_S", 0.05)
+    for name in ("FIRST_START_S", "WORKERS_START_S"):
+        monkeypatch.setattr(slow_calls, name, 0.05)
 
     class SlowToBuild(CountingEnv):
         def __init__(self) -> None:
@@ -128,3 +129,17 @@ def test_a_start_that_ends_as_the_warning_is_due_is_not_warned_about(
     with cluster(SlowToBuild, envs=1, config=farstep.InProcessConfig()) as env:
         env.launch()
     assert "all of which are idle" not in caplog.text
+
+
+def test_a_start_that_takes_longer_than_a_wait_for_nodes_is_usual(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a busy machine, each start of workers takes some seconds."""
+    monkeypatch.setattr(slow_calls, "FIRST_START_S", 0.05)
+    gate = tmp_path / "gate"
+    opening = threading.Timer(0.5, gate.touch)
+    opening.start()
+    with cluster(GatedEnv, env_kwargs={"gate": str(gate)}) as env:
+        env.launch()
+    opening.join()
+    assert "waiting" not in caplog.text

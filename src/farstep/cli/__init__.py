@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
+from farstep.cli.options.env_check import check_named_env
 from farstep.errors import ConfigError, FarstepError, LaunchError, WorkerError, unknown_name
 from farstep.observe.extras import require
 from farstep.rollout.nested_launch import refuse_nested_launch
@@ -67,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] in _LAUNCHING:
         refuse_nested_launch()  # outside the `try`, because the error must reach the program that imported this module
     try:
+        if arguments[0] == "train":
+            check_named_env(arguments[1:])
         return _command(arguments[0])(arguments[1:])
     except FarstepError as error:
         text: object = error

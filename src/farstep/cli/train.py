@@ -19,9 +19,10 @@ import torch
 
 from farstep.checkpoint import folder as checkpoint
 from farstep.cli.options.algorithms import ALGORITHMS, RELEASING, make_learner
+from farstep.cli.options.env_check import check_env
 from farstep.cli.options.train_options import Options, learner_of_file, parse_options, stored_config, write_yaml
 from farstep.cli.saved.recording import check_recording, record
-from farstep.cluster_env import ClusterEnv, event_log_of, status_page_of
+from farstep.cluster_env import ClusterEnv, call_when_begun, event_log_of, status_page_of
 from farstep.config.launch import EngineConfig
 from farstep.errors import ConfigError, RunError, counted, unknown_name
 from farstep.event import Event
@@ -76,6 +77,7 @@ def main(arguments: Sequence[str]) -> int:
             f"--release-device is for {', '.join(RELEASING.values())}: {name} updates all the time and would move to "
             "its device and back for each update. Leave it out."
         )
+    check_env(run)
     _set_up(run)
     with ExitStack() as stack:
         try:
@@ -106,13 +108,14 @@ def _launch(
     resumed = options.resume is not None
     recorded = None if replay is None else check_before_launch(replay, env, resumed)
     stack.callback(env.close)
-    page = _status_page(name, run, env) if run.status_page else None
-    with ExitStack() as on_failure:  # a misspelled environment must not leave an empty run folder behind
+    with ExitStack() as on_failure:  # a run that does not start must not leave an empty run folder behind
         folder = _folder(name, options, on_failure)
         stack.enter_context(folder.lock())
-        if page is not None:
-            _store_address(page, folder, stack)
-        env.launch()
+        if resumed:
+            _check_resumable(folder, run)
+        with ExitStack() as launching:
+            page = _status_page(name, run, env, folder, stack, launching) if run.status_page else None
+            env.launch()
         learner = make_learner(name, run, options.learner, env)
         if isinstance(learner, ReplayLearner):
             check_launched(options.learner.replay, env, learner, recorded)
@@ -153,6 +156,14 @@ def _folder(name: str, options: Options[Any, Any], on_failure: ExitStack) -> Run
     return folder
 
 
+def _check_resumable(folder: RunFolder, run: RunConfig) -> None:
+    if not checkpoint.numbered(folder.checkpoints):
+        raise RunError(
+            f"{folder.path} ended before its first checkpoint (written after {run.checkpoint_every or DEFAULT_EVERY} "
+            "updates, see --checkpoint-every), so there is nothing to resume; start a new run without --resume."
+        )
+
+
 def _remove_if_empty(folder: Path) -> None:
     with suppress(OSError):  # another run has begun there
         folder.rmdir()
@@ -181,7 +192,6 @@ def train(
 
     Raises:
         Stopped: A signal arrived; a checkpoint has been written.
-        RunError: The run cannot be resumed, because it has no checkpoint.
     """
     run, resume = options.run, options.resume is not None
     with ExitStack() as stack:
@@ -202,17 +212,10 @@ def train(
         )
         training = Training(learner, env, limits, checkpoints=folder.checkpoints, evaluator=evaluator)
         if resume:
-            if not checkpoint.numbered(folder.checkpoints):
-                raise RunError(
-                    f"{folder.path} ended before its first checkpoint (written after "
-                    f"{run.checkpoint_every or DEFAULT_EVERY} updates, see --checkpoint-every), so there is nothing to "
-                    "resume; start a new run without --resume."
-                )
             training.resume()
             found = training.newest_checkpoint
             assert found is not None
-            sys.stdout.write(f"resumed from checkpoint {found.number} at step {found.step:,}\n")
-            sys.stdout.flush()
+            _print_now(f"resumed from checkpoint {found.number} at step {found.step:,}")
             folder.write_config(stored_config(name, options))
             write_yaml(name, options, folder)
             if page is not None:
@@ -228,30 +231,35 @@ def train(
         return training.run()
 
 
-def _status_page(name: str, run: RunConfig, env: ClusterEnv) -> StatusPage | None:
-    """Start the status page. Print its address on a terminal; `_store_address` says what to do without one."""
+def _status_page(
+    name: str, run: RunConfig, env: ClusterEnv, folder: RunFolder, stack: ExitStack, launching: ExitStack
+) -> StatusPage | None:
+    """Start the status page, and store its address in the run folder until the run ends. Print it when the launch has
+    begun, or at the first event: until then the launch may wait for slots or for the cluster's answer."""
     try:
         page = status_page_of(env)
     except RunError as error:
         env.emit_event("warned", f"training without a status page: {error}")
         return None
     page.source.describe(f"{name} on {run.env}", vars(run), run.total_steps)
-    if sys.stdout.isatty():
-        sys.stdout.write(f"status: {page.url}\n")
-        sys.stdout.flush()
-    return page
-
-
-def _store_address(page: StatusPage, folder: RunFolder, stack: ExitStack) -> None:
-    """Store the address of the page in the run folder until the run ends. Without a terminal, print the command that
-    reads it: other users may be able to read the output. Do so before the launch, which may wait for nodes or
-    slots."""
     with as_run_error(folder.status_file):
         replace_file(folder.status_file, page.url.encode(), private=True)
     stack.callback(folder.status_file.unlink, missing_ok=True)
-    if not sys.stdout.isatty():
-        sys.stdout.write(f"status: farstep status {folder.path}\n")
-        sys.stdout.flush()
+    # Other users may be able to read the output if it is no terminal; then print the command that reads the address.
+    lines = iter([f"status: {page.url if sys.stdout.isatty() else f'farstep status {folder.path}'}"])
+
+    def announce() -> None:
+        for line in lines:  # only once
+            _print_now(line)
+
+    call_when_begun(env, announce)
+    launching.callback(event_log_of(env).subscribe(lambda _: announce()).close)
+    return page
+
+
+def _print_now(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 class _Remarks:
@@ -271,8 +279,7 @@ class _Remarks:
 
     def happened(self, event: Event) -> None:
         if event.kind == "announced":
-            sys.stdout.write(f"{event.text}\n")
-            sys.stdout.flush()
+            _print_now(event.text)
         if event.kind == "lost" and event.worker is None:
             self._diagnosis = None  # that of the time before a node was lost
         self._events.append(event)

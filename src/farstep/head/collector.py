@@ -97,9 +97,10 @@ class Collector:
         self._rollouts: Rollouts | None = None
         self._broadcast = Broadcast(self.server, without_lost=True)
 
-    def start(self) -> tuple[Space, Space]:
-        """Start the workers and return the observation and action space of one environment."""
-        observation_space, action_space = self.server.start()
+    def start(self, on_begun: Callable[[], None] | None = None) -> tuple[Space, Space]:
+        """Start the workers and return the observation and action space of one environment. Call `on_begun` before
+        the wait for the workers."""
+        observation_space, action_space = self.server.start(on_begun)
         obs, self._obs_schema = space_schema(observation_space, "obs")
         _, action_schema = space_schema(action_space, "action")
         self._action_space = action_space

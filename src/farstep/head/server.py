@@ -140,10 +140,14 @@ class Server:
 
     # ---- start and end ----
 
-    def start(self) -> tuple[Any, Any]:
-        """Start all workers, and wait until they have built their environments. Return the spaces of one
-        environment."""
+    def start(self, on_begun: Callable[[], None] | None = None) -> tuple[Any, Any]:
+        """Start all workers, call `on_begun`, and wait until the workers have built their environments. Return the
+        spaces of one environment."""
         self.begin()
+        if on_begun is not None:
+            with self.locked():
+                self.raise_failure()
+            on_begun()
         self.wait(lambda: True if self.available.all_ready() else None, starting=True)
         assert self.handshake.spaces is not None
         return self.handshake.spaces
@@ -219,7 +223,7 @@ class Server:
 
         Args:
             poll: Called after each event.
-            starting: Whether the wait is for workers to start; then the warning about a long wait comes earlier.
+            starting: Whether the wait is for workers to start, which decides when a wait is long enough for a warning.
 
         Raises:
             FarstepError: The run has failed, or is closed.
@@ -239,10 +243,11 @@ class Server:
                     result = poll()
                     if result is not None or (left := deadline - time.monotonic()) <= 0:
                         return result
-                    if (now := time.monotonic()) > warning.due and (
-                        starting or self.tickets.in_flight or self.supervisor.launcher.waiting()
-                    ):
-                        warning.warn(f" for {self.supervisor.whereabouts()}", now)
+                    if (now := time.monotonic()) > warning.due:
+                        nodes_are_missing = bool(self.supervisor.launcher.waiting())
+                        is_needed = starting or self.tickets.in_flight or nodes_are_missing
+                        if is_needed and warning.is_unusual(now, nodes_are_missing=nodes_are_missing):
+                            warning.warn(f" for {self.supervisor.whereabouts()}", now)
                     self._pump(min(left, self._tick_s))
             finally:
                 self._wait_began = math.inf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import os
 import sys
 import traceback
@@ -13,7 +14,7 @@ from typing import Any
 
 import cloudpickle
 import gymnasium
-from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
+from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, load_env_creator, parse_env_id
 
 from farstep.config.env import EnvConfig, is_dotted_path
 from farstep.errors import ConfigError, described, install_extra
@@ -57,18 +58,33 @@ class Source:
         by_value = {"", "__main__", "__mp_main__", *cloudpickle.list_registry_pickle_by_value()}
         return [name for name in dict.fromkeys(found) if by_value.isdisjoint(_with_packages(name))]
 
-    def check_id(self) -> None:
-        """Raise `ConfigError`, as `build` does, if a plain id such as `CartPole-v1` is certainly not registered.
+    def check(self, load: bool = False) -> None:
+        """Check what can be checked without building an environment and without importing a user's module.
 
-        Ids with a module or a namespace are not checked, nor ids beside wrappers: imports may register them.
+        An id is not checked if a user's module may register it: one with a module or a namespace, or one beside
+        a wrapper that does not belong to Gymnasium.
+
+        Args:
+            load: Also import an environment of Gymnasium or Atari, which finds missing packages.
+
+        Raises:
+            ConfigError: As `build` does, if a module does not exist or an id is certainly not registered.
         """
         name = self.env_name
-        if self.type != "gymnasium" or not isinstance(name, str) or self.wrappers or ":" in name or "/" in name:
-            return
-        with _advice(name, self.env_kwargs):
-            _check_version(name)
-            if name not in gymnasium.registry and parse_env_id(name)[2] is not None:
-                gymnasium.spec(name)
+        paths = [wrapper[0] if isinstance(wrapper, (tuple, list)) else wrapper for wrapper in self.wrappers]
+        for path in paths:
+            _check_path(path)
+        if self.type == "envpool":
+            with _advice(name, self.env_kwargs):
+                _find_module("envpool")
+        elif isinstance(name, str) and (":" in name if self.type == "gymnasium" else _is_path(name)):
+            _check_path(name, is_id=self.type == "gymnasium")
+        elif isinstance(name, str) and self.type == "gymnasium":
+            with _advice(name, self.env_kwargs):
+                if load:
+                    _load(name)
+                if all(_module_of(path).partition(".")[0] == "gymnasium" for path in paths):
+                    _check_id(name)
 
     def build(self, slot: int = 0) -> gymnasium.Env[Any, Any]:
         """Build the environment of a slot.
@@ -127,12 +143,56 @@ class Source:
 
 
 def _make(name: Any, kwargs: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
-    if isinstance(name, str) and name.startswith("ALE/") and name not in gymnasium.registry:
-        importlib.import_module("ale_py")  # registers its environments
     if isinstance(name, str):
+        _register_atari(name)
         _check_version(name)
     # Disable the environment checker, because it would repeat its warnings in every worker.
     return gymnasium.make(name, **{"disable_env_checker": True, **kwargs})
+
+
+def _register_atari(name: str) -> None:
+    if name.startswith("ALE/") and name not in gymnasium.registry:
+        importlib.import_module("ale_py")  # registers its environments
+
+
+def _check_id(name: str) -> None:
+    """Raise an error of Gymnasium or `ConfigError` if an id is not registered; of namespaces, only Atari's is known."""
+    if "/" in name and not (name.startswith("ALE/") and "ale_py" in sys.modules):
+        return
+    _check_version(name)
+    namespace, stem, version = parse_env_id(name)
+    if name not in gymnasium.registry and (version is not None or find_highest_version(namespace, stem) is None):
+        gymnasium.spec(name)
+
+
+def _load(name: str) -> None:
+    """Import the class of an id if it belongs to Gymnasium or Atari; raise if a package is missing."""
+    _register_atari(name)
+    entry_point = getattr(gymnasium.registry.get(name), "entry_point", None)
+    if isinstance(entry_point, str) and entry_point.partition(".")[0] in ("gymnasium", "ale_py"):
+        load_env_creator(entry_point)
+
+
+def _check_path(path: str | Callable[..., Any], is_id: bool = False) -> None:
+    """Raise `ConfigError` if the module of a dotted path (or of an id `module:Id`) does not exist; if the module was
+    imported before, also if it lacks the attribute."""
+    if isinstance(path, str):
+        with _advice(path, {}):
+            _find_module(module := _module_of(path))
+            if module in sys.modules and not is_id:
+                _callable(path)
+
+
+def _find_module(name: str) -> None:
+    """Raise `ModuleNotFoundError` if a module does not exist. Only packages that contain it are imported."""
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        raise
+    except Exception:  # of the package's own code; a worker will report it with its traceback
+        return
+    if found is None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def _check_version(name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
@@ -45,10 +45,10 @@ class LaunchedRun:
         self.collector = Collector(env_config, config, seed, events)
         self.is_started = False
 
-    def start(self) -> None:
-        """Start the workers."""
+    def start(self, on_begun: Callable[[], None] | None = None) -> None:
+        """Start the workers. Call `on_begun` before the wait for them."""
         server = self.collector.server
-        self.spaces = self.collector.start()
+        self.spaces = self.collector.start(on_begun)
         """The observation space and the action space of one environment."""
         self.num_stacked_frames = server.handshake.num_stacked_frames
         """Frames per stacked observation; 0 if none are stacked."""
@@ -136,6 +136,8 @@ class Launch:
         self._launching = threading.Lock()
         self._closing = threading.RLock()
         self._closed = False
+        self.on_begun: Callable[[], None] | None = None
+        """Called when the launch waits for workers: what can be refused at once has been checked."""
         self._progress = LaunchProgress(env_config, events)
         self._page = RunPage(self._progress)
         weakref.finalize(self, self._page.close)
@@ -166,7 +168,7 @@ class Launch:
                 self._run = run
                 try:
                     self.check_open()  # another thread may have called close() before self._run was set
-                    run.start()
+                    run.start(self.on_begun)
                 except Exception:
                     self.close()
                     raise
@@ -184,7 +186,7 @@ class Launch:
         """Wait for the run's share, and return the run, before its start."""
         env_config, config, _, events = self._options
         if isinstance(config, LocalConfig):  # on nodes, other environments may be registered
-            Source.of(env_config).check_id()
+            Source.of(env_config).check()
         num_workers = config.num_workers(env_config.envs_per_node)
         share = RunShare(config, num_workers, events.emit, per_session=env_config.release_idle)
         self._progress.share = share

@@ -12,7 +12,10 @@ from farstep.event import Emit
 
 log = logging.getLogger("farstep")
 FIRST_START_S, FIRST_S = 5.0, 10.0
-"""Seconds of waiting before the event, for workers to start and for anything else."""
+"""Seconds of waiting before the event: for nodes, or the answer of a cluster, and for anything else."""
+WORKERS_START_S = 20.0
+"""Seconds of waiting before the event if only processes have to start: on a busy machine, importing torch and building
+environments can take 15 s."""
 REPEAT_S, MAX_REPEAT_S = 10.0, 300.0
 """Seconds from the event to the first repetition in the log, which double each time, and the longest such interval."""
 
@@ -23,15 +26,20 @@ class WaitWarning:
     Args:
         emit: Receives the event.
         began: When the wait began, in `time.monotonic()` seconds, as all times here.
-        starting: Whether the wait is for workers to start; then the event comes earlier.
+        starting: Whether the wait is for workers to start.
     """
 
     def __init__(self, emit: Emit, began: float, *, starting: bool = False) -> None:
-        self._emit, self._began = emit, began
+        self._emit, self._began, self._starting = emit, began, starting
         self._emitted = False
         self._repeat_s = REPEAT_S
         self.due = began + (FIRST_START_S if starting else FIRST_S)
-        """When to call `warn` next."""
+        """When to call `warn` next, if the wait is unusual."""
+
+    def is_unusual(self, now: float, *, nodes_are_missing: bool) -> bool:
+        """Return whether the wait is longer than a usual start of workers on connected nodes; True if it is another
+        wait."""
+        return not self._starting or nodes_are_missing or now >= self._began + WORKERS_START_S
 
     def warn(self, what: str, now: float) -> None:
         """Warn that the wait goes on.
