@@ -223,8 +223,7 @@ def train(
         display = console_logger(run.total_steps, f"{name} on {run.env}", target_return=run.target_return)
         shown = None if page is None else page.source
         sink = _loggers(name, options, folder, training.progress.steps if resume else None, env, display, shown)
-        stack.callback(sink.close)
-        training.sink = sink
+        training.sink = stack.enter_context(sink)
         remarks = _Remarks(display, shown)
         training.diagnosis.on_diagnosis = remarks.diagnosed
         stack.callback(event_log_of(env).subscribe(remarks.happened).close)

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -19,7 +20,7 @@ import time
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from farstep.checkpoint.files import no_follow
 from farstep.errors import ConfigError, RunError
@@ -28,6 +29,9 @@ from farstep.observe.extras import require
 from farstep.observe.files import as_run_error, read_lines, replace_file
 
 log = logging.getLogger("farstep")
+
+
+_FULL, _MAX_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT), 64 * 2**20
 
 
 class Logger(Protocol):
@@ -48,6 +52,9 @@ class Logger(Protocol):
 class JsonlLogger:
     """Writes one JSON object per update to a file. NaN and infinity become null.
 
+    While the disk is full, up to 64 MiB of lines are kept in memory, with a warning. `log` and `close` then raise
+    `RunError` if lines cannot be kept or written.
+
     Args:
         path: The file.
         resume_step: If given, append to the file of an earlier run, after removing its lines with later steps. None:
@@ -59,10 +66,11 @@ class JsonlLogger:
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int | None = None) -> None:
         self.path = Path(path)
+        self._unwritten, self._is_full = bytearray(), False
         try:
             if resume_step is not None:
                 _cut(self.path, resume_step)
-            self._stream: IO[bytes] = open(self.path, "ab", buffering=0, opener=no_follow)  # noqa: SIM115
+            self._stream = open(self.path, "ab", buffering=0, opener=no_follow)  # noqa: SIM115
         except OSError as error:
             raise self._error(error) from error
         if resume_step is None and self._stream.tell():
@@ -71,21 +79,33 @@ class JsonlLogger:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {"step": int(step)} | {name: _plain(value) for name, value in metrics.items() if name != "step"}
-        line = json.dumps(row, allow_nan=False).encode() + b"\n"
+        self._unwritten += json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
-            written = self._stream.write(line)
-            if written != len(line):
-                raise OSError(f"only {written} of {len(line)} bytes were written")
+            self._write()
         except (OSError, ValueError) as error:  # a closed file raises a ValueError
-            raise self._error(error) from error
+            if getattr(error, "errno", None) not in _FULL or len(self._unwritten) > _MAX_UNWRITTEN:
+                raise self._error(error) from error
+            if not self._is_full:
+                log.warning("metrics are kept in memory until %s can be written; free disk space: %s", self.path, error)
+            self._is_full = True
+
+    def _write(self) -> None:
+        while self._unwritten:
+            del self._unwritten[: self._stream.write(self._unwritten)]
+        self._is_full = False
 
     def close(self) -> None:
-        self._stream.close()
+        try:
+            self._write()
+        except OSError as error:
+            raise self._error(error) from error
+        finally:
+            self._stream.close()
 
     def _error(self, error: Exception) -> RunError:
         return RunError(
-            f"metrics cannot be written to {self.path}: {error}. The run ends, because without metrics it would be "
-            "useless; free disk space or choose another folder, then resume."
+            f"metrics cannot be written to {self.path}: {error}. The run ends without them; free disk space or choose "
+            "another folder, then resume."
         )
 
 
@@ -286,5 +306,10 @@ class Loggers:
     def __enter__(self) -> Loggers:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            self.close()
+        except RunError as failure:
+            if error is None:
+                raise
+            self._warn(str(failure), failure)  # the first error is the cause
