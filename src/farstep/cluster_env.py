@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from types import NoneType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
-
-import cloudpickle
 
 from farstep.batch import Batch, Part
 from farstep.checkpoint.files import Refused
 from farstep.config.env import EnvConfig, check_count
 from farstep.config.launch import LaunchConfig, LocalConfig
 from farstep.core import Agent, Array, Nested
-from farstep.errors import CheckpointError
+from farstep.errors import CheckpointError, counted
 from farstep.event import Event, EventKind, check_kind
 from farstep.head.collector import Collector
 from farstep.head.events import EventLog
-from farstep.head.members.worker_records import ResetRequest
+from farstep.head.saving.resuming import cannot_replay
 from farstep.rollout.seeds import fresh_root, resumed_root
 from farstep.run import arguments
 from farstep.run.infos import merged_infos, with_acting
 from farstep.run.launched_run import Launch, LaunchedRun, Space
 from farstep.run.parts import Parts
-from farstep.sync import Always
 
 if TYPE_CHECKING:
     from farstep.observe.diagnosis import Diagnosis
@@ -78,8 +75,8 @@ class ClusterEnv:
         self._launch = Launch(self.env_config, self.config, self.seed, self._events)
 
     def __repr__(self) -> str:
-        workers = f"{self.num_workers} worker{'s' * (self.num_workers > 1)}"
-        return f"<ClusterEnv {self.env_config.label}: num_envs={self.num_envs} on {workers}, {self._launch.state}>"
+        workers, label = counted(self.num_workers, "worker"), self.env_config.label
+        return f"<ClusterEnv {label}: num_envs={self.num_envs} on {workers}, {self._launch.state}>"
 
     # ---- start and end ----
 
@@ -165,10 +162,7 @@ class ClusterEnv:
             ConfigError: An argument is invalid.
             FarstepError: A worker or an environment failed and could not be replaced.
         """
-        rest, mask = arguments.split_reset_options(options, self.num_envs)
-        root = self.env_config.check_reset(seed, mask is not None)
-        roots = None if root is None else [root] * self.num_envs
-        request = ResetRequest(roots, mask, cloudpickle.dumps(rest) if rest else None, rest or None)
+        request = arguments.reset_request(self.env_config, self.num_envs, seed, options)
         batch = self._launched().collector.reset(request).copy()
         return batch.last_obs, merged_infos(batch)
 
@@ -189,13 +183,8 @@ class ClusterEnv:
         """
         # A copy is cheap, and many loops keep a step's arrays.
         batch = collector_for(self, agent).one_batch(1, infos=True).copy()
-        return (
-            batch.last_obs,
-            batch["reward"][0],
-            batch["terminated"][0],
-            batch["truncated"][0],
-            with_acting(merged_infos(batch), batch),
-        )
+        info = with_acting(merged_infos(batch), batch)
+        return batch.last_obs, batch["reward"][0], batch["terminated"][0], batch["truncated"][0], info
 
     def collect(self, agent: Agent, steps: int = 128, rollout_epochs: int = 1) -> Batch:
         """Collect rollouts of every environment synchronously, with the agent's current parameters.
@@ -342,16 +331,7 @@ class ClusterEnv:
     @property
     def cannot_replay(self) -> str:
         """The reason why `resume` cannot replay the episodes that are in progress; empty if it can."""
-        config = self.env_config
-        if config.type in ("vector", "envpool"):
-            return f"environments of type {config.type!r} cannot be stepped one by one"
-        if not config.seed_episodes:
-            return "with seed_episodes=False, the random states of environments are unknown"
-        if config.stagger is not None:
-            return "staggered environments start at new offsets"
-        if config.kl_threshold is not None or not isinstance(config.sync, (Always, NoneType)):
-            return "workers may have acted with older weights, which are not kept"
-        return ""
+        return cannot_replay(self.env_config)
 
     def resume(self, agent: Agent, saved: Mapping[str, Any], actions: Sequence[Mapping[str, Array]]) -> None:
         """Restore what another process saved: version, random states, recurrent states and episodes.

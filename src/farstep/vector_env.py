@@ -29,6 +29,7 @@ from farstep.rollout.progress import Phase
 from farstep.rollout.sources import Source
 from farstep.run.launch_monitor import LaunchMonitor
 from farstep.run.run_page import RunPage
+from farstep.run.stepper_view import StepperView
 from farstep.run.vector_arguments import (
     ActionChecks,
     check_env_name,
@@ -129,7 +130,7 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         program = Program(source, Always(), autoreset_mode=autoreset_mode.value)
         self._events = EventLog()
         self._stepper = Stepper(config, program, env_config.envs_per_node, self._events)
-        view = _StepperView(self._stepper, self._events, env_config.label)
+        view = StepperView(self._stepper, self._events, env_config.label)
         self._page = RunPage(view)
         self._finalizer = weakref.finalize(self, view.close, self._page)
         self.closed = False
@@ -481,31 +482,6 @@ class ClusterVectorEnv(VectorEnv[Any, Any, Any]):
         """End the workers; `close` calls this."""
         with self._closing:  # a concurrent call waits for the first
             self._finalizer()
-
-
-class _StepperView:
-    """What the status page shows of a vector environment (a `RunView`)."""
-
-    kl_threshold: float | None = None
-
-    def __init__(self, stepper: Stepper, events: EventLog, title: str) -> None:
-        self._stepper, self.stats, self.events, self.title = stepper, stepper.stats, events.events, title
-        self.monitor: LaunchMonitor | None = None
-        """Not that of `diagnose`: a diagnosis covers the time since the last one. Set before the page can be opened."""
-
-    def diagnoses(self) -> list[Diagnosis]:
-        assert self.monitor is not None
-        return self.monitor.diagnoses(self.stats())
-
-    def unconnected_nodes(self) -> str:
-        return self._stepper.server.unconnected_nodes()
-
-    def close(self, page: RunPage) -> None:
-        """Close the page, then end the workers."""
-        try:
-            page.close()
-        finally:
-            self._stepper.close()
 
 
 def _rows_of(info: Mapping[str, Any], chosen: Array) -> dict[str, Any]:

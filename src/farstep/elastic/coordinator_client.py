@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -48,6 +48,7 @@ from farstep.elastic.coordinator_server import (
     other_version,
 )
 from farstep.elastic.wait_ledger import WaitLedger
+from farstep.elastic.worker_pool import WorkerPool
 from farstep.errors import ClosedError, ConfigError, FarstepError, LaunchError, counted
 from farstep.event import Emit
 
@@ -58,51 +59,6 @@ _CONNECT_S = 5.0
 _REPORT_S = 60.0
 """Seconds between two reports of the number of workers, unless the user has changed it."""
 _ANSWERS = msgspec.msgpack.Decoder(Answer)
-
-
-class WorkerPool(Protocol):
-    """The workers of a run."""
-
-    def scale_workers(self, workers: int, *, quiet: bool = False) -> None:
-        """Run this number of workers, at least 1, and end a `pause`. `quiet`: emit no events."""
-        ...
-
-    def pause(self) -> None:
-        """Let all workers become idle, until `scale_workers` is called."""
-        ...
-
-    @property
-    def state(self) -> str:
-        """`running`, `failed` or `closed`."""
-        ...
-
-    def num_running(self) -> int:
-        """Return the number of workers that may be using a core, also of a run that has failed or is closed."""
-        ...
-
-    def use_slots_per_session(self, slots: SessionSlots) -> None:
-        """Call `slots.begin` and `slots.end` for each session, and pause until `scale_workers` is called in between."""
-        ...
-
-    def fail(self, error: FarstepError) -> None:
-        """End the run with an error."""
-        ...
-
-    def locked(self) -> contextlib.AbstractContextManager[None]:
-        """Hold the lock of the pool, under which it also calls `SessionSlots`."""
-        ...
-
-
-class SessionSlots(Protocol):
-    """The slots of a run that needs them only while a session of tickets is open. Both methods return at once."""
-
-    def begin(self, *, for_rollout: bool) -> None:
-        """Request slots for a session: for one rollout, or for an unlimited number. A second call changes which."""
-        ...
-
-    def end(self) -> None:
-        """Return the slots: all workers are idle."""
-        ...
 
 
 class CoordinatorClient:

@@ -5,17 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import cloudpickle
 import numpy as np
 
-from farstep.config.env import check_count
+from farstep.config.env import EnvConfig, check_count
 from farstep.config.launch import InProcessConfig, LaunchConfig, LocalConfig
 from farstep.core import Array
 from farstep.errors import ConfigError, counted
+from farstep.head.members.worker_records import ResetRequest
 
 _MAX_STALENESS = 1000
 
 
-def split_reset_options(options: Mapping[str, Any] | None, num_envs: int) -> tuple[dict[str, Any], Array | None]:
+def reset_request(
+    env_config: EnvConfig, num_envs: int, seed: int | None, options: Mapping[str, Any] | None
+) -> ResetRequest:
+    """Return the request for the arguments of `ClusterEnv.reset`."""
+    rest, mask = _split_reset_options(options, num_envs)
+    root = env_config.check_reset(seed, mask is not None)
+    roots = None if root is None else [root] * num_envs
+    return ResetRequest(roots, mask, cloudpickle.dumps(rest) if rest else None, rest or None)
+
+
+def _split_reset_options(options: Mapping[str, Any] | None, num_envs: int) -> tuple[dict[str, Any], Array | None]:
     """Return the options for the environments' own `reset`, and the mask of the environments to reset."""
     if options is not None and not isinstance(options, Mapping):
         raise ConfigError(f"reset got options={options!r}; expected a mapping, e.g. {{'reset_mask': ...}}.")

@@ -21,13 +21,13 @@ from typing import Any
 
 import cloudpickle
 
-from farstep.acting.client import ServedActor, ServedError, ServerLost, group_sizes
-from farstep.acting.connections import LocalServer, RemoteServer, ServerAddress
+from farstep.acting.client import ServedActor, ServedError, ServerLost
+from farstep.acting.connections import ServerAddress
 from farstep.core import BytesLike, Link, Received
 from farstep.errors import WireError, report_of
 from farstep.resources import core_ranges
 from farstep.rollout.program import Program
-from farstep.rollout.progress import CANCEL, COUNT, PHASE, ROLLED, SLOT, Phase
+from farstep.rollout.progress import COUNT, PHASE, ROLLED, SLOT, Phase
 from farstep.rollout.rows import Slots
 from farstep.rollout.weight_headers import check_digest
 from farstep.schema import space_schema
@@ -37,7 +37,7 @@ from farstep.wire.compression import Compressor
 from farstep.wire.versions import versions
 from farstep.worker.acting import Actor
 from farstep.worker.chunk_sender import ChunkSender
-from farstep.worker.hosting.base import Host, HostedEnvs
+from farstep.worker.hosting.base import Host
 from farstep.worker.hosting.bounds import BoundsCheck
 from farstep.worker.hosting.hosts import AnyHost, make_host
 from farstep.worker.hosting.staggered import Staggered
@@ -46,6 +46,7 @@ from farstep.worker.inbox import Inbox, TicketCancelled
 from farstep.worker.lock_step import LockStepWorker
 from farstep.worker.rolling import AnyActor, Roller, Rollout
 from farstep.worker.saving import Saving, seed_generators
+from farstep.worker.server_connection import ServerConnection
 from farstep.worker.weights.weight_messages import WeightMessages
 from farstep.worker.weights.weight_sync import WeightSync
 from farstep.worker.worker_timer import Part, WorkerTimer
@@ -76,13 +77,11 @@ class Worker:
         acting_address: ServerAddress | None = None,
     ) -> None:
         self._link, self._words, self._has_gpu = link, words, has_gpu
-        self._acting_address = acting_address or LocalServer("", "")
-        """How to reach the acting server of this worker, if it has one."""
         self._id = (worker, incarnation, run)
         self._inbox = Inbox(link, words)
-        self._inbox.on_server = self._set_server
+        self._server = ServerConnection(worker, acting_address, self._inbox, words)
         self._tickets: deque[tuple[m.Ticket, list[Any]]] = deque()
-        self._running = True
+        self.running = True
         self._owns_process = False
         """False for a worker inside the head's process."""
         self._host: AnyHost | None = None
@@ -108,7 +107,7 @@ class Worker:
         """Handle messages and tickets until `Stop`. Raise `EOFError` if the head closed the connection."""
         self._owns_process = True
         self.hello()
-        while self._running:
+        while self.running:
             if self._lock_step is not None and not self._tickets:
                 self._lock_step.serve(self._roller.first_lane())
             received = self._inbox.receive(0.0 if self._tickets else None)  # messages first, then tickets
@@ -130,10 +129,6 @@ class Worker:
         process that ignores Ctrl-C, `KeyboardInterrupt`.
         """
         return (Exception, SystemExit, KeyboardInterrupt) if self._owns_process else (Exception, SystemExit)
-
-    @property
-    def running(self) -> bool:
-        return self._running
 
     def close(self) -> None:
         """Release resources; only a worker inside the head's process needs this, since it does not exit."""
@@ -196,7 +191,7 @@ class Worker:
             case m.Continued():
                 self._timer.remove_suspension(message.suspended_s)
             case m.UseServer() | m.ForgetServer():
-                self._set_server(message)
+                self._server.set_server(message)
             case m.Newest() if isinstance(self._actor, ServedActor):
                 self._actor.newest = message.version
             case m.Probe():
@@ -205,10 +200,8 @@ class Worker:
                     self._sync.compare(message, received.frames[1:], self._actor)
             case m.Weights():
                 log.debug("ignoring weights of version %d: their ticket was cancelled", message.version)
-            case m.GrantSend():
-                pass  # its chunk was cancelled
-            case m.Taken():
-                pass  # its chunk is complete
+            case m.GrantSend() | m.Taken():
+                pass  # its chunk was cancelled, or is complete
             case m.SetLayout():
                 self._roller.set_layout(message, received.fds)
             case m.SetDoorbells():
@@ -225,9 +218,9 @@ class Worker:
                 self._construct(message, received.frames[1])
             case m.Refuse():
                 log.error("refused by the head: %s", message.reason)
-                self._running = False
+                self.running = False
             case m.Stop():
-                self._running = False
+                self.running = False
                 self._close_environments()
             case _:
                 raise WireError(f"unexpected {type(message).__name__}.")
@@ -274,11 +267,11 @@ class Worker:
             self._actor.close()
         self._actor, self._weights.agent_id = None, -1
         self._weights.new_agent(message)
+        assert isinstance(self._host, Host)
         if message.served:
-            self._join_server(message)
+            self._join_server(message.agent, self._host)
             return
         had_torch = "torch" in sys.modules
-        assert isinstance(self._host, Host)
         slots, program = self._host.slots, self._program
         content_hash, base = self._weights.base
         if message.base != content_hash:
@@ -301,48 +294,14 @@ class Worker:
             gc.freeze()  # exclude existing objects, mostly torch's, from garbage collection
         self._words[PHASE] = Phase.IDLE
 
-    def _set_server(self, message: m.UseServer | m.ForgetServer) -> None:
-        if not isinstance(self._acting_address, RemoteServer):
-            return
-        if isinstance(message, m.UseServer):
-            self._acting_address.use(message)
-        else:
-            self._acting_address.forget()
-
-    def _join_server(self, message: m.SendAgent) -> None:
-        """Have the acting server act for this worker, with the agent that the head has sent to it."""
-        host = self._host
-        assert isinstance(host, Host)
+    def _join_server(self, agent: int, host: Host) -> None:
         host.prepare(self._user_errors)
-        self._words[PHASE] = Phase.LOAD
-        groups = group_sizes(host.num_envs, type(host) is HostedEnvs)
-        schemas = (self._obs_schema, self._action_schema)
-        actor = ServedActor(
-            self._id[0], self._acting_address, message.agent, host.slots, self._obs, schemas, groups, self._wait_served
-        )
-        try:
-            joined = actor.join(host.current)
-        except TicketCancelled:
-            actor.close()
-            return  # the run has ended
-        except BaseException:
-            actor.close()
-            raise
-        self._actor, self._weights.agent_id = actor, message.agent
-        self._send(
-            m.AgentReady(
-                *(message.agent, joined.schema, joined.recorded, joined.state, joined.state_structure),
-                *(joined.note, joined.description),
-            )
-        )
-        self._words[PHASE] = Phase.IDLE
-
-    def _wait_served(self) -> None:
-        """Called while this worker waits for the acting server. The head watches the server itself."""
-        self._words[COUNT] += 1  # shows the head that this worker is not stuck
-        self._inbox.poll()
-        if self._words[CANCEL] >= 2**62:
-            raise TicketCancelled
+        joined = self._server.join(agent, host, self._obs, (self._obs_schema, self._action_schema))
+        if joined is not None:
+            self._actor, ready = joined
+            self._weights.agent_id = agent
+            self._send(ready)
+            self._words[PHASE] = Phase.IDLE
 
     def _check_digest(self, message: m.Parameters) -> None:
         assert isinstance(self._actor, Actor)
@@ -522,12 +481,11 @@ class Worker:
 
     # ---- calls on environments ----
 
-    def _saving(self) -> Saving:
+    def _call_target(self, message: m.Call) -> Saving | AnyHost | None:
+        if message.name not in ("save", "resume"):
+            return self._host
         assert isinstance(self._host, Host)
         return Saving(self._host, self._actor, self._owns_process, self._user_errors)
-
-    def _call_target(self, message: m.Call) -> Saving | AnyHost | None:
-        return self._saving() if message.name in ("save", "resume") else self._host
 
     def _call(self, message: m.Call, arguments: BytesLike) -> None:
         self._words[PHASE] = Phase.STEP

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from types import NoneType
 from typing import Any
 
 import numpy as np
 
+from farstep.config.env import EnvConfig
 from farstep.core import Array
 from farstep.event import Emit
 from farstep.head.members.broadcast import Broadcast
 from farstep.head.members.worker_records import WorkerRecord
+from farstep.sync import Always
 
 
 class ReplayResult(IntEnum):
@@ -23,6 +26,19 @@ class ReplayResult(IntEnum):
     """Replayed to a state that differs from the saved state; the slot continues from there."""
     SAME = 2
     """Replayed to the saved state."""
+
+
+def cannot_replay(config: EnvConfig) -> str:
+    """Return the reason why episodes in progress cannot be replayed; empty if they can."""
+    if config.type in ("vector", "envpool"):
+        return f"environments of type {config.type!r} cannot be stepped one by one"
+    if not config.seed_episodes:
+        return "with seed_episodes=False, the random states of environments are unknown"
+    if config.stagger is not None:
+        return "staggered environments start at new offsets"
+    if config.kl_threshold is not None or not isinstance(config.sync, (Always, NoneType)):
+        return "workers may have acted with older weights, which are not kept"
+    return ""
 
 
 def replay_episodes(

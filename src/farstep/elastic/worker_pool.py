@@ -1,0 +1,53 @@
+"""The interfaces between the workers of a run and the client of its coordinator."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Protocol
+
+from farstep.errors import FarstepError
+
+
+class WorkerPool(Protocol):
+    """The workers of a run."""
+
+    def scale_workers(self, workers: int, *, quiet: bool = False) -> None:
+        """Run this number of workers, at least 1, and end a `pause`. `quiet`: emit no events."""
+        ...
+
+    def pause(self) -> None:
+        """Let all workers become idle, until `scale_workers` is called."""
+        ...
+
+    @property
+    def state(self) -> str:
+        """`running`, `failed` or `closed`."""
+        ...
+
+    def num_running(self) -> int:
+        """Return the number of workers that may be using a core, also of a run that has failed or is closed."""
+        ...
+
+    def use_slots_per_session(self, slots: SessionSlots) -> None:
+        """Call `slots.begin` and `slots.end` for each session, and pause until `scale_workers` is called in between."""
+        ...
+
+    def fail(self, error: FarstepError) -> None:
+        """End the run with an error."""
+        ...
+
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        """Hold the lock of the pool, under which it also calls `SessionSlots`."""
+        ...
+
+
+class SessionSlots(Protocol):
+    """The slots of a run that needs them only while a session of tickets is open. Both methods return at once."""
+
+    def begin(self, *, for_rollout: bool) -> None:
+        """Request slots for a session: for one rollout, or for an unlimited number. A second call changes which."""
+        ...
+
+    def end(self) -> None:
+        """Return the slots: all workers are idle."""
+        ...

@@ -1,0 +1,71 @@
+"""A worker's connection to the acting server that acts for it."""
+
+from __future__ import annotations
+
+from farstep.acting.client import ServedActor, group_sizes
+from farstep.acting.connections import LocalServer, RemoteServer, ServerAddress
+from farstep.rollout.progress import CANCEL, COUNT, PHASE, Phase
+from farstep.schema import Schema, Structure
+from farstep.wire import messages as m
+from farstep.worker.hosting.base import Host, HostedEnvs
+from farstep.worker.inbox import Inbox, TicketCancelled
+
+
+class ServerConnection:
+    """Joins the acting server, and its replacements.
+
+    Args:
+        worker: Number of the worker.
+        address: How to reach the server; None if the worker has none.
+        inbox: Polled while the worker waits for the server.
+        words: The worker's progress.
+    """
+
+    def __init__(self, worker: int, address: ServerAddress | None, inbox: Inbox, words: memoryview) -> None:
+        self._worker, self._inbox, self._words = worker, inbox, words
+        self._address = address or LocalServer("", "")
+        inbox.on_server = self.set_server
+
+    def set_server(self, message: m.UseServer | m.ForgetServer) -> None:
+        """Use another server of the network from now on, or none."""
+        if not isinstance(self._address, RemoteServer):
+            return
+        if isinstance(message, m.UseServer):
+            self._address.use(message)
+        else:
+            self._address.forget()
+
+    def join(
+        self, agent: int, host: Host, obs: Structure, schemas: tuple[Schema, Schema]
+    ) -> tuple[ServedActor, m.AgentReady] | None:
+        """Have the server act for these environments, with the agent that the head has sent to it.
+
+        Args:
+            agent: Id of the agent.
+            host: The environments; they have observations.
+            obs: How observations are nested.
+            schemas: The arrays of observations and of actions.
+
+        Returns:
+            The actor, and the answer for the head; None if the run has ended.
+        """
+        self._words[PHASE] = Phase.LOAD
+        groups = group_sizes(host.num_envs, type(host) is HostedEnvs)
+        actor = ServedActor(self._worker, self._address, agent, host.slots, obs, schemas, groups, self._wait)
+        try:
+            joined = actor.join(host.current)
+        except TicketCancelled:
+            actor.close()
+            return None
+        except BaseException:
+            actor.close()
+            raise
+        arrays = (joined.schema, joined.recorded, joined.state, joined.state_structure)
+        return actor, m.AgentReady(agent, *arrays, joined.note, joined.description)
+
+    def _wait(self) -> None:
+        """Called while this worker waits for the server. The head watches the server itself."""
+        self._words[COUNT] += 1  # shows the head that this worker is not stuck
+        self._inbox.poll()
+        if self._words[CANCEL] >= 2**62:
+            raise TicketCancelled
