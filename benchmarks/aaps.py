@@ -3,6 +3,8 @@
     python benchmarks/aaps.py --jobs 6 --steps 1000000 --minutes 9     # repeat until all runs are complete
     python benchmarks/aaps.py --jobs 6 --steps 5000000 --minutes 9     # the same runs, continued
     python benchmarks/aaps.py --hidden 912 --deltas 0 0.05 --plain --out benchmarks/results/aaps-ppo-large.json
+    python benchmarks/aaps.py --hidden 256 --deltas 0 --plain --compact 0.05 --seeds 5 --workers 4 --envs-per-worker 8
+        --steps 1000000 --out benchmarks/results/aaps-compact.json           # fewer bytes
     python benchmarks/aaps.py --show benchmarks/results/aaps-ppo.json          # only tables and plots
 
 PPO on LunarLander-v3 with four workers of 64 environments each, and the paper's learning rate (5e-4), minibatches (8),
@@ -10,6 +12,7 @@ gamma (.99) and lambda (.95). The paper's rollouts have 1,024 steps and 30 epoch
 epochs. Workers are connected over TCP on loopback, so that weights and probes are sent and counted. Returns are
 those of evaluations: 20 episodes with the most likely actions, every 100,000 steps. `decoupled` clips around the
 learner's own policy and weights rows by the ratio to the policy that acted, `plain` clips around the policy that acted.
+`compact` is `decoupled` with weights that are sent as differences of bfloat16 numbers.
 Runs differ in their steps until all have been continued; tables and plots end where the shortest run ends.
 """
 
@@ -35,6 +38,9 @@ LOWEST_RETURN = -400.0
 """Plots end here, so that the first bad policies do not hide the later differences."""
 POINTS = 100
 """Points of the curves of pulls and bytes that are stored."""
+COMPACT = {"half": "bfloat16", "delta": True}
+"""In what form weights are sent in `compact` runs."""
+LOSSES = {"decoupled": "decoupled loss", "plain": "plain loss", "compact": "decoupled loss, compact weights"}
 LAST = 0.1
 """Fraction of the steps, at the end, over whose evaluations the final return is the mean."""
 
@@ -65,6 +71,7 @@ def parse_options() -> argparse.Namespace:
     deltas, plain = (0.0, 0.01, 0.05, 0.2, 0.8, 1.0), (0.0, 0.05, 0.8)
     parser.add_argument("--deltas", nargs="*", type=float, default=deltas, help="thresholds with the decoupled loss")
     parser.add_argument("--plain", nargs="*", type=float, default=plain, help="thresholds with the plain loss")
+    parser.add_argument("--compact", nargs="*", type=float, default=(), help="thresholds with compact weights")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each threshold, with seeds 1, 2, ...")
     parser.add_argument(
         "--repeated",
@@ -120,7 +127,8 @@ def measure(document: dict[str, Any], options: argparse.Namespace) -> bool:
 
 def cases_of(options: argparse.Namespace) -> list[Run]:
     """All runs, ordered by seed, so that every threshold soon has one run."""
-    chosen = [("decoupled", delta) for delta in options.deltas] + [("plain", delta) for delta in options.plain]
+    thresholds = {"decoupled": options.deltas, "plain": options.plain, "compact": options.compact}
+    chosen = [(loss, delta) for loss, deltas in thresholds.items() for delta in deltas]
     repeated = {delta for _, delta in chosen} if options.repeated is None else set(options.repeated)
     return [
         {"loss": loss, "delta": delta, "seed": seed}
@@ -158,7 +166,8 @@ def training_of(case: Run, options: argparse.Namespace) -> Training:
     }
     words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     words += ["--hidden", str(options.hidden), str(options.hidden)]
-    words.append("--decoupled" if case["loss"] == "decoupled" else "--no-decoupled")
+    words.append("--no-decoupled" if case["loss"] == "plain" else "--decoupled")
+    words += ["--weights", json.dumps(COMPACT)] if case["loss"] == "compact" else []
     name = f"aaps-{options.hidden}-{case['loss']}-{case['delta']:g}-{case['seed']}"
     return Training(name=name, learner="ppo", options=tuple(words), total_steps=options.steps)
 
@@ -277,7 +286,9 @@ def verdict(document: dict[str, Any]) -> str:
         said = [f"With δ = {_alternatives(deltas)}, {words}." for words, deltas in groups.items()]
         if said:
             spread = f"{min(always):.0f} and {max(always):.0f}"
-            sentences.append(f"{loss.capitalize()} loss: with δ = 0, the seeds end between {spread}. {' '.join(said)}")
+            sentences.append(
+                f"{LOSSES[loss].capitalize()}: with δ = 0, the seeds end between {spread}. {' '.join(said)}"
+            )
     return " ".join(sentences) or "There are too few seeds to compare thresholds."
 
 
@@ -324,7 +335,7 @@ def draw(name: str, document: dict[str, Any], folder: Path) -> list[Path]:
 
     figure, axes = panels(len(losses), "LunarLander-v3, PPO with AAPS: mean and range of the seeds")
     for axis, loss in zip(axes, losses, strict=True):
-        axis.set(title=f"{loss} loss", ylabel="return of an evaluation" if evaluated else "return, last 100 episodes")
+        axis.set(title=LOSSES[loss], ylabel="return of an evaluation" if evaluated else "return, last 100 episodes")
         lines(axis, loss, 1, lambda run: run["evaluations"] if evaluated else run["curve"])
     limits = [limit for axis in axes for limit in axis.get_ylim()]
     for axis in axes:
@@ -333,13 +344,13 @@ def draw(name: str, document: dict[str, Any], folder: Path) -> list[Path]:
 
     figure, axes = panels(len(losses) + 1, "Pulls per worker, and bytes that were sent")
     for axis, loss in zip(axes, losses, strict=False):
-        axis.set(title=f"{loss} loss", ylabel="pulls per worker, so far")
+        axis.set(title=LOSSES[loss], ylabel="pulls per worker, so far")
         lines(axis, loss, 2, lambda run: run["curve"])
     ends = ends_of(document)
-    for loss, style in zip(losses, ("o-", "s--"), strict=False):
+    for loss, style in zip(losses, ("o-", "s--", "^:"), strict=False):
         found = {delta: ends[loss, delta] for other, delta in ends if other == loss}
         megabytes = [(_mean(end, "weights") + _mean(end, "probes")) / 1e6 for end in found.values()]
-        axes[-1].plot([f"{delta:g}" for delta in found], megabytes, style, color="black", label=f"{loss} loss")
+        axes[-1].plot([f"{delta:g}" for delta in found], megabytes, style, color="black", label=LOSSES[loss])
     axes[-1].set(title="weights and probes", xlabel="δ", ylabel="MB", yscale="log")
     return [*written, save(figure, folder / f"{name}-pulls.png")]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import farstep
 from farstep.config.launch import LaunchConfig
@@ -534,8 +535,24 @@ def test_weights_may_travel_in_half_precision(config: LaunchConfig) -> None:
         assert env.publish(agent) == 1
 
 
-@pytest.mark.parametrize("half", [False, True])
-def test_differences_arrive_exactly_and_take_less(half: bool) -> None:
+def as_sent(value: np.float32, half: bool | str) -> float:
+    """A parameter as workers receive it."""
+    dtype = {False: torch.float32, True: torch.float16, "bfloat16": torch.bfloat16}[half]
+    return torch.tensor(value).to(dtype).float().item()
+
+
+def test_bfloat16_has_the_range_of_float32() -> None:
+    with cluster(envs=4, weights={"half": "bfloat16"}, config=in_process(1)) as env:
+        agent = ActorCriticAgent()
+        for value in (0.1, -3e38, 1e-30, 0.0, np.inf):
+            agent.critic[:] = value
+            expected = torch.tensor(value, dtype=torch.float32).bfloat16().float().item()
+            assert env.collect(agent, steps=1)["value"][0, 0] == np.float32(expected)
+        assert env.stats()["bytes"]["weights_sent"] == 5 * (64 + 2048)
+
+
+@pytest.mark.parametrize("half", [False, True, "bfloat16"])
+def test_differences_arrive_exactly_and_take_less(half: bool | str) -> None:
     generator = np.random.default_rng(0)
     with cluster(envs=4, workers=2, weights={"delta": True, "half": half}, transport="tcp") as env:
         agent = ActorCriticAgent()
@@ -546,7 +563,7 @@ def test_differences_arrive_exactly_and_take_less(half: bool) -> None:
             agent.critic += generator.normal(size=1000).astype(np.float32) * 1e-4
             agent.logit[:] = k
             batch = env.collect(agent, steps=2)
-            exact = np.float16(agent.critic[0]) if half else agent.critic[0]
+            exact = as_sent(agent.critic[0], half)
             assert (batch["value"] == np.float32(exact)).all() and (batch["logit"] == k).all()
         later = (env.stats()["bytes"]["weights_sent"] - whole) / 5
         assert 0 < later < 0.75 * whole
@@ -554,7 +571,7 @@ def test_differences_arrive_exactly_and_take_less(half: bool) -> None:
         eventually(lambda: env.stats()["workers"]["restarts"] == 1 and env.stats()["workers"]["alive"] == 2)
         agent.critic += 1  # a worker without a version gets it whole, the other the difference
         batch = env.collect(agent, steps=2)
-        exact = np.float16(agent.critic[0]) if half else agent.critic[0]
+        exact = as_sent(agent.critic[0], half)
         assert (batch["value"] == np.float32(exact)).all()
 
 

@@ -17,17 +17,19 @@ def size(frames: list[bytes]) -> int:
     return sum(map(len, frames))
 
 
+@pytest.mark.parametrize("word", [2, 4])
 @pytest.mark.parametrize("seed", range(20))
-def test_nothing_is_lost_whatever_the_bits(seed: int) -> None:
+def test_nothing_is_lost_whatever_the_bits(seed: int, word: int) -> None:
     old, new = (np.random.default_rng((seed, i)).integers(0, 256, 4096, np.uint8).tobytes() for i in range(2))
-    assert decode(old, encode(old, new)) == new
+    assert decode(old, encode(old, new, word), word) == new
 
 
+@pytest.mark.parametrize("word", [2, 4])
 @pytest.mark.parametrize("dtype", ["<f2", "<f4", "<f8", "<i8"])
-def test_nothing_is_lost_of_any_type(dtype: str) -> None:
+def test_nothing_is_lost_of_any_type(dtype: str, word: int) -> None:
     old = weights(0).astype(dtype)
     new = (weights(0) + 1e-3 * weights(1)).astype(dtype)
-    assert decode(old.tobytes(), encode(old.tobytes(), new.tobytes())) == new.tobytes()
+    assert decode(old.tobytes(), encode(old.tobytes(), new.tobytes(), word), word) == new.tobytes()
 
 
 def test_special_numbers_survive() -> None:
@@ -42,6 +44,12 @@ def test_little_change_takes_little() -> None:
     assert size(encode(old.tobytes(), same.tobytes())) < 0.01 * old.nbytes
     assert size(encode(old.tobytes(), close.tobytes())) < 0.6 * old.nbytes
     assert size(encode(old.tobytes(), weights(2, 100_000).tobytes())) <= old.nbytes  # never more than the whole
+
+
+def test_words_of_16_bits_suit_weights_of_16_bits() -> None:
+    old = weights(0, 100_000)
+    first, second = (array.astype("<f2").tobytes() for array in (old, old + 1e-3 * weights(1, 100_000)))
+    assert size(encode(first, second, 2)) < size(encode(first, second, 4))
 
 
 def test_a_damaged_difference_is_refused() -> None:

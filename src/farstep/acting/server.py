@@ -190,7 +190,7 @@ class ActingServer:
         sys.path[:] = list(dict.fromkeys(message.path + sys.path))
         self._program = pickle.loads(program)
         self._sync.rule = self._program.sync
-        self._weights.delta = self._program.weights.delta
+        self._weights.config = self._program.weights
         for module in message.preload:
             __import__(module)
         self._words[PHASE] = Phase.IDLE

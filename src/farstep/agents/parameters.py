@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from farstep.core import Agent, Array, Nested
 from farstep.errors import AgentError, described
 
 _ALIGN = 64
+_BFLOAT16 = "<u2"
+"""How bfloat16, which NumPy lacks, is stored: as the bits."""
 _COMPARED_BYTES = 2**20  # up to this size, contents are compared even if version counters have not changed
 
 
@@ -152,6 +154,23 @@ def _bits(tensor: Any) -> Any:
     return tensor.detach().view({1: torch.uint8, 2: torch.int16}[tensor.dtype.itemsize])
 
 
+def rounded(array: Array, dtype: np.dtype[Any]) -> Array:
+    """Return an array in its stored dtype; the opposite of `widened`. Values that are too large become infinite."""
+    with np.errstate(over="ignore"):
+        if array.dtype.kind == "f" and dtype == _BFLOAT16:
+            bits = np.asarray(array, "<f4", order="C").view("<u4")
+            upper: Array = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # rounded to even
+            return upper.astype(dtype)
+        return array.astype(dtype, copy=False)
+
+
+def widened(array: Array, dtype: str) -> Array:
+    """Return a stored array in the agent's dtype."""
+    if array.dtype == _BFLOAT16 and np.dtype(dtype).kind == "f":
+        return (array.astype("<u4") << 16).view("<f4").astype(dtype)
+    return array.astype(dtype)
+
+
 def has_nan(leaf: Any, stored: Array) -> bool:
     """Return whether a parameter has a NaN; `stored` is the result of `as_stored` for this parameter."""
     if is_tensor(leaf) and leaf.dtype.is_floating_point and stored.dtype.kind != "f":
@@ -173,11 +192,12 @@ class ParameterSchema:
     """Dtypes in the buffer."""
 
     @classmethod
-    def of(cls, leaves: list[tuple[str, Any]], half: bool = False) -> ParameterSchema:
-        """Return the schema of these leaves; with `half`, floats are stored as float16."""
+    def of(cls, leaves: list[tuple[str, Any]], half: bool | Literal["bfloat16"] = False) -> ParameterSchema:
+        """Return the schema of these leaves; with `half`, floats are stored in 16 bits (see `WeightsConfig`)."""
         arrays = [as_stored(name, leaf) for name, leaf in leaves]
         sources = tuple(a.dtype.str for a in arrays)
-        stored = tuple("<f2" if half and source in ("<f4", "<f8") else source for source in sources)
+        rounded = _BFLOAT16 if half == "bfloat16" else "<f2"
+        stored = tuple(rounded if half and source in ("<f4", "<f8") else source for source in sources)
         return cls(tuple(name for name, _ in leaves), tuple(a.shape for a in arrays), sources, stored)
 
     @cached_property
@@ -331,7 +351,7 @@ class ParameterLoader:
     def load(self, arrays: list[Array]) -> None:
         """Load new values into all leaves. If `set_parameters` raises, the agent may be partly updated."""
         if self._config.half:
-            arrays = [array.astype(dtype) for array, dtype in zip(arrays, self.schema.sources, strict=True)]
+            arrays = [widened(array, dtype) for array, dtype in zip(arrays, self.schema.sources, strict=True)]
         if self._set is not None:
             template = self._template if self._config.only is None else parameters_of(self._agent)
             self._set(self._rebuild(template, "", self._by_name(template, arrays)))

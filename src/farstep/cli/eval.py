@@ -90,7 +90,7 @@ def _evaluate(saved: SavedRun, options: Options) -> dict[str, Any]:
     slots = min(options.num_envs or EVALUATION_SLOTS, options.episodes)
     infos = getattr(saved.learner, "info_keys", ())
     config = run.env_config(
-        envs_per_node=slots, stagger=None, kl_threshold=None, seed=seed, info_keys=infos, inference=None
+        envs_per_node=slots, stagger=None, kl_threshold=None, weights=None, seed=seed, info_keys=infos, inference=None
     )
     recorder = None if options.record is None else EpisodeRecorder(episode_quotas(options.episodes, slots))
     torch.set_num_threads(1)  # this process acts only with --launcher in-process

@@ -306,7 +306,7 @@ def _devices() -> list[str]:
 
 def _evaluator(run: RunConfig, folder: RunFolder) -> Evaluator:
     slots = min(run.eval_episodes, EVALUATION_SLOTS)
-    env_config = run.env_config(envs_per_node=slots, stagger=None, kl_threshold=None, inference=None)
+    env_config = run.env_config(envs_per_node=slots, stagger=None, kl_threshold=None, weights=None, inference=None)
 
     def video(agent: NetworkAgent, step: int) -> None:
         record(agent, run, folder.videos / f"step-{step:09d}.mp4", seed=run.seed)

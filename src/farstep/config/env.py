@@ -41,16 +41,18 @@ class WeightsConfig(_Config):
     """Which parameters to send: a shell pattern for names such as `actor.*`, several patterns, or a function that takes
     a name and returns a bool. For all other parameters, workers keep the values of the agent that they first received.
     None: send all."""
-    half: bool = False
-    """Send float32 and float64 parameters rounded to float16."""
+    half: bool | Literal["bfloat16"] = False
+    """Send float32 and float64 parameters rounded to 16 bits: to float16 (True), or to "bfloat16", which has the range
+    of float32 and fewer digits."""
     delta: bool = False
     """Send only the difference to the version that the worker already has, compressed without loss. No effect on
     workers that share memory with the head: they all read one copy."""
 
     def __post_init__(self) -> None:
-        for name in ("half", "delta"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"WeightsConfig.{name} is {getattr(self, name)!r}; expected True or False.")
+        if not isinstance(self.half, bool) and self.half != "bfloat16":
+            raise ConfigError(f"WeightsConfig.half is {self.half!r}; expected True (float16), 'bfloat16' or False.")
+        if not isinstance(self.delta, bool):
+            raise ConfigError(f"WeightsConfig.delta is {self.delta!r}; expected True or False.")
         patterns = [self.only] if isinstance(self.only, str) else self.only
         if isinstance(patterns, Sequence) and patterns and all(isinstance(p, str) and p for p in patterns):
             object.__setattr__(self, "only", tuple(patterns))

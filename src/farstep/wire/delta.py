@@ -1,8 +1,8 @@
 """The difference between two versions of weights, compressed without loss.
 
-Weights change little from version to version. Read as integers, most 32-bit words differ only in their low bits. The
-differences are therefore split into four planes, one per byte. The planes of the high bytes are nearly all zero and
-compress well.
+Weights change little from version to version. Read as integers, most words (of 32 bits, or 16 if weights are rounded to
+that) differ only in their low bits. The differences are therefore split into planes, one per byte of a word. The planes
+of the high bytes are nearly all zero and compress well.
 """
 
 from __future__ import annotations
@@ -12,28 +12,33 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from farstep.config.env import WeightsConfig
 from farstep.core import Array, BytesLike
 from farstep.errors import WireError
 
-_PLANES = 4
+
+def word_bytes(config: WeightsConfig) -> int:
+    """The number of bytes per word for weights that are sent in this form."""
+    return 2 if config.half else 4
 
 
-def encode(old: BytesLike, new: BytesLike) -> list[bytes]:
-    """The difference from `old` to `new` as frames; both must have the same length, a multiple of 4."""
-    difference = np.frombuffer(new, np.int32) - np.frombuffer(old, np.int32)
-    folded = (difference << 1) ^ (difference >> 31)  # zigzag: small numbers get leading zeros, whatever their sign
-    return [_compressed(plane) for plane in folded.view(np.uint8).reshape(-1, _PLANES).T]
+def encode(old: BytesLike, new: BytesLike, word: int = 4) -> list[bytes]:
+    """The difference from `old` to `new` as frames; both must have the same length, a multiple of `word` bytes."""
+    difference = np.frombuffer(new, f"i{word}") - np.frombuffer(old, f"i{word}")
+    folded = (difference << 1) ^ (difference >> (8 * word - 1))  # zigzag: small numbers get leading zeros
+    return [_compressed(plane) for plane in folded.view(np.uint8).reshape(-1, word).T]
 
 
-def decode(old: BytesLike, frames: Sequence[BytesLike]) -> bytes:
+def decode(old: BytesLike, frames: Sequence[BytesLike], word: int = 4) -> bytes:
     """Return the new buffer, given the old buffer and the frames of `encode`. Raise `WireError` for other frames."""
-    size = memoryview(old).nbytes // _PLANES
-    if len(frames) != _PLANES:
-        raise WireError(f"a difference of weights in {len(frames)} frames; expected {_PLANES}.")
+    size = memoryview(old).nbytes // word
+    if len(frames) != word:
+        raise WireError(f"a difference of weights in {len(frames)} frames; expected {word}.")
     planes = [np.frombuffer(_decompressed(frame, size), np.uint8) for frame in frames]
-    folded = np.ascontiguousarray(np.stack(planes, axis=1)).view(np.uint32).reshape(-1)
-    difference = ((folded >> 1) ^ -(folded & 1).astype(np.int32).view(np.uint32)).view(np.int32)
-    return (np.frombuffer(old, np.int32) + difference).tobytes()
+    folded = np.ascontiguousarray(np.stack(planes, axis=1)).view(f"u{word}").reshape(-1)
+    difference = (folded >> 1) ^ -(folded & 1)
+    new: Array = np.frombuffer(old, f"u{word}") + difference
+    return new.tobytes()
 
 
 def _compressed(plane: Array) -> bytes:

@@ -242,7 +242,7 @@ class Worker:
         self._inbox.on_taken = sender.acknowledged
         self._roller = Roller(self._host, self._words, self._inbox.poll, sender, self._timer)
         self._sync.rule = self._program.sync
-        self._weights.delta = self._program.weights.delta
+        self._weights.config = self._program.weights
         spaces = (pack(self._host.observation_space), pack(self._host.action_space))
         self._send(m.Ready(*spaces, self._host.num_stacked_frames if isinstance(self._host, Host) else 0))
         self._words[PHASE] = Phase.CONNECT  # the time limit of this phase allows for slow imports

@@ -15,14 +15,16 @@ from farstep.agents.parameters import (
     has_nan,
     leaves_of,
     parameters_of,
+    rounded,
     travelling,
+    widened,
 )
 from farstep.config.env import ALL_WEIGHTS, WeightsConfig
 from farstep.core import Agent, Array, BytesLike
 from farstep.errors import AgentError
 from farstep.rollout.weight_headers import HEADER, PAGE, digest, pack_word, stride
 from farstep.wire.channels.memory import SharedMemory
-from farstep.wire.delta import encode
+from farstep.wire.delta import encode, word_bytes
 from farstep.wire.messages import Parameters
 
 
@@ -85,7 +87,7 @@ class ParameterStore:
         current = self.schema.views(self.memory.map, self._start(self._index) + HEADER)
         for old, source, leaf in zip(current, self.schema.sources, leaves, strict=True):
             new = as_stored(*leaf)
-            if new.dtype != source or not np.array_equal(old, _cast(new, old.dtype)):
+            if new.dtype != source or not np.array_equal(old, rounded(new, old.dtype)):
                 return True
         self._changes.note(counters)
         return False
@@ -142,7 +144,7 @@ class ParameterStore:
         if held < 0 or known[0] != held:
             return -1, [self.payload()]
         if held not in self._differences:
-            self._differences[held] = encode(known[1], self.payload())
+            self._differences[held] = encode(known[1], self.payload(), word_bytes(self._config))
         return held, list(self._differences[held])
 
     def _start(self, index: int) -> int:
@@ -155,11 +157,11 @@ class ParameterStore:
             views = self.schema.views(self.memory.map, start + HEADER)
             for view, source, (name, leaf) in zip(views, self.schema.sources, leaves, strict=True):
                 array = self._checked(name, leaf, source)
-                view[...] = _cast(array, view.dtype)
-                if view.dtype != array.dtype and not np.array_equal(np.isinf(view), np.isinf(array)):
+                view[...] = rounded(array, view.dtype)
+                if view.dtype != array.dtype and not np.array_equal(np.isinf(widened(view, source)), np.isinf(array)):
                     raise AgentError(
-                        f"parameter {name!r} has values beyond {np.finfo(view.dtype).max:,.0f}, which do not fit half "
-                        f"precision; {self._consequence}. Remove weights.half."
+                        f"parameter {name!r} has values that are too large for half precision; {self._consequence}. "
+                        "Set weights.half to 'bfloat16' (up to 3e38) or to False."
                     )
             self._word[start // 8] = self.version + 1
         finally:
@@ -183,8 +185,3 @@ class ParameterStore:
 
     def close(self) -> None:
         self.memory.close()
-
-
-def _cast(array: Array, dtype: np.dtype[Any]) -> Array:
-    with np.errstate(over="ignore"):  # overflow gives infinity, which `_write` checks
-        return array.astype(dtype, copy=False)

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from farstep.agents.parameters import ParameterLoader
+from farstep.config.env import ALL_WEIGHTS, WeightsConfig
 from farstep.core import BytesLike
 from farstep.errors import WireError
 from farstep.rollout.weight_headers import HEADER, PAGE, stride, unpack_word
 from farstep.wire.channels.memory import mapped
-from farstep.wire.delta import decode
+from farstep.wire.delta import decode, word_bytes
 
 
 class Weights(Protocol):
@@ -73,11 +74,13 @@ class RemoteWeights:
     Args:
         request: Takes the version that this worker holds (-1: none). Returns the newest version, the base version of
             the delta (-1: no delta, the frames are the full parameters), and the frames.
-        delta: Whether to keep the last parameters, so that the head may send deltas.
+        config: In what form parameters are sent.
     """
 
-    def __init__(self, request: Callable[[int], tuple[int, int, Sequence[BytesLike]]], delta: bool = False) -> None:
-        self._request, self._delta = request, delta
+    def __init__(
+        self, request: Callable[[int], tuple[int, int, Sequence[BytesLike]]], config: WeightsConfig = ALL_WEIGHTS
+    ) -> None:
+        self._request, self._config = request, config
         self._held: tuple[int, BytesLike] = (-1, b"")
         self.announced = 0
         """The version of the last `Newest`."""
@@ -89,9 +92,9 @@ class RemoteWeights:
         version, base, frames = self._request(self._held[0])
         if base not in (-1, self._held[0]):
             raise WireError(f"weights are a difference to version {base}, but this worker has {self._held[0]}.")
-        payload = frames[0] if base < 0 else decode(self._held[1], frames)
+        payload = frames[0] if base < 0 else decode(self._held[1], frames, word_bytes(self._config))
         loader.load(loader.schema.views(payload))
-        if self._delta:
+        if self._config.delta:
             self._held = (version, payload)
         return version, sum(memoryview(frame).nbytes for frame in frames)
 

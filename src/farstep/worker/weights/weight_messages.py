@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from farstep.agents.base_weights import BaseBytes, received_base
+from farstep.config.env import ALL_WEIGHTS
 from farstep.core import BytesLike, Link, Received
 from farstep.wire import messages as m
 from farstep.worker.inbox import Inbox
@@ -29,8 +30,8 @@ class WeightMessages:
         """The base that the head sent last: content hash and bytes."""
         self.agent_id = -1
         """The agent whose weights are used; -1: none."""
-        self.delta = False
-        """Whether the head may send deltas."""
+        self.config = ALL_WEIGHTS
+        """In what form the head sends weights."""
 
     def handle(self, message: m.SendBase | m.Parameters | m.Newest, received: Received) -> None:
         """Handle one message from the head. `Parameters` of another agent are ignored."""
@@ -43,7 +44,7 @@ class WeightMessages:
             case m.Parameters() if received.fds:
                 self._sync.weights = SharedWeights(received.fds[0], message.nbytes, message.buffers)
             case m.Parameters():
-                self._sync.weights = RemoteWeights(partial(self._request, message.agent), self.delta)
+                self._sync.weights = RemoteWeights(partial(self._request, message.agent), self.config)
             case m.Newest():
                 if isinstance(self._sync.weights, RemoteWeights):
                     self._sync.weights.announced = message.version
