@@ -6,8 +6,8 @@
     python benchmarks/elastic.py --show benchmarks/results/elastic.json  # only tables and plots
 
 held: slot-seconds, update latency and CPU time of the same PPO with released workers, with held workers, and with Ray
-actors that are held for the whole run (skipped if Ray is not installed); and SAC. The cost of an environment step is
-chosen on this machine so that sampling takes as long as learning.
+actors that are held for the whole run (skipped if Ray is not installed); and of the same SAC. For PPO, the cost of an
+environment step is chosen on this machine so that sampling takes as long as learning.
 backends: seconds until the first batch by start method, and the wait for the first step after each update.
 batch: PPO with up to 32 workers by a scaling rule against 4, 16 and 32 workers; return over time and slot-seconds.
 shared: update times of two workloads on the same cores, with a coordinator, against one alone.
@@ -34,13 +34,13 @@ from typing import Any
 from children import run_script
 from cpu_meter import CpuMeter
 from document import check_machine, continued, write_document
-from elastic_tables import PARTS, draw, page
+from elastic_tables import HELD, PARTS, RAY, RELEASED, SAC_HELD, SAC_RAY, SAC_RELEASED, draw, page
 from roster import BENCHMARKS
 from runner import last_line, last_report, run_command
 from trainings import RUNS
 from versions import versions_of
 
-FARSTEP, RAY = "elastic_farstep.py", "elastic_ray.py"
+ON_FARSTEP, ON_RAY = "elastic_farstep.py", "elastic_ray.py"
 IMAGES = BENCHMARKS.parent / "docs" / "images"
 TIMEOUT_S = 600.0
 CORES = len(os.sched_getaffinity(0))
@@ -53,7 +53,7 @@ class Case:
     part: str
     name: str
     options: dict[str, Any]
-    script: str = FARSTEP
+    script: str = ON_FARSTEP
     rounds: int
 
 
@@ -107,18 +107,22 @@ QUICK = Sizes(
 def held(sizes: Sizes, step_ms: float) -> Iterator[Case]:
     work = {"workers": sizes.workers, "step_ms": step_ms, **sizes.work}
     common = {"workload": work, "updates": sizes.updates, "traced": 6}
-    for name, release_idle in (("farstep, released", True), ("farstep, held", False)):
+    for name, release_idle in ((RELEASED, True), (HELD, False)):
         options = {"kind": "ppo", "release_idle": release_idle, **common}
         yield Case(part="held", name=name, options=options, rounds=sizes.rounds)
-    if importlib.util.find_spec("ray") is None:
-        print("held: Ray actors are skipped, because Ray is not installed here (pip install 'farstep[ray]')")
+    has_ray = importlib.util.find_spec("ray") is not None
+    if has_ray:
+        yield Case(part="held", name=RAY, options={"kind": "ppo", **common}, script=ON_RAY, rounds=sizes.rounds)
     else:
-        yield Case(part="held", name="Ray actors, held", options=common, script=RAY, rounds=sizes.rounds)
-    sac = {"workers": sizes.workers, "envs_per_worker": 1, "env": "Pendulum-v1", "step_ms": 1.0}
-    for name, release_idle in (("farstep SAC", False), ("farstep SAC, release_idle", True)):
-        options = {"kind": "sac", "workload": sac, "release_idle": release_idle, "total_steps": sizes.sac_steps}
-        options |= {"learning_starts": 200, "updates_per_step": 0.5, "seconds_limit": 60.0}
-        yield Case(part="held", name=name, options=options, rounds=1)
+        print("held: Ray actors are skipped, because Ray is not installed here (pip install 'farstep[ray]')")
+    work = {"workers": sizes.workers, "envs_per_worker": 1, "env": "Pendulum-v1", "step_ms": 1.0}
+    sac = {"kind": "sac", "workload": work, "total_steps": sizes.sac_steps, "learning_starts": 200}
+    sac |= {"updates_per_step": 0.5, "seconds_limit": 60.0}
+    for name, release_idle in ((SAC_RELEASED, True), (SAC_HELD, False)):
+        options = {**sac, "release_idle": release_idle}
+        yield Case(part="held", name=name, options=options, rounds=sizes.rounds)
+    if has_ray:
+        yield Case(part="held", name=SAC_RAY, options=sac, script=ON_RAY, rounds=sizes.rounds)
 
 
 def backends(sizes: Sizes) -> Iterator[Case]:

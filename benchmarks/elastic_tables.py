@@ -17,6 +17,7 @@ Run = dict[str, Any]
 PARTS = ("held", "backends", "batch", "shared")
 SLOTS_IMAGE, BATCH_IMAGE = "elastic-slots.png", "elastic-batch.png"
 RELEASED, HELD, RAY = "farstep, released", "farstep, held", "Ray actors, held"
+SAC_RELEASED, SAC_HELD, SAC_RAY = "SAC, farstep, released", "SAC, farstep, held", "SAC, Ray actors, held"
 SOON_S = 0.05
 
 
@@ -70,7 +71,13 @@ def _mean_update_s(run: Run) -> float:
 
 
 def _held_page(document: Document, found: dict[str, list[Run]]) -> str:
+    return "\n\n".join([*_ppo(document, found), *_sac(found), _load(found)])
+
+
+def _ppo(document: Document, found: dict[str, list[Run]]) -> list[str]:
     ppo = {name: runs for name, runs in found.items() if "update_s" in runs[0]}
+    if not ppo:
+        return []
     any_run = next(iter(ppo.values()))[0]
     base = ppo.get(RAY) or ppo.get(HELD)
     rows = []
@@ -89,13 +96,11 @@ def _held_page(document: Document, found: dict[str, list[Run]]) -> str:
         f"rounds ({len(next(iter(ppo.values())))}) of {any_run['updates']} updates, on {machines(document)}:",
         table([*header, "CPU-seconds per update"], rows),
         "CPU-seconds are those of all processes, learner and daemons included. Slot-seconds of Ray actors are "
-        "computed, not recorded: Ray reserves the CPU of an actor until the actor ends, so they are actors x seconds. "
-        + _load(found),
+        "computed, not recorded: Ray reserves the CPU of an actor until the actor ends, so they are actors x seconds.",
     ]
     if RAY not in ppo:
         parts.append("Ray actors were not measured.")
-    parts.append(f"![slots over time, held and released](images/{SLOTS_IMAGE})")
-    return "\n\n".join([*parts, *_sac(found)])
+    return [*parts, f"![slots over time, held and released](images/{SLOTS_IMAGE})"]
 
 
 def _p95(run: Run) -> float:
@@ -103,21 +108,35 @@ def _p95(run: Run) -> float:
 
 
 def _sac(found: dict[str, list[Run]]) -> list[str]:
-    sac = {name: runs for name, runs in found.items() if "used_seconds" in runs[0] and "steps" in runs[0]}
+    sac = {name: found[name] for name in (SAC_RELEASED, SAC_HELD, SAC_RAY) if name in found}
     if not sac:
         return []
+    base = sac.get(SAC_RAY) or sac.get(SAC_HELD)
     rows = []
-    for name, (run, *_) in sac.items():
-        idle = 1 - run["used_seconds"] / run["slot_seconds"]
-        whole = run["seconds"] * run["workload"]["workers"]
-        cells = [f"{run['slot_seconds']:.1f}", f"{run['slot_seconds'] / whole:.2f}", f"{run['used_seconds']:.1f}"]
-        rows.append([name, *cells, f"{idle:.0%}", f"{1e3 * run['seconds'] / max(1, run['updates']):.1f}"])
-    header = ["", "slot-seconds", "of seconds x workers", "used", "idle", "ms per update"]
+    for name, runs in sac.items():
+        slot_s = _median(runs, _slot_s)
+        share = f"{slot_s / _median(base, _slot_s):.2f}" if base else "-"
+        idle = _median(runs, lambda run: 1 - run["used_seconds"] / run["slot_seconds"])
+        times = [
+            1e3 * _median(runs, _sac_update_s),
+            1e3 * _median(runs, lambda run: run["cpu_seconds"] / run["updates"]),
+        ]
+        rows.append([name, f"{1e3 * slot_s:.1f}", share, f"{idle:.0%}", *(f"{value:.1f}" for value in times)])
+    any_run = next(iter(sac.values()))[0]
+    against = "Ray" if SAC_RAY in sac else "held"
+    header = ["", "slot-milliseconds per update", f"of {against}", "idle", "update, ms", "CPU-milliseconds per update"]
     return [
-        "SAC rolls while it learns. With `release_idle`, a worker is released while it has no ticket, because the "
-        "limiter admits no more of its rows. *Idle* is the share of the slot-seconds in which workers waited:",
+        f"SAC rolls while it learns: {_workers(any_run)}, {any_run['total_steps']:,} steps, and "
+        f"{any_run['updates_per_step']:g} updates per step. With `release_idle`, a worker is released while it has no "
+        "ticket, because the limiter admits no more of its rows. The actors of Ray get the same number of steps ahead "
+        "of the learner, and wait otherwise. *Idle* is the share of the slot-seconds in which workers waited. "
+        f"Medians of the rounds ({len(next(iter(sac.values())))}):",
         table(header, rows),
     ]
+
+
+def _sac_update_s(run: Run) -> float:
+    return float(run["seconds"] / run["updates"])
 
 
 # ---- backends ----
@@ -273,6 +292,8 @@ _CLAIMS: tuple[tuple[str, str, Callable[[Document], str]], ...] = (
     ("PPO: slot-seconds released / Ray actors held", "0.55", _ratio("held", RELEASED, RAY, _slot_s)),
     ("PPO: slot-seconds released / farstep held", "-", _ratio("held", RELEASED, HELD, _slot_s)),
     ("PPO: time of an update, released / farstep held", "-", _ratio("held", RELEASED, HELD, _mean_update_s)),
+    ("SAC: slot-seconds released / Ray actors held", "0.54", _ratio("held", SAC_RELEASED, SAC_RAY, _slot_s)),
+    ("SAC: time of an update, released / farstep held", "-", _ratio("held", SAC_RELEASED, SAC_HELD, _sac_update_s)),
     ("released local workers, updates of 0.05 and 0.5 s: rollouts that wait less than 50 ms", "92.75 %", _soon),
     ("adaptive batch: slot-seconds / most workers (runs that reached the target)", "0.45 to 0.53", _adaptive),
     (

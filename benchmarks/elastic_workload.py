@@ -1,4 +1,4 @@
-"""The PPO that the parts of elastic.py measure, and the loop that times its updates; for farstep and for Ray actors."""
+"""The PPO and SAC that the parts of elastic.py measure, and the loop that times PPO; for farstep and for Ray actors."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from farstep.batch import Batch
 from farstep.learners.loop.timing import Timer
 from farstep.learners.networks.nets import NetConfig, make_agent
 from farstep.learners.ppo import PPO, PPOConfig
+from farstep.learners.replay.config import ReplayConfig
+from farstep.learners.sac import SAC, SACConfig, make_soft_actor
 
 WARM_UP = 3
 """First updates, which results do not include."""
@@ -62,6 +64,14 @@ class Workload:
             net=NET,
         )
         return PPO(make_agent(*spaces, NET, config.gamma), config, self.seed)
+
+    def sac(self, spaces: tuple[Any, Any], learning_starts: int, updates_per_step: float) -> SAC:
+        """Make a SAC learner, which has one thread."""
+        torch.set_num_threads(1)
+        torch.manual_seed(self.seed)
+        replay = ReplayConfig(learning_starts=learning_starts, updates_per_step=updates_per_step, buffer_checkpoint_s=0)
+        config = SACConfig(replay=replay)
+        return SAC(make_soft_actor(*spaces, config), config, self.seed)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -23,17 +23,14 @@ import _setup  # noqa: F401
 
 # isort: split
 import numpy as np
-import torch
 from costly import FixedAgent
 from cpu_meter import descendants_s
-from elastic_workload import WARM_UP, Workload, measured_updates, report
+from elastic_workload import WARM_UP, Workload, measured_updates, report, tree_cpu_s
 
 import farstep
 from farstep.elastic.coordinator_server import read_status
 from farstep.learners.loop.iteration import Iteration
 from farstep.learners.loop.timing import Timer
-from farstep.learners.replay.config import ReplayConfig
-from farstep.learners.sac import SAC, SACConfig, make_soft_actor
 
 Case = dict[str, Any]
 Found = dict[str, Any]
@@ -175,25 +172,20 @@ class Record:
 def sac(case: Case) -> Found:
     """Measure SAC, whose workers roll while it learns and wait while its limiter admits no rows."""
     workload = Workload(**case["workload"])
-    torch.set_num_threads(1)
-    torch.manual_seed(workload.seed)
-    replay = ReplayConfig(
-        learning_starts=case["learning_starts"], updates_per_step=case["updates_per_step"], buffer_checkpoint_s=0
-    )
-    config = SACConfig(replay=replay)
     with started(workload, release_idle=case["release_idle"]) as env:
-        learner = SAC(make_soft_actor(*env.launch(), config), config, workload.seed)
-        before = env.stats()["slots"]
+        learner = workload.sac(env.launch(), case["learning_starts"], case["updates_per_step"])
+        before, cpu_s = env.stats()["slots"], tree_cpu_s()
         loop = Record(env, case["total_steps"], case["seconds_limit"])
         began = time.monotonic()
         learner.run(env, loop)
-        seconds, slots = time.monotonic() - began, env.stats()["slots"]
+        seconds, slots, cpu_s = time.monotonic() - began, env.stats()["slots"], tree_cpu_s() - cpu_s
     return {
         "seconds": round(seconds, 3),
         "updates": loop.updates,
         "steps": loop.steps,
         "slot_seconds": round(slots["held_seconds"] - before["held_seconds"], 3),
         "used_seconds": round(slots["used_seconds"] - before["used_seconds"], 3),
+        "cpu_seconds": round(cpu_s, 3),
     }
 
 

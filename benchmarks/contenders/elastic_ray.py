@@ -1,7 +1,8 @@
-"""PPO of elastic.py on Ray actors, which hold their CPU for the whole run.
+"""PPO and SAC of elastic.py on Ray actors, which hold their CPU for the whole run.
 
 Each actor has its environments and a copy of the agent. For each rollout it gets the newest weights through Ray's
-object store, and returns its rows. The learner is the same object as farstep's.
+object store, and returns its rows. The learner is the same object as farstep's. SAC learns while actors roll; an actor
+gets no new rollout while actors are as far ahead of the learner as farstep's limiter allows.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ import costly
 import numpy as np
 import ray
 import torch
-from elastic_workload import NET, WARM_UP, Workload, measured_updates, report
+from elastic_workload import NET, WARM_UP, Workload, measured_updates, report, tree_cpu_s
 
 from farstep.batch import Batch, FinalObs
 from farstep.learners.networks.nets import make_agent
 from farstep.learners.ppo import PPO
+from farstep.learners.replay.batches import ReplayBatch
+from farstep.learners.sac import SACConfig, make_soft_actor
 
 GIVEN = ("obs", "action", "logprob", "value", "reward", "terminated", "truncated", "episode_start")
+TRANSITION = ("obs", "action", "reward", "terminated", "next_obs")
 
 
 class Actor:
@@ -111,27 +115,130 @@ class RayActors:
         return (time.monotonic() - self._started) * len(self._actors)
 
 
+# ---- SAC ----
+
+
+class SoftActorOnRay:
+    """Steps one environment with its own copy of SAC's policy."""
+
+    def __init__(self, workload: Workload, index: int) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(workload.seed + index)
+        self._env = costly.make(**workload.env_kwargs)
+        self._obs = self._env.reset(seed=workload.seed + index)[0]
+        self._agent = make_soft_actor(*self.spaces(), SACConfig())
+
+    def spaces(self) -> tuple[Any, Any]:
+        return self._env.observation_space, self._env.action_space
+
+    def rollout(self, weights: dict[str, torch.Tensor], steps: int) -> tuple[dict[str, Any], float]:
+        """Roll out with these weights; returns the transitions, and the seconds that they took."""
+        began = time.monotonic()
+        self._agent.load_state_dict(weights)
+        rows: dict[str, list[Any]] = {name: [] for name in TRANSITION}
+        for _ in range(steps):
+            with torch.inference_mode():
+                action = self._agent.act(torch.from_numpy(self._obs[None]))["action"][0].numpy()
+            after, reward, terminated, truncated, _ = self._env.step(action)
+            for name, value in zip(TRANSITION, (self._obs, action, reward, terminated, after), strict=True):
+                rows[name].append(value)
+            self._obs = self._env.reset()[0] if terminated or truncated else after
+        return {name: np.stack(found) for name, found in rows.items()}, time.monotonic() - began
+
+
+class Transitions:
+    """The newest transitions, in arrays; uniform samples."""
+
+    def __init__(self, size: int, gamma: float, seed: int) -> None:
+        self._size, self._gamma, self._rng = size, gamma, np.random.default_rng(seed)
+        self._arrays: dict[str, Any] = {}
+        self.rows = 0
+        """Transitions so far."""
+
+    def insert(self, chunk: dict[str, Any]) -> None:
+        steps = len(chunk["reward"])
+        for name, values in chunk.items():
+            kept = self._arrays.setdefault(name, np.zeros((self._size, *values.shape[1:]), values.dtype))
+            kept[(self.rows + np.arange(steps)) % self._size] = values
+        self.rows += steps
+
+    def sample(self, number: int) -> ReplayBatch:
+        keys = self._rng.integers(min(self.rows, self._size), size=number)
+        rows = {name: torch.from_numpy(values[keys]) for name, values in self._arrays.items()}
+        rows["reward"] = rows["reward"].float()
+        rows["discount"] = self._gamma * (~rows.pop("terminated")).float()
+        return ReplayBatch(rows, torch.ones(number), keys)
+
+
+def sac(case: dict[str, Any]) -> dict[str, Any]:
+    """Measure SAC, which updates whenever its ratio of updates to steps allows it."""
+    workload = Workload(**case["workload"])
+    made = ray.remote(num_cpus=1)(SoftActorOnRay)
+    actors = [made.remote(workload, index) for index in range(workload.workers)]
+    spaces = ray.get([actor.spaces.remote() for actor in actors])[0]
+    learner = workload.sac(spaces, case["learning_starts"], case["updates_per_step"])
+    replay = learner.config.replay
+    steps, ratio = replay.chunk_steps(len(actors)), case["updates_per_step"]
+    ahead = 1 / ratio + 2 * steps * len(actors)
+    kept = Transitions(replay.buffer_size, learner.config.gamma, workload.seed)
+    weights = ray.put(learner.agent.state_dict())
+    idle, rolling = list(actors), {}
+    updates, asked, used_s = 0, 0, 0.0
+    cpu_s, began = tree_cpu_s(), time.monotonic()
+    while time.monotonic() - began < case["seconds_limit"]:
+        while idle and asked < min(case["total_steps"], replay.learning_starts + updates / ratio + ahead):
+            actor = idle.pop()
+            rolling[actor.rollout.remote(weights, steps)] = actor
+            asked += steps
+        may_update = updates < ratio * (kept.rows - replay.learning_starts)
+        if not may_update and not rolling:
+            break
+        number, timeout = (len(rolling), 0) if may_update else (1, 60)
+        for done in ray.wait([*rolling], num_returns=number, timeout=timeout)[0] if rolling else ():
+            chunk, seconds = ray.get(done)
+            kept.insert(chunk)
+            used_s += seconds
+            idle.append(rolling.pop(done))
+        if may_update:
+            learner.step(kept.sample(replay.batch_size))
+            updates += 1
+            if updates % replay.publish_every == 0:
+                weights = ray.put(learner.agent.state_dict())
+    seconds = time.monotonic() - began
+    return {
+        "seconds": round(seconds, 3),
+        "updates": updates,
+        "steps": kept.rows,
+        "slot_seconds": round(seconds * len(actors), 3),
+        "used_seconds": round(used_s, 3),
+        "cpu_seconds": round(tree_cpu_s() - cpu_s, 3),
+    }
+
+
+def ppo(case: dict[str, Any]) -> dict[str, Any]:
+    """Time updates of PPO."""
+    workload = Workload(**case["workload"])
+    actors = RayActors(workload)
+    learner = workload.learner(actors.spaces)
+    actors.publish(learner)
+    found = measured_updates(actors.collect, learner, lambda: actors.publish(learner), case["updates"], actors.held_s)
+    return found | {"whole_slot_seconds": round(actors.held_s(), 3), "warm_up": WARM_UP}
+
+
 def main() -> None:
     case = json.loads(sys.argv[1])
-    workload = Workload(**case["workload"])
     ray.init(
-        num_cpus=workload.workers + 1,  # one for the learner
+        num_cpus=case["workload"]["workers"] + 1,  # one for the learner
         include_dashboard=False,
         log_to_driver=False,
         configure_logging=False,
         _system_config={"worker_niceness": 0},  # by default, actors have a lower priority than other processes
     )
     try:
-        actors = RayActors(workload)
-        learner = workload.learner(actors.spaces)
-        actors.publish(learner)
-        found = measured_updates(
-            actors.collect, learner, lambda: actors.publish(learner), case["updates"], actors.held_s
-        )
-        found["whole_slot_seconds"] = round(actors.held_s(), 3)
+        found = {"ppo": ppo, "sac": sac}[case["kind"]](case)
     finally:
         ray.shutdown()
-    report("ray", found | {"warm_up": WARM_UP, "ray": ray.__version__})
+    report("ray", found | {"ray": ray.__version__})
 
 
 if __name__ == "__main__":
