@@ -17,7 +17,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from tests.engines.guarded import EngineMissing
 
 DEADLINE_S = 60.0
-_QUIET = (
+QUIET = (
     "--headless=new",
     "--no-sandbox",
     "--disable-gpu",
@@ -81,7 +81,7 @@ def browser() -> Iterator[Browser]:
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
     with tempfile.TemporaryDirectory() as profile:
-        for argument in (*_QUIET, f"--user-data-dir={profile}"):
+        for argument in (*QUIET, f"--user-data-dir={profile}"):
             options.add_argument(argument)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
         found = webdriver.Chrome(options=options, service=Service(driver))

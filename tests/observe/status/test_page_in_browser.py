@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from farstep.observe.loggers import JsonlLogger
 from farstep.observe.run_folder import RunFolder
 from farstep.observe.status import FolderSource, PageServer
 from farstep.testing import CountingEnv, TableAgent
-from tests.observe.status.browser import PHONE, WIDE, Browser, browser
+from tests.observe.status.browser import PHONE, QUIET, WIDE, Browser, browser
 
 pytestmark = pytest.mark.slow  # real processes, or learning
 
@@ -140,6 +141,19 @@ def test_page_shows_the_run_before_its_server_sends_anything(window: Browser) ->
     finally:
         window.driver.execute_cdp_cmd("Network.setBlockedURLs", {"urls": []})
         server.close()
+
+
+def test_page_that_is_not_live_can_be_photographed(tmp_path: Path) -> None:
+    """With a budget of virtual time, Chromium waits for all connections to end."""
+    file = tmp_path / "page.png"
+    server = PageServer(SimulatedRun(8, 2))
+    command = ["chromium", *QUIET, "--virtual-time-budget=2000", f"--screenshot={file}", f"{server.url}&live=0"]
+    environment = os.environ | {"HOME": str(tmp_path)}
+    try:
+        subprocess.run(command, env=environment, capture_output=True, timeout=120, check=True)
+    finally:
+        server.close()
+    assert file.read_bytes().startswith(b"\x89PNG")
 
 
 def test_run_that_reached_its_target_shows_a_full_bar(window: Browser) -> None:

@@ -327,7 +327,7 @@ function showEvents(events) {
 function start() {
   const embedded = JSON.parse(byId("data").textContent);
   show(embedded);
-  if (!embedded.live) return;
+  if (!embedded.live || new URLSearchParams(location.search).get("live") === "0") return;
   const source = new EventSource(`events${location.search}`);
   source.onmessage = (message) => show(JSON.parse(message.data));
   source.addEventListener("happened", (message) => showEvents(JSON.parse(message.data)));
