@@ -15,6 +15,7 @@ from farstep.elastic.run_share import RunShare
 from farstep.errors import ClosedError
 from farstep.head.collector import Collector
 from farstep.head.events import EventLog
+from farstep.head.interrupts import Interrupts
 from farstep.rollout.sources import Source
 from farstep.run.launch_monitor import LaunchMonitor
 from farstep.run.run_page import RunPage
@@ -188,14 +189,17 @@ class Launch:
         if isinstance(config, LocalConfig):  # on nodes, other environments may be registered
             Source.of(env_config).check()
         num_workers = config.num_workers(env_config.envs_per_node)
-        share = RunShare(config, num_workers, events.emit, per_session=env_config.release_idle)
-        self._progress.share = share
+        share: RunShare | None = None
         try:
+            with Interrupts().deferred():  # otherwise Ctrl-C could leave a registered run with no owner
+                share = RunShare(config, num_workers, events.emit, per_session=env_config.release_idle)
+            self._progress.share = share
             share.wait(self.check_open)
             run = LaunchedRun(*self._options, share)
         except BaseException:
             self._progress.forget()
-            share.close()
+            if share is not None:
+                share.close()
             raise
         self._progress.run = run
         return run
