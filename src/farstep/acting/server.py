@@ -305,8 +305,9 @@ class ActingServer:
         assert program is not None and program.serving is not None
         slots = Slots(join.first, list(join.roots), list(join.episodes))
         obs = unpack(join.obs)
-        dtype = program.serving.dtype
-        actor = BatchActor(self._payload, obs, slots, program.weights, self._has_gpu, self._weights.base[1], dtype)
+        dtype, max_batch = program.serving.dtype, program.serving.max_batch
+        base = self._weights.base[1]
+        actor = BatchActor(self._payload, obs, slots, program.weights, self._has_gpu, base, dtype, max_batch)
         if torch := sys.modules.get("torch"):
             threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
             if not had_torch:
