@@ -140,7 +140,7 @@ def line(status: RunStatus, now_s: float, diagnosis: str | None = None) -> str:
         parts.append(f"{duration(left)} left")
     parts += [f"{label(name)} {number(latest[name])}" for name in (RETURN, EVALUATION) if name in latest]
     if SPEED in latest:
-        parts.append(f"{latest[SPEED]:,.0f} {METRICS[SPEED].unit}")
+        parts.append(f"mean {latest[SPEED]:,.0f} {METRICS[SPEED].unit}")
     if STALENESS in latest:
         parts.append(f"{label(STALENESS)} {latest[STALENESS]:.1f}")
     if restarts := int(latest.get(RESTARTS, 0)):

@@ -121,6 +121,7 @@ def test_page_has_no_errors_and_is_accessible(window: Browser, workers: int, siz
         window.open(server.url, size, dark=dark)
         assert window.script("return document.querySelectorAll('#cluster .cell').length") == workers
         assert window.script("return document.documentElement.scrollWidth <= innerWidth")
+        assert "recent steps per second" in window.text("#numbers")
         assert "2 held, 1 released between rollouts, 3 parked" in window.text("#slots")
         assert "Coordinator default has granted 3 of 6 slots." in window.text("#slots")
         assert window.violations() == []
@@ -187,7 +188,7 @@ def test_workers_are_reached_by_keyboard_and_tracebacks_by_one_click(window: Bro
         window.open(server.url)
         grid = window.driver.find_element("css selector", "#cluster .grid")
         grid.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-        assert window.text("#worker").startswith("worker 2: rolling, 100 steps/s, 0.5 versions behind")
+        assert window.text("#worker").startswith("worker 2: rolling, 100 steps/s (recent), 0.5 versions behind")
         assert "KL 0.02 of 0.05" in window.text("#worker")
         assert "Traceback" not in window.text("#events")
         window.driver.find_element("css selector", "#events summary").click()
@@ -243,6 +244,7 @@ def test_finished_run_is_shown_from_its_folder(window: Browser, tmp_path: Path) 
         assert window.text("#title") == "ppo on Far-v0" and window.text("#state") == "from the files of the run folder"
         assert "worker 0 was lost" in window.text("#events")
         assert "30 of 30 steps" in window.text("#progress-text")
+        assert "mean steps per second" in window.text("#numbers") and "recent" not in window.text("#numbers")
         assert window.script("return document.querySelectorAll('#returns polyline').length") == 1
         assert window.violations() == [] and window.errors() == []
     finally:
