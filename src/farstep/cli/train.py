@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import shutil
+import signal
 import sys
+import threading
 import warnings
 from collections import deque
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -81,10 +84,12 @@ def main(arguments: Sequence[str]) -> int:
     _set_up(run)
     with ExitStack() as stack:
         try:
-            learner, env, folder, page = _launch(name, options, stack)
-        except KeyboardInterrupt:
-            sys.stderr.write("farstep: stopped by SIGINT before training began\n")
-            return _EXIT_STATUS["SIGINT"]
+            with _sigterm_raises():
+                learner, env, folder, page = _launch(name, options, stack)
+        except (KeyboardInterrupt, Stopped) as stopped:
+            signal_name = str(stopped) or "SIGINT"
+            sys.stderr.write(f"farstep: stopped by {signal_name} before training began\n")
+            return _EXIT_STATUS[signal_name]
         sys.stdout.write(f"run: {folder.path}\n{_normalized(options.learner.net, learner.agent)}\n")
         if isinstance(learner, PPO | AsyncPPO) and learner.agent.sees_images:
             used = _sizes_in_use(learner, env)
@@ -97,6 +102,23 @@ def main(arguments: Sequence[str]) -> int:
             return _EXIT_STATUS[str(stopped)]
     sys.stdout.write(_summary(progress, folder))
     return 0
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Context manager: SIGTERM raises `Stopped`, so that it leaves nothing behind. Nothing outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(signal.Signals(number).name)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _launch(
