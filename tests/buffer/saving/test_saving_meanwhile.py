@@ -18,7 +18,7 @@ from farstep.buffer import NStep, Prioritized, Uniform
 from farstep.buffer.saving import snapshot
 from farstep.checkpoint import folder as checkpoint
 from farstep.errors import CheckpointError, ClosedError
-from tests.buffer.test_saving import CASES, Rows, assert_equal_from_now_on, filled
+from tests.buffer.saving.test_saving import CASES, Rows, assert_equal_from_now_on, filled
 
 
 class Moment:
