@@ -14,9 +14,11 @@ import pytest
 
 import farstep
 from farstep.cli import main
+from farstep.elastic import Schedule
 from farstep.elastic.coordinator_server import CoordinatorServer, connect
 from farstep.testing import TableAgent
-from tests.cluster.checks import worker_pids
+from farstep.workflow.triggers.messages import Message
+from tests.cluster.checks import within, worker_pids
 from tests.cluster.sharing import (
     LEASE_S,
     PATIENCE_S,
@@ -60,6 +62,29 @@ def test_second_run_gets_its_share_and_the_first_gets_it_back(tmp_path: Path) ->
             wait_until(lambda: held(name) == [3, 1])
         wait_until(lambda: held(name) == [4])
         wait_until(lambda: len(first.collect(agent, steps=4).slots) == 4)
+
+
+def test_scaling_rule_gets_the_slots_of_a_run_that_ends_before_its_lease(tmp_path: Path) -> None:
+    columns: list[int] = []
+    with (
+        serving(tmp_path / "c", slots=4, lease_s=3600.0) as name,
+        shared(name, workers=2, min_workers=2) as other,
+        shared(name, workers=4) as env,
+    ):
+        buffer = farstep.Buffer(4 * 2, farstep.FullBatch())
+        flow = farstep.Workflow(env, TableAgent(), buffer, scaling=Schedule(2, 4, add=2, every=2))
+
+        def update(message: Message) -> None:
+            columns.append(len(flow.batch(message).slots))
+            if len(columns) == 4:  # since the second update, the rule wants 4 workers
+                other.close()
+            flow.publish()
+
+        flow.on(farstep.DataKeyTrigger(n="all", size=2), update)
+        flow.on(farstep.ObjectKeyTrigger("parameters"), flow.next_rollout)
+        within(lambda: flow.run(until=lambda: 4 in columns))
+        assert columns[:4] == [2, 2, 2, 2]
+        assert "scaled from 2 to 4 workers" in [event.text for event in env.events("scaled")]
 
 
 def test_two_runs_on_one_slot_take_turns_and_never_step_at_the_same_time(tmp_path: Path) -> None:

@@ -10,12 +10,14 @@ import signal
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import farstep
+from farstep.cluster_env import collector_for
 from farstep.elastic.run_share import RunShare
 from farstep.head.slots.worker_slots import WorkerSlots
 from farstep.learners.loop.journal import Journal
@@ -237,6 +239,26 @@ def test_ctrl_c_while_slots_are_requested_returns_them(
             calls[call]()
         wait_until(lambda: runs(name)[0].state == "wants no slots")
         assert len(env.collect(agent, steps=2).slots) == 4
+
+
+def test_slots_are_not_kept_after_ctrl_c(tmp_path: Path) -> None:
+    agent = TableAgent()
+    with serving(tmp_path / "c", slots=1) as name, releasing(name, workers=1) as env:
+        slots = collector_for(env, agent).server.slots
+        locked = slots.locked
+
+        @contextlib.contextmanager
+        def locked_and_interrupted() -> Iterator[None]:
+            slots.locked = locked
+            with locked():
+                os.kill(os.getpid(), signal.SIGINT)
+                yield
+
+        slots.locked = locked_and_interrupted
+        with pytest.raises(KeyboardInterrupt), slots.kept():
+            pass
+        env.collect(agent, steps=2)
+        wait_until(lambda: runs(name)[0].state == "wants no slots")
 
 
 def all_beyond(outs: list[Path], before: list[int]) -> bool:

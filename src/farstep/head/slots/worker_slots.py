@@ -138,9 +138,9 @@ class WorkerSlots:
     def kept(self) -> Iterator[None]:
         """Context manager: inside, all sessions use the slots of the first one, and no worker is suspended between
         them."""
-        with self.locked():
-            self._keeps_slots = True
         try:
+            with self.locked():  # may deliver Ctrl-C at its end
+                self._keeps_slots = True
             yield
         finally:
             with self.locked():
