@@ -310,6 +310,13 @@ def test_batches_above_the_largest_size_are_not_captured(graphs: Any, captures: 
     assert len(captures) == 1
 
 
+def test_the_largest_batch_is_captured(graphs: Any, captures: list[int]) -> None:
+    policy, eager = policies(NetPolicy(), graphs, max_batch=9)
+    for seed in range(2):
+        assert_same(acts(policy, 9, seed), acts(eager, 9, seed))
+    assert len(captures) == 2
+
+
 def test_bfloat16_layers_are_captured(graphs: Any, captures: list[int]) -> None:
     agent = reduce_layers(NetPolicy(), "bfloat16")
     policy, eager = policies(agent, graphs)

@@ -42,6 +42,25 @@ def test_a_benchmark_runs(command: str, tmp_path: Path) -> None:
     assert found.get("rows") or found["megabytes_per_second"]["farstep, encrypted"]
 
 
+@pytest.mark.slow
+def test_large_policies_are_measured_and_measured_cases_are_not_repeated(tmp_path: Path) -> None:
+    words = "--sizes 10k ViT-tiny --only served-cpu --workers 1 --envs 4 --steps 4 --seconds 0.2"
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "large_policy.py"),
+        *words.split(),
+        "--out",
+        str(tmp_path / "found.json"),
+    ]
+    for measured in (6, 0):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("steps/s") == measured, done.stdout
+    document = json.loads((tmp_path / "found.json").read_text())
+    assert [run["contender"] for run in document["runs"]] == ["environments"] * 2 + ["policy-cpu", "served-cpu"] * 2
+    assert document["runs"][3]["inference"] == "served on cpu, fast"
+
+
 @pytest.mark.long
 def test_ablation_of_aride_runs_and_repeats_nothing(tmp_path: Path) -> None:
     words = "--seeds 1 --variants full sync --warmups recorded --total-steps 300 --workers 1 --step-ms 0.1 0.2"

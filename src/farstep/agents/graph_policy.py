@@ -62,15 +62,15 @@ class GraphPolicy(Policy):
         self._addresses: list[int] = []
 
     def __call__(self, obs: Nested, state: Nested, episode_start: Any, rng: Sequence[Any] | None) -> dict[str, Any]:
-        size = padded_size(len(episode_start))
-        if self.note != GRAPHS or size > self._max_batch:
+        rows = len(episode_start)
+        if self.note != GRAPHS or rows > self._max_batch:
             return super().__call__(obs, state, episode_start, rng)
-        arguments = self._inputs(obs, state, episode_start)
+        size, arguments = self._size_for(rows), self._inputs(obs, state, episode_start)
         if size not in self._graphs or size in self._unchecked:
             self._prepare(size, arguments)
         if size not in self._graphs:
             return super().__call__(obs, state, episode_start, rng)
-        return self._graphs[size].run(arguments, len(episode_start))
+        return self._graphs[size].run(arguments, rows)
 
     def accelerate(self, obs: Nested, state: Nested, episode_start: Any) -> None:
         """Capture `act` for batches of this size. If this is not possible, log the reason and stay eager."""
@@ -82,7 +82,8 @@ class GraphPolicy(Policy):
         if not self._constants:
             self._give_up("an attribute of the agent cannot be pickled, so its changes could not be detected")
             return
-        self._prepare(padded_size(len(episode_start)), self._inputs(obs, state, episode_start))
+        if len(episode_start) <= self._max_batch:
+            self._prepare(self._size_for(len(episode_start)), self._inputs(obs, state, episode_start))
 
     def check_after_load(self) -> None:
         """Have each graph compared with `act` before its next use. Drop all graphs if tensors were replaced."""
@@ -93,6 +94,9 @@ class GraphPolicy(Policy):
             self._graphs.clear()
             self._addresses, self._constants = addresses, constants
         self._unchecked = set(self._graphs)
+
+    def _size_for(self, rows: int) -> int:
+        return min(padded_size(rows), self._max_batch)
 
     def _inputs(self, obs: Nested, state: Nested, episode_start: Any) -> tuple[Nested, ...]:
         """Return all arguments of `act`, positional ones first."""
