@@ -478,7 +478,12 @@ def collector_for(env: ClusterEnv, agent: Agent) -> Collector:
 
 def diagnoses_of(env: ClusterEnv, metrics: Sequence[Mapping[str, float]] = ()) -> list[Diagnosis]:
     """Return what `ClusterEnv.diagnose` does, then further causes that are independent of it."""
-    return env._launched().diagnoses(metrics)
+    return env._launch.progress.advised(env._launched().diagnoses(metrics))
+
+
+def advise_options(env: ClusterEnv) -> None:
+    """From now on, let remedies of diagnoses name options of `farstep train` instead of arguments in Python."""
+    env._launch.progress.is_command = True
 
 
 def status_page_of(env: ClusterEnv) -> StatusPage:

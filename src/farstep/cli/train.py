@@ -25,7 +25,7 @@ from farstep.cli.options.algorithms import ALGORITHMS, RELEASING, make_learner
 from farstep.cli.options.env_check import check_env
 from farstep.cli.options.train_options import Options, learner_of_file, parse_options, stored_config, write_yaml
 from farstep.cli.saved.recording import check_recording, record
-from farstep.cluster_env import ClusterEnv, call_when_begun, event_log_of, status_page_of
+from farstep.cluster_env import ClusterEnv, advise_options, call_when_begun, event_log_of, status_page_of
 from farstep.config.launch import EngineConfig
 from farstep.errors import ConfigError, RunError, counted, unknown_name
 from farstep.event import Event
@@ -130,6 +130,7 @@ def _launch(
     resumed = options.resume is not None
     recorded = None if replay is None else check_before_launch(replay, env, resumed)
     stack.callback(env.close)
+    advise_options(env)
     with ExitStack() as on_failure:  # a run that does not start must not leave an empty run folder behind
         folder = _folder(name, options, on_failure)
         stack.enter_context(folder.lock())

@@ -87,6 +87,8 @@ class LaunchProgress:
         """None before the launch."""
         self.run: LaunchedRun | None = None
         """None while the run has no slots yet."""
+        self.is_command = False
+        """Whether `farstep train` runs it: then remedies name its options instead of arguments in Python."""
 
     def stats(self) -> dict[str, Any]:
         """The counters for `ClusterEnv.stats`; empty until the start of workers was requested."""
@@ -95,6 +97,15 @@ class LaunchProgress:
 
     def diagnoses(self) -> list[Diagnosis]:
         """Return the diagnoses of a running run, or what the run waits for."""
+        return self.advised(self._diagnoses())
+
+    def advised(self, found: list[Diagnosis]) -> list[Diagnosis]:
+        """Return diagnoses with remedies for the user of this run."""
+        from farstep.observe.diagnosis import with_options
+
+        return [with_options(each) for each in found] if self.is_command else found
+
+    def _diagnoses(self) -> list[Diagnosis]:
         from farstep.observe.diagnosis import MIN_NODES_REMEDY, Diagnosis
 
         share, run = self.share, self.run
@@ -139,8 +150,9 @@ class Launch:
         self._closed = False
         self.on_begun: Callable[[], None] | None = None
         """Called when the launch waits for workers: what can be refused at once has been checked."""
-        self._progress = LaunchProgress(env_config, events)
-        self._page = RunPage(self._progress)
+        self.progress = LaunchProgress(env_config, events)
+        """What the status page shows."""
+        self._page = RunPage(self.progress)
         weakref.finalize(self, self._page.close)
 
     def status_page(self) -> StatusPage:
@@ -179,7 +191,7 @@ class Launch:
                     finally:
                         self._finalizer.detach()
                         self._run = None
-                        self._progress.forget()
+                        self.progress.forget()
                     raise
             return self._run
 
@@ -193,15 +205,15 @@ class Launch:
         try:
             with Interrupts().deferred():  # otherwise Ctrl-C could leave a registered run with no owner
                 share = RunShare(config, num_workers, events.emit, per_session=env_config.release_idle)
-            self._progress.share = share
+            self.progress.share = share
             share.wait(self.check_open)
             run = LaunchedRun(*self._options, share)
         except BaseException:
-            self._progress.forget()
+            self.progress.forget()
             if share is not None:
                 share.close()
             raise
-        self._progress.run = run
+        self.progress.run = run
         return run
 
     def check_open(self) -> None:

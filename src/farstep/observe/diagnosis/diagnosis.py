@@ -8,9 +8,9 @@ first counts, since causes come before their consequences: if cores are too few,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from farstep.observe.diagnosis.causes import RULES
+from farstep.observe.diagnosis.causes import OPTIONS_REMEDIES, RULES
 from farstep.observe.diagnosis.run_window import MIN_WINDOW_S, Window
 from farstep.observe.run_status import percent
 
@@ -55,6 +55,11 @@ def diagnose(window: Window) -> Diagnosis:
 def all_diagnoses(window: Window) -> list[Diagnosis]:
     """Return what `diagnose` does, then further causes that are independent of it."""
     return list(_causes(window)) or [_nothing_found(window)]
+
+
+def with_options(diagnosis: Diagnosis) -> Diagnosis:
+    """Return the diagnosis with a remedy that names options of `farstep train` instead of arguments in Python."""
+    return replace(diagnosis, remedy=OPTIONS_REMEDIES.get(diagnosis.remedy, diagnosis.remedy))
 
 
 def _causes(window: Window) -> Iterator[Diagnosis]:
