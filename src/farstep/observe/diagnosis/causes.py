@@ -58,14 +58,14 @@ RULES: tuple[Rule, ...] = (
         "trigger never fires",
         "failure",
         "A workflow's trigger has never fired, while others fired 100 times or the whole buffer was replaced 10 times",
-        "Publish what the trigger waits for, or lower the trigger's n or size. Remove it if you do not need it.",
+        "If the trigger waits for a version or an object, publish it. If it waits for rows, lower its n or size. Or remove it.",
         find.silent_trigger,
     ),
     Rule(
         "gradients not finite",
         "learning",
         "More than half of the optimizer steps were skipped (train/actor/skipped_steps or train/critic/skipped_steps)",
-        "Lower --learning-rate, or look for infinite rewards and observations.",
+        "Lower the learning rate, or look for infinite rewards and observations.",
         find.not_finite,
     ),
     Rule(
@@ -138,7 +138,7 @@ RULES: tuple[Rule, ...] = (
         "In your own workflow, the buffer's limiter makes inserting or sampling wait for at least 80 % of the time "
         "(limiter/blocked)",
         "If sampling waits, add workers; if inserting waits, make updates faster. Or change samples_per_insert, or "
-        "raise error_buffer (sets min_diff and max_diff).",
+        "raise error_buffer, by which the ratio may deviate.",
         find.limiter_blocks,
     ),
     Rule(
