@@ -58,7 +58,8 @@ RULES: tuple[Rule, ...] = (
         "trigger never fires",
         "failure",
         "A workflow's trigger has never fired, while others fired 100 times or the whole buffer was replaced 10 times",
-        "If the trigger waits for a version or an object, publish it. If it waits for rows, lower its n or size. Or remove it.",
+        "If the trigger waits for a version or an object, publish it. If it waits for rows, lower its n or size. Or "
+        "remove it.",
         find.silent_trigger,
     ),
     Rule(
