@@ -16,9 +16,11 @@ import farstep
 from farstep.cli import main
 from farstep.elastic import Schedule
 from farstep.elastic.coordinator_server import CoordinatorServer, connect
+from farstep.launch.engines.ssh import SSHEngine
 from farstep.testing import TableAgent
 from farstep.workflow.triggers.messages import Message
-from tests.cluster.checks import within, worker_pids
+from tests.cluster.checks import cluster, within, worker_pids
+from tests.cluster.nodes import node_config
 from tests.cluster.sharing import (
     LEASE_S,
     PATIENCE_S,
@@ -273,3 +275,25 @@ def test_trained_run_with_parked_workers_resumes(tmp_path: Path, capsys: pytest.
     # A resumed run keeps its options, so now it finds no coordinator.
     assert main(["train", "ppo", "--resume", str(tmp_path / "run"), "--total-steps", "256"]) == 1
     assert "no coordinator can be reached" in capsys.readouterr().err
+
+
+def test_run_that_gets_slots_but_no_nodes_says_why_and_uses_nodes_that_come_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise farstep.LaunchError("the partition is closed")
+
+    with serving(tmp_path / "c", slots=2) as name:
+        config = node_config(tmp_path, 1, 2, min_nodes=1, workers_per_node=1, coordinator=name)
+        other = shared(name)
+        other.launch()
+        with other, cluster(envs=1, config=config) as env:
+            env.launch()
+            with monkeypatch.context() as refusing:
+                refusing.setattr(SSHEngine, "request", refuse)
+                other.close()
+                wait_until(
+                    lambda: any("may use 2 workers, but its nodes" in event.text for event in env.events("warned"))
+                )
+            agent = TableAgent()
+            wait_until(lambda: env.collect(agent, steps=2).slots.size == 2)
