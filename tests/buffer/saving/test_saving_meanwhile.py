@@ -112,7 +112,7 @@ def test_other_threads_insert_and_sample_while_files_are_written(
         def use(files: int) -> None:
             thread = threading.Thread(target=lambda: (buffer.insert(Rows(1)(2)), buffer.sample(2)))
             thread.start()
-            thread.join(5)
+            thread.join(60)
             waited.append(thread.is_alive())
 
         on_write(monkeypatch, use)
