@@ -72,11 +72,19 @@ class CudaGraphs:
         torch.cuda.current_stream().wait_stream(stream)
 
     def _end_failed_capture(self) -> None:
-        """Capture something else, because torch's random generator would still refuse to be used outside of a graph."""
+        """Repair what torch leaves behind if it cannot end a capture.
+
+        Memory would still be taken from the pool of the graph, and the random generator would refuse to be used outside
+        of a graph until a capture ends.
+        """
         torch.cuda.synchronize()
-        scratch = torch.zeros(1, device=self.device)
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        with contextlib.suppress(RuntimeError):  # if torch has ended it
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+        scratch, graph = torch.zeros(1, device=self.device), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            graph.capture_begin(capture_error_mode="thread_local")
             scratch.add_(1)
+            graph.capture_end()
 
 
 @contextlib.contextmanager
