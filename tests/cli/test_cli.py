@@ -71,6 +71,11 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
     [
         (["tran"], ["command", "'tran'", "train"]),
         (["train", "pppo"], ["learner", "'pppo'", "ppo"]),
+        (["train", "PPO"], ["unknown learner 'PPO'. Did you mean 'ppo'?"]),
+        (["resume", "runs/a"], ["farstep train --resume runs/NAME"]),
+        (["train", "ppo", "CartPole-v1"], ["takes only options", "did you mean --env CartPole-v1?"]),
+        (["train", "ppo", "-env", "CartPole-v1"], ["no option -env; did you mean --env?"]),
+        (["status", "--grafana", "nowhere/x.json"], ["nowhere/x.json cannot be written: nowhere is no folder"]),
         (["train", "ppo"], ["'farstep train ppo' needs --env. 'farstep train ppo --help'"]),
         ([*TRAIN, "--num-env", "4"], ["no option --num-env", "--num-envs"]),
         (["train", "ppo", "--wokers", "4"], ["did you mean --workers"]),
@@ -289,9 +294,11 @@ def test_status_page_is_named_only_if_the_run_is_not_refused_at_once(
     )
     status, output, error = said(capsys, "train", "ppo", "--resume", str(tmp_path), "--trust")
     assert (status, output) == (1, "") and "ended before its first checkpoint" in error
-    status, output, _ = said(capsys, *CARTPOLE, "--total-steps", "64", "--num-envs", "1", "--num-steps", "64")
-    assert status == 0 and output.startswith("status: farstep status runs/CartPole-v1-ppo"), output
-    assert output.count("status: ") == 1
+    options = ["--total-steps", "64", "--num-envs", "1", "--num-steps", "64", "--name", "my run"]
+    status, output, _ = said(capsys, *CARTPOLE, *options)
+    assert status == 0 and output.startswith("status: farstep status 'runs/my run'\n"), output
+    assert output.count("status: ") == 1 and output.endswith("plot:  farstep plot 'runs/my run'\n")
+    assert "Runs in runs: my run." in said(capsys, "eval", "my-run")[2]
 
 
 def test_environment_is_checked_before_torch_is_imported(tmp_path: Path) -> None:

@@ -90,6 +90,8 @@ def _imports_from_here(arguments: Sequence[str]) -> bool:
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
     """Return the `main` function of a command. Import it only now, because torch alone takes two seconds."""
+    if name == "resume":
+        raise FarstepError("there is no command 'resume'; continue a run with 'farstep train --resume runs/NAME'.")
     if name not in _COMMANDS:
         raise FarstepError(unknown_name("command", name, _COMMANDS))
     if name in ("train", "eval", "watch"):

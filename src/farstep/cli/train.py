@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import shutil
 import signal
 import sys
@@ -98,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             progress = train(learner, name, options, env, folder, page)
         except Stopped as stopped:
-            sys.stdout.write(f"stopped by {stopped}; continue with: farstep train {name} --resume {folder.path}\n")
+            _print_now(f"stopped by {stopped}; continue with: farstep train {name} --resume {_quoted(folder)}")
             return _EXIT_STATUS[str(stopped)]
     sys.stdout.write(_summary(progress, folder))
     return 0
@@ -268,7 +269,7 @@ def _status_page(
         replace_file(folder.status_file, page.url.encode(), private=True)
     stack.callback(folder.status_file.unlink, missing_ok=True)
     # Other users may be able to read the output if it is no terminal; then print the command that reads the address.
-    lines = iter([f"status: {page.url if sys.stdout.isatty() else f'farstep status {folder.path}'}"])
+    lines = iter([f"status: {page.url if sys.stdout.isatty() else f'farstep status {_quoted(folder)}'}"])
 
     def announce() -> None:
         for line in lines:  # only once
@@ -277,6 +278,11 @@ def _status_page(
     call_when_begun(env, announce)
     launching.callback(event_log_of(env).subscribe(lambda _: announce()).close)
     return page
+
+
+def _quoted(folder: RunFolder) -> str:
+    """Return the path of a run folder as a user would type it."""
+    return shlex.quote(str(folder.path))
 
 
 def _print_now(line: str) -> None:
@@ -374,7 +380,8 @@ def _normalized(net: object, agent: NetworkAgent) -> str:
 def _summary(progress: Progress, folder: RunFolder) -> str:
     last = progress.returns
     mean = f"; mean return of the last {counted(len(last), 'episode')} {number(float(np.mean(last)))}" if last else ""
+    run = _quoted(folder)
     return (
         f"{progress.steps:,} steps in {progress.seconds:.0f} s{mean}\n"
-        f"eval:  farstep eval {folder.path}\nwatch: farstep watch {folder.path}\nplot:  farstep plot {folder.path}\n"
+        f"eval:  farstep eval {run}\nwatch: farstep watch {run}\nplot:  farstep plot {run}\n"
     )

@@ -52,6 +52,10 @@ class Options(Generic[C, E]):
 
 def parse_options(name: str, arguments: Sequence[str]) -> Options[Any, Any]:
     command, default, why_not = f"farstep train {name}", None, ""
+    if arguments and not arguments[0].startswith("-"):
+        raise ConfigError(
+            f"'{command}' takes only options, but got {arguments[0]!r}; did you mean --env {arguments[0]}?"
+        )
     resumed, config = _path_of(arguments, "--resume"), _path_of(arguments, "--config")
     if resumed is not None and config is not None:
         raise ConfigError("--resume and --config contradict each other: a resumed run has its own options. Omit one.")
