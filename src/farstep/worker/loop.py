@@ -317,9 +317,8 @@ class Worker:
         self._words[PHASE] = Phase.LOAD
         groups = group_sizes(host.num_envs, type(host) is HostedEnvs)
         schemas = (self._obs_schema, self._action_schema)
-        actor = ServedActor(
-            self._id[0], self._acting_address, message.agent, host.slots, self._obs, schemas, groups, self._wait_served
-        )
+        around = (self._obs, schemas, groups, self._wait_served, self._words)
+        actor = ServedActor(self._id[0], self._acting_address, message.agent, host.slots, *around)
         try:
             joined = actor.join(host.current)
         except TicketCancelled:
