@@ -51,7 +51,8 @@ class ServerConnection:
         """
         self._words[PHASE] = Phase.LOAD
         groups = group_sizes(host.num_envs, type(host) is HostedEnvs)
-        actor = ServedActor(self._worker, self._address, agent, host.slots, obs, schemas, groups, self._wait)
+        around = (obs, schemas, groups, self._wait, self._words)
+        actor = ServedActor(self._worker, self._address, agent, host.slots, *around)
         try:
             joined = actor.join(host.current)
         except TicketCancelled:
