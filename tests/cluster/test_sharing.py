@@ -264,6 +264,7 @@ def test_vector_and_in_process_environments_refuse_a_coordinator() -> None:
         farstep.LocalConfig(priority=2)
 
 
+@pytest.mark.usefixtures("torch_in_workers")
 def test_trained_run_with_parked_workers_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     train = ["train", "ppo", "--env", "CartPole-v1", "--workers", "2", "--num-envs", "4", "--num-steps", "16"]
