@@ -17,15 +17,7 @@ from typing import Any, TypeVar
 
 from farstep.config.launch import EngineConfig, LaunchConfig
 from farstep.core import Received
-from farstep.errors import (
-    AgentError,
-    ClosedError,
-    ConfigError,
-    FarstepError,
-    LaunchError,
-    WireError,
-    typed_shortage,
-)
+from farstep.errors import AgentError, ClosedError, ConfigError, FarstepError, LaunchError, WireError, typed_shortage
 from farstep.head.client import Client
 from farstep.head.event_loop import EventLoop
 from farstep.head.events import EventLog
