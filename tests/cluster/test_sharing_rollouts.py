@@ -241,7 +241,8 @@ def test_ctrl_c_while_slots_are_requested_returns_them(
         assert len(env.collect(agent, steps=2).slots) == 4
 
 
-def test_slots_are_not_kept_after_ctrl_c(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name_of_context", ["kept", "all_unparked"])
+def test_slots_are_not_kept_after_ctrl_c(name_of_context: str, tmp_path: Path) -> None:
     agent = TableAgent()
     with serving(tmp_path / "c", slots=1) as name, releasing(name, workers=1) as env:
         slots = collector_for(env, agent).server.slots
@@ -255,7 +256,7 @@ def test_slots_are_not_kept_after_ctrl_c(tmp_path: Path) -> None:
                 yield
 
         slots.locked = locked_and_interrupted
-        with pytest.raises(KeyboardInterrupt), slots.kept():
+        with pytest.raises(KeyboardInterrupt), getattr(slots, name_of_context)():
             pass
         env.collect(agent, steps=2)
         wait_until(lambda: runs(name)[0].state == "wants no slots")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
+import farstep
 from farstep.batch import Batch
 from farstep.learners.loop.statistics import Statistics
 from farstep.learners.networks.encoders import encoder_for
@@ -278,3 +279,11 @@ def test_a_critic_that_is_not_sent_is_evaluated_by_the_learner(recurrent: Litera
             training.run()
             learned.append(torch.cat([parameter.detach().flatten() for parameter in agent.parameters()]))
     torch.testing.assert_close(learned[1], learned[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("only", ["actor.*", ["actor.*", "heads.*", "critic.*"]], ids=repr)
+def test_weights_that_the_policy_needs_must_be_sent(only: Any) -> None:
+    with make_env("CartPole-v1", 4, launcher="in-process", weights={"only": only}) as env:
+        config = PPOConfig(num_steps=16, net=NetConfig(normalize_obs=True))
+        with pytest.raises(farstep.ConfigError, match=r"leaves out '(heads|encoders)\.[^']*', which the policy needs"):
+            make_training(env, config, 64)

@@ -155,7 +155,7 @@ def _sizes_in_use(learner: PPO | AsyncPPO, env: ClusterEnv) -> Defaults:
         learning_rate=defaults.learning_rate if config.learning_rate is None else config.learning_rate,
         update_epochs=config.update_epochs or defaults.update_epochs,
         rollout_rows=rows,
-        minibatch_rows=defaults.minibatch(minibatch, rows, config.net.is_recurrent),
+        minibatch_rows=defaults.minibatch_size(minibatch, rows, config.net.is_recurrent),
     )
 
 

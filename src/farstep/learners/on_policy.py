@@ -92,8 +92,8 @@ class OnPolicy:
         self._optimizer = Optimizer(agent, rate, config.max_grad_norm, seed, config.value_lr)
         self._lease: DeviceLease | None = None
         """None if the learner keeps its device for the whole run."""
-        self._has_values = True
-        """Whether the values in a batch come from the newest critic that the worker could have."""
+        self._values_are_current = True
+        """Whether workers get new weights of the critic, so that the values in a batch are those of its version."""
         self._statistics = Statistics(agent)
         self._anneal_lr = config.anneal_lr
         self._critic_warmup_updates = config.critic_warmup_updates
@@ -183,7 +183,7 @@ class OnPolicy:
         Returns:
             Whether to continue.
         """
-        version, self._has_values = env.version, sends_critic(self.agent, env.env_config.weights)
+        version, self._values_are_current = env.version, sends_critic(self.agent, env.env_config.weights)
         lags = version - batch["version"][batch["valid"]].astype(np.int64)
         with self._on_device(env, loop.timer):
             metrics = self.update(batch, version, loop.fraction_done, loop.timer)
@@ -233,7 +233,7 @@ class OnPolicy:
             self._optimizer.anneal(1 - progress)
         check_rewards(batch)
         self._statistics.observe_rewards(batch)
-        return prepare(self.agent, batch, version, self.device, has_values=self._has_values)
+        return prepare(self.agent, batch, version, self.device, values_are_current=self._values_are_current)
 
     def learn(
         self, batch: Batch, rollout: Rollout, columns: dict[str, Tensor], loss: Loss, schedule: Schedule

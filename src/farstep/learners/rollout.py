@@ -80,7 +80,7 @@ class Rollout:
 
 @torch.no_grad()
 def prepare(
-    agent: ActorCritic, batch: Batch, version: int, device: torch.device, *, has_values: bool = True
+    agent: ActorCritic, batch: Batch, version: int, device: torch.device, *, values_are_current: bool = True
 ) -> Rollout:
     """Convert a batch to tensors, and compute the values of last and final observations.
 
@@ -92,7 +92,8 @@ def prepare(
         batch: The rows to learn from.
         version: Version of the agent's weights.
         device: Device of the learner.
-        has_values: Whether workers have the critic of the version that acts. Otherwise all values are recomputed.
+        values_are_current: Whether recorded values come from the critic of the row's version. If not, all values are
+            recomputed.
 
     Returns:
         The rollout.
@@ -107,7 +108,7 @@ def prepare(
     valid = usable(batch["valid"], batch["episode_start"], batch["terminated"], batch["truncated"])
     episode_start = tensor(batch["episode_start"])
     stale = batch["version"] < version
-    unknown = stale if has_values else np.ones_like(stale)
+    unknown = stale if values_are_current else np.ones_like(stale)
     final = batch.final_obs
     last_obs, final_obs = map_leaves(tensor, batch.last_obs), map_leaves(tensor, final.obs)
     state: State | None = None

@@ -104,13 +104,16 @@ class WorkerSlots:
     @contextlib.contextmanager
     def all_unparked(self) -> Iterator[None]:
         """Context manager: inside, parked workers run, so that they can answer a call, and no process is suspended."""
-        with self.locked():
-            self.parking.begin_call()
+        begun = False
         try:
+            with self.locked():  # may deliver Ctrl-C at its end
+                self.parking.begin_call()
+                begun = True
             yield
         finally:
-            with self.locked():
-                self.parking.end_call()
+            if begun:
+                with self.locked():
+                    self.parking.end_call()
 
     # ---- the slots of a session ----
 
