@@ -215,6 +215,11 @@ def test_sigint_ends_a_command_with_its_usual_status(
     assert "stopped by SIGINT" in capsys.readouterr().err
 
 
+def test_slow_imports_happen_where_sigint_is_handled() -> None:
+    script = "import sys, farstep.cli; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=120, check=False).returncode == 0
+
+
 def test_to_train_needs_a_learner(capsys: pytest.CaptureFixture[str]) -> None:
     needed = "farstep: 'farstep train' needs a learner: ppo, async-ppo, impala, dqn, apex, sac, aride.\n"
     assert said(capsys, "train") == (2, "", needed)
@@ -264,6 +269,12 @@ def test_a_run_of_another_learner_is_named(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "config.json").write_text(json.dumps({"algorithm": "impala", "run": {}, "learner": {}}))
     status, _, error = said(capsys, "train", "ppo", "--resume", str(tmp_path))
     assert status == 1 and f"farstep train impala --resume {tmp_path}" in error
+
+
+def test_a_run_folder_without_a_learner_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    status, _, error = said(capsys, "train", "--resume", str(tmp_path))
+    assert status == 1 and f"{tmp_path}/config.json names no learner" in error
 
 
 @pytest.mark.parametrize(
