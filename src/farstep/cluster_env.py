@@ -472,7 +472,7 @@ def collector_for(env: ClusterEnv, agent: Agent) -> Collector:
 
 def diagnoses_of(env: ClusterEnv, metrics: Sequence[Mapping[str, float]] = ()) -> list[Diagnosis]:
     """Return what `ClusterEnv.diagnose` does, then further causes that are independent of it."""
-    return env._launch.progress.advised(env._launched().diagnoses(metrics))
+    return env._launch.progress.for_user(env._launched().diagnoses(metrics))
 
 
 def advise_options(env: ClusterEnv) -> None:

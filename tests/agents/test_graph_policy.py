@@ -355,6 +355,23 @@ def test_a_policy_that_cannot_be_captured_acts_eagerly_and_says_so_once(
     assert sum("no CUDA graphs" in record.message for record in caplog.records) == 1
 
 
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_failure_outside_of_the_capture_falls_back_to_act(is_loaded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    graphs: Any = FakeGraphs()
+    if not is_loaded:
+        monkeypatch.setattr(graphs, "pinned", fail)
+    policy, eager = policies(NetPolicy(), graphs)
+    if is_loaded:
+        assert policy.note == GRAPHS
+        policy.check_after_load()
+        monkeypatch.setattr(graphs, "synchronize", fail)
+    assert_same(acts(policy, 8), acts(eager, 8))
+    assert policy.note == "eager: a graph failed: RuntimeError: out of memory"
+
+
 def test_actions_follow_the_generators_of_the_slots(graphs: Any, captures: list[int]) -> None:
     policy, eager = policies(RngPolicy(), graphs)
     assert policy.note == "eager: act takes a generator per slot"

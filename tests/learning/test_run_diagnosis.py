@@ -52,7 +52,9 @@ def test_a_run_of_the_command_line_is_advised_to_change_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (rule,) = [rule for rule in RULES if rule.cause == "slow environment"]
-    found = Diagnosis(cause=rule.cause, text="Slow.", remedy=rule.remedy, is_problem=True)
+    found = Diagnosis(
+        cause=rule.cause, text="Slow.", remedy=rule.remedy, options_remedy=rule.options_remedy, is_problem=True
+    )
     shown: list[dict[str, Any]] = []
     monkeypatch.setattr(diagnosing, "EVERY_S", 0.0)
     monkeypatch.setattr("farstep.run.launched_run.LaunchedRun.diagnoses", lambda *_: [found])
@@ -62,8 +64,7 @@ def test_a_run_of_the_command_line_is_advised_to_change_options(
     assert main([*PPO, *options]) == 0
     (event,) = warned(tmp_path)
     assert event.text.startswith("Slow. Add workers (--workers, on a cluster")
-    remedies = {each["remedy"] for page in shown for each in page["diagnoses"]}
-    assert remedies == {rule.options_remedy}
+    assert {each["remedy"] for page in shown for each in page["diagnoses"]} == {rule.options_remedy}
     with make_env("CartPole-v1", 1, launcher="in-process") as env:
         assert env.diagnose().remedy == rule.remedy
 

@@ -111,11 +111,15 @@ class GraphPolicy(Policy):
     def _prepare(self, size: int, arguments: tuple[Nested, ...]) -> None:
         """Make the graph of a size, or compare it with `act` after a load of weights. Stay eager if neither works."""
         self._unchecked.discard(size)
-        with same_randomness(), self._torch.no_grad():
-            if size in self._graphs and self._mismatch(self._graphs[size]) is None:
-                return
-            graph = self._captured(map_leaves(lambda leaf: _padded(leaf, size), arguments))
-            reason = graph if isinstance(graph, str) else self._mismatch(graph)
+        try:
+            with same_randomness(), self._torch.no_grad():
+                if size in self._graphs and self._mismatch(self._graphs[size]) is None:
+                    return
+                graph = self._captured(map_leaves(lambda leaf: _padded(leaf, size), arguments))
+                reason = graph if isinstance(graph, str) else self._mismatch(graph)
+        except Exception as error:  # fall back to `act` itself
+            self._give_up(f"a graph failed: {described(error)}")
+            return
         if isinstance(graph, str) or reason is not None:
             self._give_up(str(reason))
         else:

@@ -95,7 +95,8 @@ def as_run_error(path: Path) -> Iterator[None]:
     except RunError:
         raise
     except OSError as error:
-        if not path.parent.is_dir():
+        missing = isinstance(error, FileNotFoundError | NotADirectoryError | FileExistsError)
+        if missing and not path.parent.is_dir():
             raise RunError(
                 f"{path} cannot be written: {path.parent} is no folder. Create it, or choose another."
             ) from error

@@ -97,16 +97,16 @@ class LaunchProgress:
 
     def diagnoses(self) -> list[Diagnosis]:
         """Return the diagnoses of a running run, or what the run waits for."""
-        return self.advised(self._diagnoses())
+        return self.for_user(self._diagnoses())
 
-    def advised(self, found: list[Diagnosis]) -> list[Diagnosis]:
-        """Return diagnoses with remedies for the user of this run."""
+    def for_user(self, found: list[Diagnosis]) -> list[Diagnosis]:
+        """Return the diagnoses with remedies that fit how the run was started: options, or arguments in Python."""
         from farstep.observe.diagnosis import with_options
 
         return [with_options(each) for each in found] if self.is_command else found
 
     def _diagnoses(self) -> list[Diagnosis]:
-        from farstep.observe.diagnosis import MIN_NODES_REMEDY, Diagnosis
+        from farstep.observe.diagnosis import MIN_NODES_OPTIONS, MIN_NODES_REMEDY, Diagnosis
 
         share, run = self.share, self.run
         if share is None:
@@ -118,7 +118,12 @@ class LaunchProgress:
             return [Diagnosis(cause="starting", text=f"The run is waiting for {workers}.")]
         if nodes := run.collector.server.awaited_nodes():
             return [
-                Diagnosis(cause="no nodes", text=f"The run is waiting for nodes: {nodes}.", remedy=MIN_NODES_REMEDY)
+                Diagnosis(
+                    cause="no nodes",
+                    text=f"The run is waiting for nodes: {nodes}.",
+                    remedy=MIN_NODES_REMEDY,
+                    options_remedy=MIN_NODES_OPTIONS,
+                )
             ]
         return run.page_monitor.diagnoses(run.stats(), self.kl_threshold)
 

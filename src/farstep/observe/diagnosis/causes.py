@@ -32,6 +32,8 @@ class Rule:
 
 MIN_NODES_REMEDY = "Set min_nodes below nodes: then calls wait only while fewer than min_nodes are connected."
 """What to do if calls wait for missing nodes."""
+MIN_NODES_OPTIONS = "Set --min-nodes below --nodes: then the run waits only while fewer than --min-nodes are connected."
+"""The same for a run of `farstep train`."""
 RULES: tuple[Rule, ...] = (
     Rule(
         "memory",
@@ -166,7 +168,7 @@ RULES: tuple[Rule, ...] = (
         "farstep train does not warn",
         MIN_NODES_REMEDY,
         find.lost_node,
-        "Set --min-nodes below --nodes: then the run waits only while fewer than --min-nodes are connected.",
+        MIN_NODES_OPTIONS,
     ),
     Rule(
         "replaced worker",
@@ -198,8 +200,8 @@ RULES: tuple[Rule, ...] = (
         "Send fewer bytes: compression, kl_threshold, weights={'half': True}, smaller observations. Collect long "
         "rollouts instead of calling step, or use stream, so that workers roll while earlier chunks are sent.",
         find.slow_network,
-        "Send fewer bytes: set --kl-threshold, or use smaller observations. With async-ppo or impala instead of ppo, "
-        "workers roll while earlier chunks are sent.",
+        'Send fewer bytes: set --weights \'{"half": "bfloat16", "delta": true}\' or --kl-threshold, or use smaller '
+        "observations. With async-ppo or impala instead of ppo, workers roll while earlier chunks are sent.",
     ),
     Rule(
         "taking turns",
@@ -245,7 +247,5 @@ RULES: tuple[Rule, ...] = (
         "vectorized one, fewer or smaller observations).",
     ),
 )
-OPTIONS_REMEDIES = {rule.remedy: rule.options_remedy for rule in RULES if rule.options_remedy}
-"""What `farstep train` recommends instead of a remedy."""
 CAUSES: tuple[str, ...] = tuple(dict.fromkeys(rule.cause for rule in RULES))
 """The names of all causes."""
