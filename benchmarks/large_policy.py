@@ -11,7 +11,7 @@ Contenders: `local-cpu` and `local-cuda` (each worker has a copy of the policy),
 the policy alone on the best device, with the observations of all environments.
 
 Each case runs in a process of its own, for at most `--timeout` seconds. The results are written after each case, and a
-repeated command measures only the cases that are missing in them.
+repeated command measures only the cases that are missing in them or have failed.
 
 With `--where head`, workers and head are on two hosts (network namespaces), and an acting server with the head chooses
 random actions. Observations have `--obs-bytes` bytes. They cross the link twice: to the server and in the rollout. The
@@ -206,10 +206,21 @@ def env_case(size: str) -> tuple[str, str]:
     return next(iter(VISUAL_SIZES if size in VISUAL_SIZES else SIZES)), ENV_ALONE
 
 
-def run_case(options: argparse.Namespace, size: str, name: str) -> dict[str, Any]:
-    """Measure one case in another process."""
+def settings_of(options: argparse.Namespace, size: str) -> dict[str, Any]:
+    """The settings of a size's cases; results with other settings are other cases."""
     settings = {key: getattr(options, key) for key in ("env", "workers", "envs", "seconds")}
     settings["steps"] = options.steps if size in ("10k", "4M") else min(options.steps, 8)
+    return settings
+
+
+def measured_in(runs: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The results with the settings of this command."""
+    return [run for run in runs if run.items() >= settings_of(options, run["size"]).items()]
+
+
+def run_case(options: argparse.Namespace, size: str, name: str) -> dict[str, Any]:
+    """Measure one case in another process."""
+    settings = settings_of(options, size)
     words = [str(word) for key, value in settings.items() for word in (f"--{key}", value)]
     command = [sys.executable, str(Path(__file__).resolve()), "--case", size, name, *words]
     began = time.monotonic()
@@ -258,12 +269,15 @@ def main() -> int:
     document = continued(options.out, "large_policy.py")
     check_machine(document, options.out)
     runs = document["runs"]
-    known = {(run["size"], run["contender"]) for run in runs}
     for size, name in cases_of(options):
-        if (size, name) not in known:
-            runs.append(run_case(options, size, name))
-            write_document(options.out, document)
-            print(described(runs, runs[-1]), flush=True)
+        known = [run for run in measured_in(runs, options) if (run["size"], run["contender"]) == (size, name)]
+        if any(run["steps_per_second"] is not None for run in known):
+            continue
+        for failed in known:
+            runs.remove(failed)
+        runs.append(run_case(options, size, name))
+        write_document(options.out, document)
+        print(described(measured_in(runs, options), runs[-1]), flush=True)
     print(f"written: {options.out}, {len(runs)} cases")
     return 0
 

@@ -486,7 +486,7 @@ def status_page_of(env: ClusterEnv) -> StatusPage:
 
 
 def call_when_begun(env: ClusterEnv, function: Callable[[], None]) -> None:
-    """Call a function when a launch, which was not refused at once, waits for its workers."""
+    """Call a function when the launch begins to wait for its workers; never if it is refused before."""
     env._launch.on_begun = function
 
 

@@ -58,10 +58,14 @@ def served(**options: Any) -> farstep.ClusterEnv:
 
 def assert_near(agent: Any, batch: farstep.Batch, tolerance: float) -> None:
     """The recorded log-probabilities are those of the learner's policy."""
-    obs, action = (torch.from_numpy(batch[name].reshape(-1, *batch[name].shape[2:])) for name in ("obs", "action"))
+    obs, action, starts = (torch.from_numpy(batch[name].copy()) for name in ("obs", "action", "episode_start"))
     with torch.no_grad():
-        expected = agent.evaluate(obs, action).logprob.numpy()
-    np.testing.assert_allclose(batch["logprob"].ravel(), expected, atol=tolerance)
+        if batch.initial_state is None:
+            found = agent.evaluate(obs.flatten(0, 1), action.flatten(0, 1))
+        else:
+            state = tuple(torch.from_numpy(part.copy()) for part in batch.initial_state)
+            found = agent.evaluate_sequences(obs, action, state, starts)
+    np.testing.assert_allclose(batch["logprob"].ravel(), found.logprob.numpy(), atol=tolerance)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.05), ("float16", 0.01)])
@@ -73,8 +77,7 @@ def test_actions_are_those_of_the_published_policy(dtype: str, tolerance: float,
         for _ in range(4):
             batch = within(lambda: env.collect(agent, 10))
             assert_sound(batch)
-            if recurrent == "none":
-                assert_near(agent, batch, tolerance)
+            assert_near(agent, batch, tolerance)
             with torch.no_grad():
                 for parameter in agent.parameters():
                     parameter.add_(0.01 * torch.randn_like(parameter))

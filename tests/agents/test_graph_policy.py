@@ -352,7 +352,7 @@ def test_a_policy_that_cannot_be_captured_acts_eagerly_and_says_so_once(
             found.append(acts(each, 8, seed))
         assert_same(*found)
         policy.check_after_load()
-    assert sum("no CUDA graphs" in record.message for record in caplog.records) == 1
+    assert sum("act is called without CUDA graphs" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])
@@ -372,16 +372,19 @@ def test_a_failure_outside_of_the_capture_falls_back_to_act(is_loaded: bool, mon
     assert policy.note == "eager: a graph failed: RuntimeError: out of memory"
 
 
-def test_actions_follow_the_generators_of_the_slots(graphs: Any, captures: list[int]) -> None:
+def test_actions_follow_the_generators_of_the_slots(
+    graphs: Any, captures: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
     policy, eager = policies(RngPolicy(), graphs)
     assert policy.note == "eager: act takes a generator per slot"
+    assert "without CUDA graphs, since act takes a generator per slot" in caplog.text
     assert_same(acts(policy, 8), acts(eager, 8))
     assert captures == []
 
 
 @needs_cuda
 def test_random_numbers_work_after_a_failed_capture() -> None:
-    class AllocatingPolicy(NetPolicy):
+    class SynchronizingPolicy(NetPolicy):
         """Fails only inside of a capture."""
 
         def act(self, obs: Any) -> dict[str, Any]:
@@ -389,7 +392,7 @@ def test_random_numbers_work_after_a_failed_capture() -> None:
                 torch.cuda.synchronize()
             return super().act(obs)
 
-    policy, eager = policies(AllocatingPolicy(), CudaGraphs())
+    policy, eager = policies(SynchronizingPolicy(), CudaGraphs())
     assert policy.note.startswith("eager: act cannot be captured")
     assert_same(acts(policy, 8), acts(eager, 8))
     other, reference = policies(NetPolicy(), CudaGraphs())

@@ -230,7 +230,7 @@ class ServedActor:
             self._exchange = None
 
     def take_note(self) -> str:
-        """Nothing: the server reports how it calls the policy when a worker joins."""
+        """Nothing: the server reports how it calls the policy when a worker joins, and only logs later changes."""
         return ""
 
     # ---- a chunk ----

@@ -38,7 +38,7 @@ class CudaGraphs:
         """Capture a call.
 
         Returns:
-            A function that repeats the operations of the call, and the result, which each repetition overwrites.
+            A function that replays the operations of the call, and the result, which each replay overwrites.
 
         Raises:
             Exception: The function cannot be captured, for example because it reads a value of a tensor.
@@ -89,7 +89,7 @@ class CudaGraphs:
 
 @contextlib.contextmanager
 def capturable() -> Iterator[None]:
-    """Context manager: replace what torch does on the host in many policies, because a capture allows none of it."""
+    """Context manager: replace operations that many policies run on the host, which a capture does not allow."""
     checks = torch.distributions.Distribution._validate_args
     torch.distributions.Distribution.set_default_validate_args(False)
     try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from farstep.agents.parameters import as_array
-from farstep.agents.policy import Policy, constants_of, log, mapping_of, same_randomness
+from farstep.agents.policy import UNPICKLABLE, Policy, constants_of, log, mapping_of, same_randomness
 from farstep.core import Array, Nested
 from farstep.errors import described
 from farstep.schema import flat, map_leaves
@@ -75,12 +75,12 @@ class GraphPolicy(Policy):
     def accelerate(self, obs: Nested, state: Nested, episode_start: Any) -> None:
         """Capture `act` for batches of this size. If this is not possible, log the reason and stay eager."""
         if self.wants_rng:
-            self.note = "eager: act takes a generator per slot"
+            self._give_up("act takes a generator per slot")
             return
         self.note, self._constants = GRAPHS, constants_of(self.agent)
         self._addresses = self._current_addresses()
         if not self._constants:
-            self._give_up("an attribute of the agent cannot be pickled, so its changes could not be detected")
+            self._give_up(UNPICKLABLE)
             return
         if len(episode_start) <= self._max_batch:
             self._prepare(self._size_for(len(episode_start)), self._inputs(obs, state, episode_start))
@@ -128,7 +128,7 @@ class GraphPolicy(Policy):
     def _give_up(self, reason: str) -> None:
         self._graphs.clear()
         self.note = f"eager: {reason}"
-        log.warning("the acting server uses no CUDA graphs, since %s", reason)
+        log.warning("act is called without CUDA graphs, since %s", reason)
 
     def _captured(self, example: tuple[Nested, ...]) -> _Graph | str:
         """Return a graph of `act`, or the reason why there is none."""
@@ -161,17 +161,17 @@ class GraphPolicy(Policy):
 
         with same_randomness():
             eager = map_leaves(as_array, self._call_act(self._tensors(graph.example)))
-        found = self._repeated(graph, graph.example)
+        found = self._replayed(graph, graph.example)
         if difference := equal_results(mapping_of(eager), found):
             return f"a graph differs from act: {difference}"
         kept = graph.size // 2
         padded = map_leaves(lambda leaf: np.concatenate([leaf[:kept], np.zeros_like(leaf[kept:])]), graph.example)
-        parts = [map_leaves(lambda leaf: leaf[:kept], out) for out in (found, self._repeated(graph, padded))]
+        parts = [map_leaves(lambda leaf: leaf[:kept], out) for out in (found, self._replayed(graph, padded))]
         if difference := equal_results(*parts):
             return f"act's result for a row depends on other rows of the batch: {difference}"
         return None
 
-    def _repeated(self, graph: _Graph, arguments: tuple[Nested, ...]) -> dict[str, Any]:
+    def _replayed(self, graph: _Graph, arguments: tuple[Nested, ...]) -> dict[str, Any]:
         with same_randomness():
             out = graph.run(arguments, graph.size)
         return {name: map_leaves(np.array, value) for name, value in out.items()}
@@ -206,8 +206,8 @@ class _Graph:
     """A captured call of `act` for one batch size.
 
     Args:
-        cuda: Has captured it.
-        replay: Repeats the captured operations.
+        cuda: The object that captured it.
+        replay: Replays the captured operations.
         example: Arguments with this number of rows.
         inputs: The memory of the arguments.
         result: What the captured call returned.

@@ -23,6 +23,8 @@ from farstep.schema import flat, map_leaves
 log = logging.getLogger(__name__)
 FAST = "fast: workers replay the recorded torch operations of act"
 """`Policy.note` of an agent whose `act` was recorded."""
+UNPICKLABLE = "an attribute of the agent cannot be pickled, so its changes could not be detected"
+"""Why `act` of an agent is not recorded if `constants_of` fails."""
 
 
 class Policy:
@@ -260,9 +262,7 @@ class Policy:
         finally:
             self._torch.set_rng_state(rng)
         self._constants = constants_of(self.agent)
-        if self._constants:
-            return None
-        return "an attribute of the agent cannot be pickled, so its changes could not be detected"
+        return None if self._constants else UNPICKLABLE
 
     def _disagreement(self) -> str | None:
         """Run program and `act` on the same rows and random numbers; return the difference, or None."""

@@ -107,7 +107,8 @@ def main(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Context manager: SIGTERM raises `Stopped`, so that it leaves nothing behind. Nothing outside the main thread."""
+    """Context manager: SIGTERM raises `Stopped`, so that the launch is cleaned up. No effect outside the main
+    thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -257,8 +258,11 @@ def train(
 def _status_page(
     name: str, run: RunConfig, env: ClusterEnv, folder: RunFolder, stack: ExitStack, launching: ExitStack
 ) -> StatusPage | None:
-    """Start the status page, and store its address in the run folder until the run ends. Print it when the launch has
-    begun, or at the first event: until then the launch may wait for slots or for the cluster's answer."""
+    """Start the status page, and store its address in the run folder until the run ends.
+
+    Print the address when the launch begins to wait for workers, or at the first event; a launch that is refused at
+    once prints nothing.
+    """
     try:
         page = status_page_of(env)
     except RunError as error:
@@ -269,11 +273,15 @@ def _status_page(
         replace_file(folder.status_file, page.url.encode(), private=True)
     stack.callback(folder.status_file.unlink, missing_ok=True)
     # Other users may be able to read the output if it is no terminal; then print the command that reads the address.
-    lines = iter([f"status: {page.url if sys.stdout.isatty() else f'farstep status {_quoted(folder)}'}"])
+    line = f"status: {page.url if sys.stdout.isatty() else f'farstep status {_quoted(folder)}'}"
+    lock, is_announced = threading.Lock(), False
 
     def announce() -> None:
-        for line in lines:  # only once
-            _print_now(line)
+        nonlocal is_announced
+        with lock:  # events are read in another thread
+            if not is_announced:
+                _print_now(line)
+            is_announced = True
 
     call_when_begun(env, announce)
     launching.callback(event_log_of(env).subscribe(lambda _: announce()).close)

@@ -428,7 +428,9 @@ class CoordinatorClient:
                 text = f"this run may use {counted(allowed, 'worker')}, but its nodes cannot be requested"
                 self._emit("warned", f"{text}: {error}")
                 with self._changed:
-                    self._applied = applied  # repeat the call, because the pool requests the nodes again by itself
+                    # Call again later: the launcher now requests the nodes itself, and the call then only unparks
+                    # workers.
+                    self._applied = applied
                 return
             if applied == 0:
                 self._emit("scaled", f"continuing with {counted(allowed, 'worker')}")

@@ -100,6 +100,7 @@ class Server:
         self.tickets = Tickets(workers, config.fewest_nodes * per_node)
         self._failure: FarstepError | None = None
         self.is_closed = False
+        """Whether `close` was called."""
         self._wait_began = math.inf
         """When the call that is waiting began to wait, in `time.monotonic()` seconds; infinity: none waits."""
         self._closer = 0
@@ -215,7 +216,7 @@ class Server:
 
         Args:
             poll: Called after each event.
-            starting: Whether the wait is for workers to start, which decides when a wait is long enough for a warning.
+            starting: Whether the wait is for workers to start (see `WaitWarning`).
 
         Raises:
             FarstepError: The run has failed, or is closed.

@@ -23,7 +23,7 @@ from farstep.observe.loggers import JsonlLogger
 from farstep.observe.run_folder import RunFolder
 from farstep.observe.status import FolderSource, PageServer
 from farstep.testing import CountingEnv, TableAgent
-from tests.observe.status.browser import PHONE, QUIET, WIDE, Browser, browser
+from tests.observe.status.browser import PHONE, QUIET, WIDE, Browser, browser, programs
 
 pytestmark = pytest.mark.slow  # real processes, or learning
 
@@ -147,8 +147,9 @@ def test_page_shows_the_run_before_its_server_sends_anything(window: Browser) ->
 def test_page_that_is_not_live_can_be_photographed(tmp_path: Path) -> None:
     """With a budget of virtual time, Chromium waits for all connections to end."""
     file = tmp_path / "page.png"
+    _, chromium = programs()
     server = PageServer(SimulatedRun(8, 2))
-    command = ["chromium", *QUIET, "--virtual-time-budget=2000", f"--screenshot={file}", f"{server.url}&live=0"]
+    command = [chromium, *QUIET, "--virtual-time-budget=2000", f"--screenshot={file}", f"{server.url}&live=0"]
     environment = os.environ | {"HOME": str(tmp_path)}
     try:
         subprocess.run(command, env=environment, capture_output=True, timeout=120, check=True)

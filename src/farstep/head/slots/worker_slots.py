@@ -190,7 +190,7 @@ class WorkerSlots:
             self._prewarming.chunk_arrived(time.monotonic(), busy_s)
 
     def close(self) -> None:
-        """Resume no workers any more."""
+        """Stop resuming workers early."""
         if self._prewarming is not None:
             self._prewarming.close()
 
@@ -208,6 +208,7 @@ class WorkerSlots:
     def _suspend_again(self) -> None:
         """Suspend workers that were resumed early, because no session was opened."""
         with self.locked():
+            # A failed run, too, returns the slots that it got early.
             if self._server.is_closed or self._tickets.is_open or self._prewarming is None:
                 return
             self._prewarming.is_early = False

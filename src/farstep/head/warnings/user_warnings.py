@@ -37,10 +37,11 @@ class UserWarnings:
         before, self.inference = self.inference, note
         if self.silent or note == before:
             return
-        path, is_eager, reason = note.partition("eager: ")
-        if is_eager:
-            caller, fast = "acting servers" if path else "workers", "CUDA graphs" if "cuda" in path else "the fast path"
-            self._emit("warned", f"{caller} call the agent without {fast}, because {reason}")
+        path, eager, reason = note.partition("eager: ")
+        if eager:
+            caller = "acting servers" if path else "workers"
+            skipped = "CUDA graphs" if "cuda" in path else "the fast path"
+            self._emit("warned", f"{caller} call the agent without {skipped}, because {reason}")
         if note.startswith("served") and not note.endswith("own act"):
             self._emit(
                 "warned",
