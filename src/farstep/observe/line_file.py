@@ -46,7 +46,7 @@ class LineFile:
     def tail(self, count: int) -> bytes:
         """Return at most this number of bytes from the end of the file."""
         self._stream.seek(max(self.size - count, 0))
-        return self._stream.read()
+        return self._stream.read(count)
 
     def append(self, line: bytes) -> None:
         """Append a line, after the lines that are still in memory.
