@@ -45,7 +45,7 @@ def test_a_benchmark_runs(command: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_large_policies_are_measured_and_measured_cases_are_not_repeated(tmp_path: Path) -> None:
-    words = "--sizes 10k ViT-tiny --only served-cpu --workers 1 --envs 4 --steps 4 --seconds 0.2"
+    words = "--sizes ViT-tiny --only served-cpu --workers 1 --envs 4 --steps 4 --seconds 0.2"
     command = [
         sys.executable,
         str(BENCHMARKS / "large_policy.py"),
@@ -53,13 +53,13 @@ def test_large_policies_are_measured_and_measured_cases_are_not_repeated(tmp_pat
         "--out",
         str(tmp_path / "found.json"),
     ]
-    for measured in (6, 0):
+    for measured in (3, 0):
         done = subprocess.run(command, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("steps/s") == measured, done.stdout
     document = json.loads((tmp_path / "found.json").read_text())
-    assert [run["contender"] for run in document["runs"]] == ["environments"] * 2 + ["policy-cpu", "served-cpu"] * 2
-    assert document["runs"][3]["inference"] == "served on cpu, fast"
+    assert [run["contender"] for run in document["runs"]] == ["environments", "policy-cpu", "served-cpu"]
+    assert document["runs"][2]["inference"].startswith("served on cpu")
 
 
 def test_large_policies_are_measured_again_after_a_failure_and_with_other_settings(
