@@ -12,7 +12,7 @@ gamma (.99) and lambda (.95). The paper's rollouts have 1,024 steps and 30 epoch
 epochs. Workers are connected over TCP on loopback, so that weights and probes are sent and counted. Returns are
 those of evaluations: 20 episodes with the most likely actions, every 100,000 steps. `decoupled` clips around the
 learner's own policy and weights rows by the ratio to the policy that acted, `plain` clips around the policy that acted.
-`compact` is `decoupled` with weights that are sent as differences of bfloat16 numbers.
+`compact` is `decoupled`, but workers get only the policy, without the critic, as differences of bfloat16 numbers.
 Runs differ in their steps until all have been continued; tables and plots end where the shortest run ends.
 """
 
@@ -38,7 +38,7 @@ LOWEST_RETURN = -400.0
 """Plots end here, so that the first bad policies do not hide the later differences."""
 POINTS = 100
 """Points of the curves of pulls and bytes that are stored."""
-COMPACT = {"half": "bfloat16", "delta": True}
+COMPACT = {"only": ["actor.*", "heads.*", "encoders.*"], "half": "bfloat16", "delta": True}
 """In what form weights are sent in `compact` runs."""
 LOSSES = {"decoupled": "decoupled loss", "plain": "plain loss", "compact": "decoupled loss, compact weights"}
 LAST = 0.1

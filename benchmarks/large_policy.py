@@ -1,14 +1,17 @@
 """Steps per second with policies of 10 thousand to 269 million parameters, by where actions are computed.
 
     python benchmarks/large_policy.py                      # all sizes and contenders on this machine
-    python benchmarks/large_policy.py --quick              # a smoke run: one small policy, one second each
+    python benchmarks/large_policy.py --quick              # a smoke run: two tiny policies, half a second each
     python benchmarks/large_policy.py --sizes 4M --only local-cpu served-cpu --workers 2 --envs 32
     python benchmarks/large_policy.py --where head --workers 2 --envs 16      # over a link of 1 Gbit/s; needs root
 
-Contenders: `local-cpu` and `local-cuda` (each worker has a copy of the policy), `served-cpu` and `served-cuda` (one
-acting server for all workers), `vec-cpu` and `vec-cuda` (`make_vec`, this process acts). The limit is the smaller of
-two numbers: environments alone, with random actions, and the policy alone with all environments in one batch, on the
-best device.
+Contenders: `local-cpu` and `local-cuda` (each worker has a copy of the policy), `served-cpu`, `served-cuda` and
+`served-bf16` (one acting server for all workers; the last one on the GPU in bfloat16), `vec-cpu` and `vec-cuda`
+(`make_vec`, this process acts). The limit is the smaller of two numbers: environments alone, with random actions, and
+the policy alone on the best device, with the observations of all environments.
+
+Each case runs in a process of its own, for at most `--timeout` seconds. The results are written after each case, and a
+repeated command measures only the cases that are missing in them or have failed.
 
 With `--where head`, workers and head are on two hosts (network namespaces), and an acting server with the head chooses
 random actions. Observations have `--obs-bytes` bytes. They cross the link twice: to the server and in the rollout. The
@@ -19,11 +22,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,61 +35,17 @@ import gymnasium
 import numpy as np
 import torch
 from children import run_script
-from document import header, write_document
+from document import check_machine, continued, write_document
+from policy_models import SIZES, VISUAL_SIZES, LargePolicy, NoiseEnv, RandomPolicy, VisualPolicy
 from roster import BENCHMARKS
+from runner import last_line, last_report, run_command
 
 import farstep
+from farstep.agents.graph_policy import with_graphs
+from farstep.agents.policy import Policy
 
-SIZES = {"10k": (64, 2), "4M": (1408, 3), "67M": (4096, 5), "269M": (8192, 5)}
-"""Width and number of hidden layers. A policy of 8 observations and 4 actions then has this many parameters."""
-
-
-class LargePolicy(torch.nn.Module):
-    """A multi-layer perceptron that samples its actions."""
-
-    def __init__(self, num_inputs: int, num_actions: int, width: int, depth: int) -> None:
-        super().__init__()
-        sizes = [num_inputs, *[width] * depth]
-        pairs = itertools.pairwise(sizes)
-        layers = [layer for a, b in pairs for layer in (torch.nn.Linear(a, b), torch.nn.ReLU())]
-        self.net = torch.nn.Sequential(*layers, torch.nn.Linear(width, num_actions))
-
-    def act(self, obs: torch.Tensor) -> dict[str, torch.Tensor]:
-        logits = self.net(obs)
-        noise = -torch.log(-torch.log(torch.rand_like(logits)))
-        action = torch.argmax(logits + noise, -1)
-        return {"action": action, "logprob": torch.log_softmax(logits, -1).gather(-1, action[:, None])[:, 0]}
-
-    def get_parameters(self) -> dict[str, torch.Tensor]:
-        return dict(self.named_parameters())
-
-
-class RandomPolicy:
-    """Chooses random actions at almost no cost: environments alone."""
-
-    def __init__(self, num_actions: int) -> None:
-        self._num_actions, self._rng = num_actions, np.random.default_rng(0)
-
-    def act(self, obs: Any) -> Any:
-        return self._rng.integers(self._num_actions, size=len(obs))
-
-    def get_parameters(self) -> dict[str, Any]:
-        return {}
-
-
-class NoiseEnv(gymnasium.Env[Any, Any]):
-    """Returns the same bytes as observation of every step, at almost no cost."""
-
-    def __init__(self, size: int) -> None:
-        self.observation_space = gymnasium.spaces.Box(0, 255, (size,), np.uint8)
-        self.action_space = gymnasium.spaces.Discrete(4)
-        self._obs = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-
-    def reset(self, **options: Any) -> Any:
-        return self._obs, {}
-
-    def step(self, action: Any) -> Any:
-        return self._obs, 0.0, False, False, {}
+ENV_ALONE, POLICY_ALONE = "environments", "policy"
+"""Names of the cases that measure limits; the second one is followed by a device."""
 
 
 def rate(step: Callable[[], int], seconds: float) -> float:
@@ -98,7 +58,8 @@ def rate(step: Callable[[], int], seconds: float) -> float:
 
 
 def collected(options: argparse.Namespace, agent: Any, inference: Any, gpus: int = 0) -> float:
-    config = {"env_name": options.env, "envs_per_node": options.envs, "seed": 1, "inference": inference}
+    source = {"type": "factory", "env_name": NoiseEnv} if options.is_visual else {"env_name": options.env}
+    config = {**source, "envs_per_node": options.envs, "seed": 1, "inference": inference}
     timeouts = {"act_s": 600, "load_s": 600, "connect_s": 300}
     launch = {"workers_per_node": options.workers, "gpus_per_node": gpus, "timeouts": timeouts}
     with farstep.ClusterEnv(config, launch) as env:
@@ -109,6 +70,7 @@ def collected(options: argparse.Namespace, agent: Any, inference: Any, gpus: int
 
         found = rate(step, options.seconds)
         stream.close()
+        print(env.inference, file=sys.stderr)
         return found
 
 
@@ -131,7 +93,12 @@ def over_a_link(options: argparse.Namespace) -> dict[str, float]:
 def on_host(options: argparse.Namespace) -> dict[str, float]:
     """What `over_a_link` runs on the host of the head."""
     launch = {**json.loads(options.on_host), "workers_per_node": options.workers}
-    source = {"type": "factory", "env_name": NoiseEnv, "env_kwargs": {"size": options.obs_bytes}, "compression": "none"}
+    source = {
+        "type": "factory",
+        "env_name": NoiseEnv,
+        "env_kwargs": {"shape": (options.obs_bytes,)},
+        "compression": "none",
+    }
     source |= {"envs_per_node": options.envs, "seed": 1}
     found = {}
     for name, inference, config in (
@@ -148,7 +115,8 @@ def on_host(options: argparse.Namespace) -> dict[str, float]:
 
 def stepped(options: argparse.Namespace, agent: LargePolicy, device: str) -> float:
     agent = agent.to(device)
-    vector = farstep.make_vec(options.env, options.envs, config={"workers_per_node": options.workers})
+    env_name = NoiseEnv if options.is_visual else options.env
+    vector = farstep.make_vec(env_name, options.envs, config={"workers_per_node": options.workers})
     with contextlib.closing(vector) as env:
         obs, _ = env.reset(seed=1)
 
@@ -159,27 +127,36 @@ def stepped(options: argparse.Namespace, agent: LargePolicy, device: str) -> flo
             obs, *_ = env.step(action)
             return options.envs
 
-        found = rate(step, options.seconds)
-    agent.to("cpu")
-    return found
+        return rate(step, options.seconds)
 
 
 def alone(options: argparse.Namespace, agent: LargePolicy, device: str) -> float:
-    """The policy alone, with all environments in one batch."""
-    agent = agent.to(device)
-    obs = torch.zeros(options.envs, options.num_inputs)
+    """The policy alone: all environments in one batch or, on the CPU, one batch per worker on each core if it is
+    faster."""
+    found = []
+    for is_recorded in (False, True):
+        rows = options.envs if device == "cuda" or not is_recorded else options.envs // options.workers
+        policy = Policy(agent, "auto", device == "cuda")
+        policy = with_graphs(policy, options.envs) if is_recorded else policy
+        obs = np.zeros((rows, *options.obs_space.shape), options.obs_space.dtype)
+        starts = np.zeros(rows, bool)
+        threads = torch.get_num_threads()
+        if is_recorded:
+            policy.accelerate(obs, None, starts)
+            torch.set_num_threads(1)
+        copies = 1 if rows == options.envs else min(options.workers, threads)
+        found.append(rate(partial(acted, policy, obs, starts), options.seconds / 2) * copies)
+        torch.set_num_threads(threads)
+    return max(found)
 
-    def step() -> int:
-        with torch.inference_mode():
-            agent.act(obs.to(device))["action"].cpu()
-        return options.envs
 
-    found = rate(step, options.seconds)
-    agent.to("cpu")
-    return found
+def acted(policy: Policy, obs: Any, starts: Any) -> int:
+    policy(obs, None, starts, None)
+    return len(starts)
 
 
 def contenders(options: argparse.Namespace) -> dict[str, Callable[[LargePolicy], float]]:
+    """All contenders on this machine, by name."""
     found: dict[str, Callable[[LargePolicy], float]] = {
         "local-cpu": lambda agent: collected(options, agent, "local"),
         "served-cpu": lambda agent: collected(options, agent, "served"),
@@ -189,15 +166,98 @@ def contenders(options: argparse.Namespace) -> dict[str, Callable[[LargePolicy],
         found |= {
             "local-cuda": lambda agent: collected(options, agent, "local", torch.cuda.device_count()),
             "served-cuda": lambda agent: collected(options, agent, {"device": "cuda"}),
+            "served-bf16": lambda agent: collected(options, agent, {"device": "cuda", "dtype": "bfloat16"}),
             "vec-cuda": lambda agent: stepped(options, agent, "cuda"),
         }
-    return {name: run for name, run in found.items() if not options.only or name in options.only}
+    return found
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure one case, in the process of the case."""
+    size, name = options.case
+    options.is_visual = size in VISUAL_SIZES
+    env: gymnasium.Env[Any, Any] = NoiseEnv() if options.is_visual else gymnasium.make(options.env)
+    options.obs_space, num_actions = env.observation_space, int(env.action_space.n)
+    env.close()
+    if name == ENV_ALONE:
+        return {"contender": name, "steps_per_second": collected(options, RandomPolicy(num_actions), "local")}
+    torch.manual_seed(0)
+    if options.is_visual:
+        agent: LargePolicy = VisualPolicy(num_actions, *VISUAL_SIZES[size])
+    else:
+        agent = LargePolicy(options.obs_space.shape[0], num_actions, *SIZES[size])
+    parameters = sum(parameter.numel() for parameter in agent.parameters())
+    kind, _, device = name.partition("-")
+    found = alone(options, agent, device) if kind == POLICY_ALONE else contenders(options)[name](agent)
+    return {"contender": name, "parameters": parameters, "steps_per_second": found}
+
+
+def cases_of(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """The size and the contender of every case, limits first."""
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    names = [name for name in contenders(options) if not options.only or name in options.only]
+    names = [*(f"{POLICY_ALONE}-{device}" for device in devices), *names]
+    alone = dict.fromkeys(env_case(size) for size in options.sizes)
+    return [*alone, *((size, name) for size in options.sizes for name in names)]
+
+
+def env_case(size: str) -> tuple[str, str]:
+    """The case that measures the environments of a size: once for all sizes with the same environments."""
+    return next(iter(VISUAL_SIZES if size in VISUAL_SIZES else SIZES)), ENV_ALONE
+
+
+def settings_of(options: argparse.Namespace, size: str) -> dict[str, Any]:
+    """The settings of a size's cases; results with other settings are other cases."""
+    settings = {key: getattr(options, key) for key in ("env", "workers", "envs", "seconds")}
+    settings["steps"] = options.steps if size in ("10k", "4M") else min(options.steps, 8)
+    return settings
+
+
+def measured_in(runs: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The results with the settings of this command."""
+    return [run for run in runs if run.items() >= settings_of(options, run["size"]).items()]
+
+
+def run_case(options: argparse.Namespace, size: str, name: str) -> dict[str, Any]:
+    """Measure one case in another process."""
+    settings = settings_of(options, size)
+    words = [str(word) for key, value in settings.items() for word in (f"--{key}", value)]
+    command = [sys.executable, str(Path(__file__).resolve()), "--case", size, name, *words]
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        status, output, errors = run_command(command, Path(folder), options.timeout)
+    report = last_report(output) if status == "ok" else None
+    found = {"size": size, "contender": name, **settings, "wall_s": round(time.monotonic() - began, 1)}
+    if report is None:
+        reason = f"took more than {options.timeout:g} s" if status == "timeout" else last_line(errors)
+        return {**found, "steps_per_second": None, "reason": reason}
+    note = next((line for line in errors.splitlines()[::-1] if line.startswith(("fast", "served", "eager"))), "")
+    return {**found, **report, "inference": note}
+
+
+def limit_of(runs: list[dict[str, Any]], size: str) -> float:
+    """The smaller of environments alone and the policy alone, of those that could be measured."""
+    rates = {(run["size"], run["contender"]): run["steps_per_second"] or 0.0 for run in runs}
+    policy = max(rates.get((size, f"{POLICY_ALONE}-{device}"), 0.0) for device in ("cpu", "cuda"))
+    return min((found for found in (rates.get(env_case(size), 0.0), policy) if found), default=float("inf"))
+
+
+def described(runs: list[dict[str, Any]], run: dict[str, Any]) -> str:
+    found, case = run["steps_per_second"], f"{run['size']:8} {run['contender']:13}"
+    if found is None:
+        return f"{case} {run['reason']}"
+    is_limit = run["contender"].startswith((ENV_ALONE, POLICY_ALONE))
+    share = "" if is_limit else f", {found / limit_of(runs, run['size']):.2f} of the limit"
+    return f"{case} {found:10,.0f} steps/s{share}"
 
 
 def main() -> int:
     options = parse_options()
     if options.on_host:
         print(json.dumps(on_host(options)))
+        return 0
+    if options.case:
+        print(json.dumps(measure(options)))
         return 0
     if options.where == "head":
         found = over_a_link(options)
@@ -206,49 +266,43 @@ def main() -> int:
             f"{found}\nserved by the head: {found['served']:,.0f} steps/s, {found['served'] / limit:.2f} of the limit"
         )
         return 0
-    with farstep.ClusterEnv({"env_name": options.env}, farstep.InProcessConfig()) as env:
-        observations, actions = env.launch()
-    options.num_inputs, num_actions = observations.shape[0], int(actions.n)
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    environments = collected(options, RandomPolicy(num_actions), "local")
-    print(f"environments alone: {environments:,.0f} steps/s")
-    rows = []
-    for size in options.sizes:
-        agent = LargePolicy(options.num_inputs, num_actions, *SIZES[size])
-        policy = {device: alone(options, agent, device) for device in devices}
-        limit = min(environments, max(policy.values()))
-        count = sum(parameter.numel() for parameter in agent.parameters())
-        print(f"{size} ({count:,} parameters): policy alone {policy}, limit {limit:,.0f} steps/s")
-        for name, run in contenders(options).items():
-            found = run(agent)
-            rows.append(
-                {"size": size, "parameters": count, "contender": name, "steps_per_second": found, "limit": limit}
-            )
-            print(f"  {name:12} {found:10,.0f} steps/s, {found / limit:.2f} of the limit", flush=True)
-    settings = {name: getattr(options, name) for name in ("env", "envs", "workers", "steps", "seconds")}
-    write_document(options.out, {**header("large_policy.py"), **settings, "environments": environments, "rows": rows})
-    print(f"written: {options.out}")
+    document = continued(options.out, "large_policy.py")
+    check_machine(document, options.out)
+    runs = document["runs"]
+    for size, name in cases_of(options):
+        known = [run for run in measured_in(runs, options) if (run["size"], run["contender"]) == (size, name)]
+        if any(run["steps_per_second"] is not None for run in known):
+            continue
+        for failed in known:
+            runs.remove(failed)
+        runs.append(run_case(options, size, name))
+        write_document(options.out, document)
+        print(described(measured_in(runs, options), runs[-1]), flush=True)
+    print(f"written: {options.out}, {len(runs)} cases")
     return 0
 
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--env", default="LunarLander-v3", metavar="ID")
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=[*SIZES, *VISUAL_SIZES], default=[*SIZES, "ViT-S"])
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--envs", type=int, default=112, help="environments on all workers")
-    parser.add_argument("--steps", type=int, default=32, help="length of a rollout")
-    parser.add_argument("--seconds", type=float, default=10.0, help="measured time of one run")
+    parser.add_argument("--steps", type=int, default=32, help="length of a rollout; at most 8 with a large policy")
+    parser.add_argument("--seconds", type=float, default=3.0, help="measured time of one case")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds after which a case is given up")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="contenders")
     parser.add_argument("--where", choices=["node", "head"], default="node", help="where acting servers are")
     parser.add_argument("--mbit", type=float, default=1000.0, help="rate of the link with --where head")
     parser.add_argument("--obs-bytes", type=int, default=7056, help="size of an observation with --where head")
     parser.add_argument("--on-host", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--quick", action="store_true", help="a smoke run with two workers")
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "large_policy.json")
     options = parser.parse_args()
     if options.quick:
-        options.sizes, options.workers, options.envs, options.steps, options.seconds = ["10k"], 2, 8, 8, 0.5
+        options.sizes, options.workers, options.envs = ["10k", "ViT-tiny"], 2, 8
+        options.steps, options.seconds = 8, 0.5
     return options
 
 

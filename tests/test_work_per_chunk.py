@@ -14,7 +14,7 @@ from farstep.head.tickets.tickets import Tickets
 from farstep.workflow.rows.partial_chunks import PartialChunks
 from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger
 from tests.work import instructions, peak_bytes
-from tests.workflow.test_partial_chunks import rows
+from tests.workflow.rows.test_partial_chunks import rows
 
 FEW, MANY = 8, 64
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from farstep.batch import Batch, Part
@@ -137,9 +136,7 @@ class ClusterEnv:
         self.launch()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # ---- acting ----
@@ -209,9 +206,8 @@ class ClusterEnv:
         """Collect a rollout synchronously, and yield its parts as they arrive.
 
         A part has the stages (`EnvConfig.transfer`) of one worker's chunk that arrived together. If a worker is lost
-        after some stages of its chunk were yielded, its replacement rolls another chunk, and the same stages are
-        yielded again for that chunk. A part with `complete=True` (the last part of a chunk) is yielded only once. The
-        rollout does not wait for absent workers.
+        after some stages were yielded, they are yielded again for the chunk of its replacement. A part with
+        `complete=True` (the last part of a chunk) is yielded only once. The rollout does not wait for absent workers.
 
         Args:
             agent: The policy; if its parameters have changed, they are published first.
@@ -282,11 +278,10 @@ class ClusterEnv:
         Workers that are not needed are parked: they finish and send their current chunks, then their processes are
         suspended. They keep their memory, environments and episodes, and use no core. They continue within
         milliseconds, or after about 0.2 s over TCP if they have to reconnect. Their environments are missing from
-        batches meanwhile (`batch.slots`). The call does not wait until workers are parked or run. If more nodes are
-        needed, it waits until the engine has accepted or refused the request, at most a minute.
+        batches meanwhile (`batch.slots`). Workers on released nodes finish and send their current chunks, and then end.
 
-        Workers on released nodes first finish and send their current chunks, and then end. New nodes contribute to
-        batches as soon as they have started.
+        The call does not wait until workers are parked, run or have started. If more nodes are needed, it waits until
+        the engine has accepted or refused the request, at most a minute.
 
         Args:
             nodes: New number of nodes, from `min_nodes` to `max_nodes` of the launch configuration. All workers of
@@ -314,8 +309,7 @@ class ClusterEnv:
         Returns:
             Plain data and arrays: the version, and for each worker its episode counters, random states and recurrent
             states; also for parked workers. `active_workers`: the number of workers that were not parked; missing
-            if none was parked, and with a coordinator, which decides again. `inference`: what
-            `inference="auto"` has chosen.
+            if none was parked, or with a coordinator, which decides again. `inference`: what `"auto"` has chosen.
 
         Raises:
             FarstepError: A worker failed and could not be replaced.
@@ -478,7 +472,12 @@ def collector_for(env: ClusterEnv, agent: Agent) -> Collector:
 
 def diagnoses_of(env: ClusterEnv, metrics: Sequence[Mapping[str, float]] = ()) -> list[Diagnosis]:
     """Return what `ClusterEnv.diagnose` does, then further causes that are independent of it."""
-    return env._launched().diagnoses(metrics)
+    return env._launch.progress.for_user(env._launched().diagnoses(metrics))
+
+
+def advise_options(env: ClusterEnv) -> None:
+    """From now on, let remedies of diagnoses name options of `farstep train` instead of arguments in Python."""
+    env._launch.progress.is_command = True
 
 
 def status_page_of(env: ClusterEnv) -> StatusPage:
@@ -487,7 +486,7 @@ def status_page_of(env: ClusterEnv) -> StatusPage:
 
 
 def call_when_begun(env: ClusterEnv, function: Callable[[], None]) -> None:
-    """Call a function when a launch, which was not refused at once, waits for its workers."""
+    """Call a function when the launch begins to wait for its workers; never if it is refused before."""
     env._launch.on_begun = function
 
 

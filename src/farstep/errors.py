@@ -349,8 +349,9 @@ def printable(text: str) -> str:
 def unknown_name(what: str, got: str, known: Iterable[str]) -> str:
     """Return an error message for an unknown name, with the nearest known name and a list of all."""
     names = sorted(known)
-    near = difflib.get_close_matches(got, names, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    by_lower_case = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(got.lower(), by_lower_case, n=1)
+    hint = f" Did you mean {by_lower_case[near[0]]!r}?" if near else ""
     return f"unknown {what} {got!r}.{hint} Known: {', '.join(names)}."
 
 

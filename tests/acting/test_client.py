@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,13 +14,15 @@ import pytest
 
 from farstep.acting.client import ServedActor
 from farstep.acting.connections import LocalServer
+from farstep.rollout.progress import EPISODES
 from farstep.rollout.rows import Slots
 from farstep.worker.inbox import TicketCancelled
 from tests.cluster.checks import within
 
 
 def served_actor(address: str, idle: Callable[[], None] = lambda: None) -> ServedActor:
-    return ServedActor(0, LocalServer(address, "secret"), 0, Slots(0, [0], [0]), "obs", ({}, {}), [1], idle)
+    words = memoryview(array("q", [0] * EPISODES))
+    return ServedActor(0, LocalServer(address, "secret"), 0, Slots(0, [0], [0]), "obs", ({}, {}), [1], idle, words)
 
 
 @contextlib.contextmanager

@@ -328,3 +328,21 @@ def test_a_network_says_once_that_its_actions_are_not_bit_for_bit_the_same() -> 
             within(lambda: env.collect(agent, 5))
         assert env.inference == "served on cpu, fast"
         assert sum("not bit for bit" in event.text for event in env.events("warned")) == 1
+
+
+@pytest.mark.usefixtures("torch_in_workers")
+def test_a_network_that_is_not_recorded_says_why() -> None:
+    torch = pytest.importorskip("torch")
+
+    class Network(torch.nn.Module):  # type: ignore[misc,name-defined]
+        def act(self, obs: Any, slots: Any) -> Any:
+            return slots % 3
+
+        def get_parameters(self) -> dict[str, Any]:
+            return {}
+
+    with cluster(envs=4, workers=2, inference="served") as env:
+        within(lambda: env.collect(Network(), 5))
+        assert env.inference.startswith("served on cpu, eager: act takes slots")
+        (warning,) = (event.text for event in env.events("warned") if "fast path" in event.text)
+        assert warning.startswith("acting servers call the agent without the fast path, because act takes slots")

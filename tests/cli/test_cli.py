@@ -71,6 +71,11 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
     [
         (["tran"], ["command", "'tran'", "train"]),
         (["train", "pppo"], ["learner", "'pppo'", "ppo"]),
+        (["train", "PPO"], ["unknown learner 'PPO'. Did you mean 'ppo'?"]),
+        (["resume", "runs/a"], ["farstep train --resume runs/NAME"]),
+        (["train", "ppo", "CartPole-v1"], ["takes only options", "did you mean --env CartPole-v1?"]),
+        (["train", "ppo", "-env", "CartPole-v1"], ["no option -env; did you mean --env?"]),
+        (["status", "--grafana", "nowhere/x.json"], ["nowhere/x.json cannot be written: nowhere is no folder"]),
         (["train", "ppo"], ["'farstep train ppo' needs --env. 'farstep train ppo --help'"]),
         ([*TRAIN, "--num-env", "4"], ["no option --num-env", "--num-envs"]),
         (["train", "ppo", "--wokers", "4"], ["did you mean --workers"]),
@@ -210,6 +215,11 @@ def test_sigint_ends_a_command_with_its_usual_status(
     assert "stopped by SIGINT" in capsys.readouterr().err
 
 
+def test_slow_imports_happen_where_sigint_is_handled() -> None:
+    script = "import sys, farstep.cli; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=120, check=False).returncode == 0
+
+
 def test_to_train_needs_a_learner(capsys: pytest.CaptureFixture[str]) -> None:
     needed = "farstep: 'farstep train' needs a learner: ppo, async-ppo, impala, dqn, apex, sac, aride.\n"
     assert said(capsys, "train") == (2, "", needed)
@@ -261,6 +271,12 @@ def test_a_run_of_another_learner_is_named(tmp_path: Path, capsys: pytest.Captur
     assert status == 1 and f"farstep train impala --resume {tmp_path}" in error
 
 
+def test_a_run_folder_without_a_learner_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    status, _, error = said(capsys, "train", "--resume", str(tmp_path))
+    assert status == 1 and f"{tmp_path}/config.json names no learner" in error
+
+
 @pytest.mark.parametrize(
     ("option", "before"),
     [
@@ -289,9 +305,11 @@ def test_status_page_is_named_only_if_the_run_is_not_refused_at_once(
     )
     status, output, error = said(capsys, "train", "ppo", "--resume", str(tmp_path), "--trust")
     assert (status, output) == (1, "") and "ended before its first checkpoint" in error
-    status, output, _ = said(capsys, *CARTPOLE, "--total-steps", "64", "--num-envs", "1", "--num-steps", "64")
-    assert status == 0 and output.startswith("status: farstep status runs/CartPole-v1-ppo"), output
-    assert output.count("status: ") == 1
+    options = ["--total-steps", "64", "--num-envs", "1", "--num-steps", "64", "--name", "my run"]
+    status, output, _ = said(capsys, *CARTPOLE, *options)
+    assert status == 0 and output.startswith("status: farstep status 'runs/my run'\n"), output
+    assert output.count("status: ") == 1 and output.endswith("plot:  farstep plot 'runs/my run'\n")
+    assert "Runs in runs: my run." in said(capsys, "eval", "my-run")[2]
 
 
 def test_environment_is_checked_before_torch_is_imported(tmp_path: Path) -> None:

@@ -27,9 +27,11 @@ def wait_until(is_true: Callable[[], bool]) -> None:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, slots: int, devices: int = 0, turn_s: float = 30.0) -> Iterator[str]:
+def serving(
+    folder: Path, slots: int, devices: int = 0, turn_s: float = 30.0, lease_s: float = LEASE_S
+) -> Iterator[str]:
     """A coordinator in a thread of this process."""
-    server = CoordinatorServer(folder, slots, devices, LEASE_S, turn_s)
+    server = CoordinatorServer(folder, slots, devices, lease_s, turn_s)
     thread = threading.Thread(target=server.serve)
     thread.start()
     try:

@@ -381,8 +381,8 @@ def test_an_episode_that_kills_or_stalls_its_worker_is_named_and_tried_twice_onl
 
 def test_a_slow_environment_is_left_alone() -> None:
     def batch(transport: str) -> farstep.Batch:
-        kwargs = {"fault": "slow", "phase": "step", "at": 0, "slow_s": 0.4}
-        limits = farstep.Timeouts(step_s=0.7, act_s=0.7)  # less than the time between two heartbeats
+        kwargs = {"fault": "slow", "phase": "step", "at": 0, "slow_s": 0.2}
+        limits = farstep.Timeouts(step_s=0.9, act_s=0.9)  # less than the time between two heartbeats
         options: dict[str, Any] = {"timeouts": limits, "restart_budget": 0, "transport": transport}
         with cluster(FaultyEnv, envs=2, env_kwargs=kwargs, **options) as env:
             return env.collect(TableAgent(), steps=4)
@@ -407,7 +407,7 @@ def test_a_later_death_is_not_blamed_on_an_earlier_exception(tmp_path: Path) -> 
 
 
 def test_a_worker_that_is_stopped_between_two_calls_is_replaced() -> None:
-    limits = farstep.Timeouts(idle_s=1.0, close_s=1.0)
+    limits = farstep.Timeouts(idle_s=3.0, close_s=1.0)
     with cluster(SelfNamingEnv, envs=2, workers=2, timeouts=limits) as env:
         agent = TableAgent()
         _, info = env.reset()

@@ -339,9 +339,9 @@ def test_a_worker_without_shared_memory_is_held_to_its_channels(monkeypatch: pyt
         monkeypatch.setattr(server.supervisor, "reject", lambda record, error: refused.append(str(error)))
         version = collector.publisher.agent_id
         cases: list[tuple[Any, list[bytes], bool, str]] = [
-            (m.Progress([0] * 11), [], False, "Progress outside of the heartbeat connection"),
-            (m.Progress([0] * 9), [], True, "9 progress words; expected 11"),
-            (m.Progress([int(Phase.QUEUED)] + [0] * 10), [], True, "the phase 8"),
+            (m.Progress([0] * 10), [], False, "Progress outside of the heartbeat connection"),
+            (m.Progress([0] * 9), [], True, "9 progress words; expected 10"),
+            (m.Progress([int(Phase.QUEUED)] + [0] * 9), [], True, "the phase 8"),
             (m.Reply(0), [b""], True, "Reply on the heartbeat connection"),
             (m.Reply(99), [b""], False, "a reply to call 99"),
             (m.RequestSend(1, 1), [], False, "max_senders"),

@@ -66,12 +66,12 @@ def add_until(env: farstep.ClusterEnv, seen: Trajectories, columns: int) -> None
 @pytest.mark.timeout(120)
 def test_parked_worker_outlives_its_connection_and_the_lease(tmp_path: Path) -> None:
     """A suspended process answers no heartbeat: the head closes its connection. The daemon reports it as running."""
-    with on_nodes(tmp_path, 1, 1, lease_s=2) as env:
+    with on_nodes(tmp_path, 1, 1, lease_s=4) as env:
         agent, seen = TableAgent(), Trajectories()
         seen.add(env.collect(agent, steps=2))
         env.scale(workers=1)
         settled(env, parked=1)
-        ends = time.monotonic() + 2.5
+        ends = time.monotonic() + 4.5
         while time.monotonic() < ends:
             seen.add(env.collect(agent, steps=2))
             time.sleep(PAUSE_S)

@@ -130,10 +130,10 @@ def test_a_full_disk_is_a_typed_error_and_the_run_can_be_read_and_resumed(small_
     with filler.open("wb", buffering=0) as stream, pytest.raises(OSError, match="No space left"):
         while True:
             stream.write(bytes(4096))
+    for step in range(2, 1000):
+        metrics.log(step, {"name" * 20: 1.0})
     with pytest.raises(RunError, match="free disk space"):
-        for step in range(2, 1000):
-            metrics.log(step, {"name" * 20: 1.0})
-    metrics.close()
+        metrics.close()
     with pytest.raises(RunError, match=r"events.out.tfevents.* cannot be written: .*Free disk space"):
         for step in range(1000):
             board.log(step, {"name" * 20: 1.0})

@@ -14,9 +14,13 @@ import pytest
 
 import farstep
 from farstep.cli import main
+from farstep.elastic import Schedule
 from farstep.elastic.coordinator_server import CoordinatorServer, connect
+from farstep.launch.engines.ssh import SSHEngine
 from farstep.testing import TableAgent
-from tests.cluster.checks import worker_pids
+from farstep.workflow.triggers.messages import Message
+from tests.cluster.checks import cluster, within, worker_pids
+from tests.cluster.nodes import node_config
 from tests.cluster.sharing import (
     LEASE_S,
     PATIENCE_S,
@@ -60,6 +64,29 @@ def test_second_run_gets_its_share_and_the_first_gets_it_back(tmp_path: Path) ->
             wait_until(lambda: held(name) == [3, 1])
         wait_until(lambda: held(name) == [4])
         wait_until(lambda: len(first.collect(agent, steps=4).slots) == 4)
+
+
+def test_scaling_rule_gets_the_slots_of_a_run_that_ends_before_its_lease(tmp_path: Path) -> None:
+    columns: list[int] = []
+    with (
+        serving(tmp_path / "c", slots=4, lease_s=3600.0) as name,
+        shared(name, workers=2, min_workers=2) as other,
+        shared(name, workers=4) as env,
+    ):
+        buffer = farstep.Buffer(4 * 2, farstep.FullBatch())
+        flow = farstep.Workflow(env, TableAgent(), buffer, scaling=Schedule(2, 4, add=2, every=2))
+
+        def update(message: Message) -> None:
+            columns.append(len(flow.batch(message).slots))
+            if len(columns) == 4:  # since the second update, the rule wants 4 workers
+                other.close()
+            flow.publish()
+
+        flow.on(farstep.DataKeyTrigger(n="all", size=2), update)
+        flow.on(farstep.ObjectKeyTrigger("parameters"), flow.next_rollout)
+        within(lambda: flow.run(until=lambda: 4 in columns))
+        assert columns[:4] == [2, 2, 2, 2]
+        assert "scaled from 2 to 4 workers" in [event.text for event in env.events("scaled")]
 
 
 def test_two_runs_on_one_slot_take_turns_and_never_step_at_the_same_time(tmp_path: Path) -> None:
@@ -237,6 +264,7 @@ def test_vector_and_in_process_environments_refuse_a_coordinator() -> None:
         farstep.LocalConfig(priority=2)
 
 
+@pytest.mark.usefixtures("torch_in_workers")
 def test_trained_run_with_parked_workers_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     train = ["train", "ppo", "--env", "CartPole-v1", "--workers", "2", "--num-envs", "4", "--num-steps", "16"]
@@ -248,3 +276,25 @@ def test_trained_run_with_parked_workers_resumes(tmp_path: Path, capsys: pytest.
     # A resumed run keeps its options, so now it finds no coordinator.
     assert main(["train", "ppo", "--resume", str(tmp_path / "run"), "--total-steps", "256"]) == 1
     assert "no coordinator can be reached" in capsys.readouterr().err
+
+
+def test_run_that_gets_slots_but_no_nodes_says_why_and_uses_nodes_that_come_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise farstep.LaunchError("the partition is closed")
+
+    with serving(tmp_path / "c", slots=2) as name:
+        config = node_config(tmp_path, 1, 2, min_nodes=1, workers_per_node=1, coordinator=name)
+        other = shared(name)
+        other.launch()
+        with other, cluster(envs=1, config=config) as env:
+            env.launch()
+            with monkeypatch.context() as refusing:
+                refusing.setattr(SSHEngine, "request", refuse)
+                other.close()
+                wait_until(
+                    lambda: any("may use 2 workers, but its nodes" in event.text for event in env.events("warned"))
+                )
+            agent = TableAgent()
+            wait_until(lambda: env.collect(agent, steps=2).slots.size == 2)

@@ -10,12 +10,16 @@ import signal
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import farstep
+from farstep.cluster_env import collector_for
+from farstep.elastic.run_share import RunShare
+from farstep.head.slots.worker_slots import WorkerSlots
 from farstep.learners.loop.journal import Journal
 from farstep.testing import TableAgent
 from tests.cluster.checks import arrays_of, assert_same, within
@@ -170,6 +174,92 @@ def test_ctrl_c_ends_a_wait_for_slots_and_the_next_rollout_waits_again(tmp_path:
 def _interrupt_when_waiting(name: str) -> None:
     wait_until(lambda: "queue" in runs(name)[0].state)
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_while_a_launch_waits_lets_the_next_run_start(tmp_path: Path) -> None:
+    with (
+        serving(tmp_path / "c", slots=2) as name,
+        keeping(name, workers=1),
+        contextlib.closing(keeping(name, min_workers=2)) as env,
+        contextlib.closing(keeping(name, workers=1)) as other,
+    ):
+        interrupt = threading.Thread(target=_interrupt_when_both_wait, args=[name, other])
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            env.launch()
+        wait_until(lambda: held(name) == [1, 1])
+        interrupt.join(PATIENCE_S)
+        assert not interrupt.is_alive()
+
+
+def _interrupt_when_both_wait(name: str, other: farstep.ClusterEnv) -> None:
+    """Launch a run that waits for one in the main thread, then interrupt that one."""
+    launch = threading.Thread(target=other.launch)
+    wait_until(lambda: len(runs(name)) == 2)
+    launch.start()
+    wait_until(lambda: ["queue" in run.state for run in runs(name)] == [False, True, True])
+    os.kill(os.getpid(), signal.SIGINT)
+    launch.join(PATIENCE_S)
+    assert not launch.is_alive()
+
+
+def test_ctrl_c_while_a_run_registers_removes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class InterruptedShare(RunShare):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with serving(tmp_path / "c", slots=1) as name, contextlib.closing(keeping(name, workers=1)) as env:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr("farstep.run.launched_run.RunShare", InterruptedShare)
+            env.launch()
+        wait_until(lambda: runs(name) == [])
+        assert len(env.collect(TableAgent(), steps=2).slots) == 4
+
+
+@pytest.mark.parametrize("call", ["collect", "parts", "stream", "reset"])
+def test_ctrl_c_while_slots_are_requested_returns_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    agent, begin_session = TableAgent(), WorkerSlots.begin_session
+
+    def begin_and_interrupt(slots: WorkerSlots, *, one_batch: bool) -> None:
+        begin_session(slots, one_batch=one_batch)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with serving(tmp_path / "c", slots=1) as name, releasing(name, workers=1) as env:
+        calls = {
+            "collect": lambda: env.collect(agent, steps=2),
+            "parts": lambda: next(env.parts(agent, steps=2)),
+            "stream": lambda: next(env.stream(agent, steps=2)),
+            "reset": env.reset,
+        }
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(WorkerSlots, "begin_session", begin_and_interrupt)
+            calls[call]()
+        wait_until(lambda: runs(name)[0].state == "wants no slots")
+        assert len(env.collect(agent, steps=2).slots) == 4
+
+
+@pytest.mark.parametrize("name_of_context", ["kept", "all_unparked"])
+def test_slots_are_not_kept_after_ctrl_c(name_of_context: str, tmp_path: Path) -> None:
+    agent = TableAgent()
+    with serving(tmp_path / "c", slots=1) as name, releasing(name, workers=1) as env:
+        slots = collector_for(env, agent).server.slots
+        locked = slots.locked
+
+        @contextlib.contextmanager
+        def locked_and_interrupted() -> Iterator[None]:
+            slots.locked = locked
+            with locked():
+                os.kill(os.getpid(), signal.SIGINT)
+                yield
+
+        slots.locked = locked_and_interrupted
+        with pytest.raises(KeyboardInterrupt), getattr(slots, name_of_context)():
+            pass
+        env.collect(agent, steps=2)
+        wait_until(lambda: runs(name)[0].state == "wants no slots")
 
 
 def all_beyond(outs: list[Path], before: list[int]) -> bool:

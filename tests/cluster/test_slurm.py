@@ -44,16 +44,20 @@ def shared_cluster() -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def cluster(shared_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
-    """For tests that leave nodes and controller as they are; jobs of earlier tests are listed, but none is live."""
+    """For tests that kill no node and leave the controller running.
+
+    Jobs of earlier tests are listed, but none is live.
+    """
     join(monkeypatch, shared_cluster)
     yield shared_cluster
+    shared_cluster.resume_all()
     eventually(lambda: not live_jobs(shared_cluster))
     shared_cluster.wait_until_idle()
 
 
 @pytest.fixture
 def own_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
-    """For tests that kill or take out nodes, or stop the controller."""
+    """For tests that kill nodes or stop the controller."""
     with SlurmCluster(nodes=4) as cluster:
         join(monkeypatch, cluster)
         yield cluster
@@ -190,14 +194,14 @@ def test_nodes_of_a_cancelled_job_are_requested_together_again(cluster: SlurmClu
         assert_balanced(env.stats())
 
 
-def test_spread_nodes_are_on_different_hosts(own_cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_spread_nodes_are_on_different_hosts(cluster: SlurmCluster, tmp_path: Path) -> None:
     """Those that come later, too; without it SLURM fills one host first."""
-    own_cluster.down("n4")
+    cluster.down("n4")
     with start(tmp_path, nodes=3, min_nodes=2, max_nodes=4, spread=True) as env:
         agent = TableAgent()
         eventually(lambda: columns(env, agent) == 9, 60)
         env.scale(4)
-        own_cluster.resume("n4")
+        cluster.resume("n4")
         eventually(lambda: columns(env, agent) == 12, 60)
         places = sorted(node["place"].rpartition(" ")[2] for node in env.stats()["nodes"])
         assert places == ["n1", "n2", "n3", "n4"]
@@ -260,19 +264,19 @@ def test_two_runs_at_once_do_not_meet(cluster: SlurmCluster, tmp_path: Path) -> 
         assert len(live_jobs(cluster)) == 2
 
 
-def test_a_queued_job_is_cancelled_when_its_head_is_killed(own_cluster: SlurmCluster, tmp_path: Path) -> None:
-    for node in own_cluster.nodes:
-        own_cluster.down(node)
+def test_a_queued_job_is_cancelled_when_its_head_is_killed(cluster: SlurmCluster, tmp_path: Path) -> None:
+    for node in cluster.nodes:
+        cluster.down(node)
     head = os.fork()
     if not head:
         try:
             start(tmp_path, nodes=1).launch()
         finally:
             os._exit(1)
-    eventually(lambda: live_jobs(own_cluster))
+    eventually(lambda: live_jobs(cluster))
     os.kill(head, signal.SIGKILL)
     os.waitpid(head, 0)
-    eventually(lambda: not live_jobs(own_cluster))
+    eventually(lambda: not live_jobs(cluster))
 
 
 def test_ctrl_c_cancels_the_job(cluster: SlurmCluster, tmp_path: Path) -> None:
@@ -338,14 +342,14 @@ def test_two_losses_of_different_kinds_are_both_made_up_for(cluster: SlurmCluste
         assert_balanced(env.stats())
 
 
-def test_nodes_that_come_late_join(own_cluster: SlurmCluster, tmp_path: Path) -> None:
-    for node in own_cluster.nodes[1:]:
-        own_cluster.down(node)
+def test_nodes_that_come_late_join(cluster: SlurmCluster, tmp_path: Path) -> None:
+    for node in cluster.nodes[1:]:
+        cluster.down(node)
     with start(tmp_path, nodes=2, min_nodes=1, slurm_extra=["--exclusive"]) as env:
         agent = TableAgent()
         assert columns(env, agent) == 3
         assert env.stats()["workers"]["queued"] == 1
-        own_cluster.resume(own_cluster.nodes[1])
+        cluster.resume(cluster.nodes[1])
         eventually(lambda: columns(env, agent) == 6, BATCH_S)
 
 

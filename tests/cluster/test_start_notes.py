@@ -135,11 +135,16 @@ def test_a_start_that_takes_longer_than_a_wait_for_nodes_is_usual(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On a busy machine, each start of workers takes some seconds."""
+    gate, is_unusual = tmp_path / "gate", slow_calls.WaitWarning.is_unusual
+
+    def open_gate(warning: slow_calls.WaitWarning, now: float, *, nodes_are_missing: bool) -> bool:
+        """Called when `FIRST_START_S` has passed."""
+        gate.touch()
+        return is_unusual(warning, now, nodes_are_missing=nodes_are_missing)
+
     monkeypatch.setattr(slow_calls, "FIRST_START_S", 0.05)
-    gate = tmp_path / "gate"
-    opening = threading.Timer(0.5, gate.touch)
-    opening.start()
+    monkeypatch.setattr(slow_calls, "WORKERS_START_S", 3600.0)
+    monkeypatch.setattr(slow_calls.WaitWarning, "is_unusual", open_gate)
     with cluster(GatedEnv, env_kwargs={"gate": str(gate)}) as env:
-        env.launch()
-    opening.join()
+        within(env.launch)
     assert "waiting" not in caplog.text

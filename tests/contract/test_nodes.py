@@ -50,10 +50,10 @@ def wait_for_columns(env: farstep.ClusterEnv, columns: int) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("relay", [False, True], ids=["direct", "relay"])
-def test_daemons_in_place_of_nodes(tmp_path: Path, relay: bool) -> None:
-    make = functools.partial(config, tmp_path, relay=relay)
-    scarce = functools.partial(SSHConfig, hosts=["host", "nowhere"], ssh=make().ssh, relay=relay)
+def test_contract_with_relay(tmp_path: Path) -> None:
+    """The files of real engines, ssh among them, have the contract without `relay`."""
+    make = functools.partial(config, tmp_path, relay=True)
+    scarce = functools.partial(SSHConfig, hosts=["host", "nowhere"], ssh=make().ssh, relay=True)
     check_launcher(make, kill_node=kill_daemon, scarce=scarce)
 
 

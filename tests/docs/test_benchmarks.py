@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,6 +41,54 @@ def test_a_benchmark_runs(command: str, tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["command"].startswith(f"python benchmarks/{command}")
     assert found.get("rows") or found["megabytes_per_second"]["farstep, encrypted"]
+
+
+@pytest.mark.slow
+def test_large_policies_are_measured_and_measured_cases_are_not_repeated(tmp_path: Path) -> None:
+    words = "--sizes ViT-tiny --only served-cpu --workers 1 --envs 4 --steps 4 --seconds 0.2"
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "large_policy.py"),
+        *words.split(),
+        "--out",
+        str(tmp_path / "found.json"),
+    ]
+    for measured in (3, 0):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("steps/s") == measured, done.stdout
+    document = json.loads((tmp_path / "found.json").read_text())
+    assert [run["contender"] for run in document["runs"]] == ["environments", "policy-cpu", "served-cpu"]
+    assert document["runs"][2]["inference"].startswith("served on cpu")
+
+
+def test_large_policies_are_measured_again_after_a_failure_and_with_other_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (large_policy,) = benchmark_modules("large_policy")
+    found: list[float | None] = []
+
+    def run_case(options: Any, size: str, name: str) -> dict[str, Any]:
+        case = {"size": size, "contender": name, **large_policy.settings_of(options, size)}
+        return {**case, "steps_per_second": found.pop(0), "reason": "took more than 60 s"}
+
+    def measured(*words: str) -> list[tuple[int, float | None]]:
+        command = ["large_policy.py", "--sizes", "10k", "--only", "served-cpu", *words, "--out", str(tmp_path / "f")]
+        monkeypatch.setattr(sys, "argv", command)
+        assert large_policy.main() == 0 and not found
+        runs = json.loads((tmp_path / "f").read_text())["runs"]
+        return [(run["workers"], run["steps_per_second"]) for run in runs]
+
+    monkeypatch.setattr(large_policy, "run_case", run_case)
+    monkeypatch.setattr(large_policy.torch.cuda, "is_available", lambda: False)
+    found[:] = [200.0, 100.0, None]  # environments, policy, served
+    assert measured("--workers", "2") == [(2, 200.0), (2, 100.0), (2, None)]
+    found[:] = [50.0]
+    assert measured("--workers", "2") == [(2, 200.0), (2, 100.0), (2, 50.0)]
+    capsys.readouterr()
+    found[:] = [2.0, 4.0, 1.0]
+    assert len(measured("--workers", "14")) == 6
+    assert "1 steps/s, 0.50 of the limit" in capsys.readouterr().out, "the limit with the same settings"
 
 
 @pytest.mark.long

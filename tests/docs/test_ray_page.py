@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.docs.test_readme import ROOT, example
+from tests.engines.ray_nodes import QUIET
 
 
 @pytest.mark.timeout(240)
@@ -18,7 +19,10 @@ def test_the_example_prints_what_it_says(tmp_path):
     code, printed = example("docs/ray.md")
     script = tmp_path / "example.py"
     script.write_text(code)
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    environment = {**os.environ, **QUIET}
+    run = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=200, cwd=tmp_path, env=environment
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout == printed
 

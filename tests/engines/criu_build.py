@@ -15,7 +15,11 @@ from tests.engines.debian_source import archive_of, run
 
 _ROOT = Path(__file__).parents[2]
 _RELEASE = "trixie"
-_TESTS = ("tests/cluster/test_criu.py", "tests/contract/test_start_backends.py", "tests/launch/test_dumpable_worker.py")
+_TESTS = (
+    "tests/cluster/test_criu.py",
+    "tests/contract/test_start_backends.py",
+    "tests/launch/daemon/test_dumpable_worker.py",
+)
 _NEEDED = (
     "gcc make pkg-config python3-protobuf protobuf-compiler protobuf-c-compiler libprotobuf-dev libprotobuf-c-dev "
     "libnl-3-dev libcap-dev libnet1-dev libaio-dev libgnutls28-dev libnftables-dev uuid-dev libbsd-dev"

@@ -23,9 +23,9 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",  # by default a head wants a token that other nodes do not have
     "RAY_health_check_initial_delay_ms": "1000",
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "1000",
-    "RAY_health_check_failure_threshold": "3",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "5000",
+    "RAY_health_check_failure_threshold": "5",
 }
 # Not the program `ray`, which is found only where a virtual environment is on the path. No test uses the server for Ray
 # Client, which takes 1.4 s of CPU time to start.

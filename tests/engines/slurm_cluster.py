@@ -193,6 +193,12 @@ class SlurmCluster(Engine):
         """Undoes `down`."""
         self.command("scontrol", "update", f"nodename={name}", "state=resume")
 
+    def resume_all(self) -> None:
+        """Undoes every `down`."""
+        for name, state in self.states().items():
+            if state == "down":
+                self.resume(name)
+
     def _configuration(self) -> str:
         controller_port, *ports = free_ports(1 + len(self.nodes))
         lines = [

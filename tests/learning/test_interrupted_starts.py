@@ -52,6 +52,33 @@ def test_sigint_ends_a_run_whose_workers_still_import_the_agent(learner: str, tm
     assert f"stopped by SIGINT; continue with: farstep train {learner} --resume runs/stopped" in said
 
 
+ENDLESS = """
+import pathlib, threading
+
+def make():
+    pathlib.Path({marker!r}).touch()
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_during_the_launch_leaves_no_run_folder(number: signal.Signals, status: int, tmp_path: Path) -> None:
+    marker = tmp_path / "constructing"
+    (tmp_path / "endless.py").write_text(ENDLESS.format(marker=str(marker)))
+    command = [sys.executable, "-m", "farstep", "train", "ppo", "--env", "endless.make", "--env-type", "factory"]
+    command += ["--num-envs", "1", "--workers", "1"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as head:
+        try:
+            eventually(marker.exists)
+            assert (tmp_path / "runs").exists()
+            head.send_signal(number)
+            said, _ = head.communicate(timeout=45)  # the constructor never returns
+        finally:
+            head.kill()
+    assert (head.returncode, (tmp_path / "runs").exists()) == (status, False), said
+    assert f"stopped by {number.name} before training began" in said
+
+
 class EndlessConstructor(CountingEnv):
     """Signals that its constructor runs, and never returns from it."""
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
 
+import farstep
 from farstep.batch import Batch
 from farstep.learners.loop.statistics import Statistics
 from farstep.learners.networks.encoders import encoder_for
@@ -18,7 +19,7 @@ from farstep.learners.networks.nets import ActorCritic, NetConfig, make_agent
 from farstep.learners.optimizing import Optimizer, Schedule
 from farstep.learners.ppo import PPO, PPOConfig
 from farstep.learners.rollout import Minibatch, Rollout, minibatches, prepare
-from tests.learning.tasks import Identity, make_env
+from tests.learning.tasks import Identity, make_env, make_training
 
 CPU = torch.device("cpu")
 KINDS = ["discrete", "multi-discrete", "binary", "continuous", "dict"]
@@ -261,3 +262,28 @@ def test_statistics_are_those_of_all_rows_seen() -> None:
     assert agent.reward_scale is not None
     np.testing.assert_allclose(agent.reward_scale.moments.std, np.concatenate(found).std(), rtol=1e-3)
     assert (np.abs(agent.reward_scale(np.full(3, -1e9))) == 10).all()
+
+
+ACTOR = ("actor.*", "heads.*", "encoders.*")
+
+
+@pytest.mark.parametrize("recurrent", ["none", "gru"])
+def test_a_critic_that_is_not_sent_is_evaluated_by_the_learner(recurrent: Literal["none", "gru"]) -> None:
+    """So that a run learns the same, whether or not workers get new weights of the critic."""
+    net = NetConfig(recurrent=recurrent, core=8)
+    config = PPOConfig(num_steps=16, net=net, minibatch_size=32, learning_rate=1e-2)
+    learned = []
+    for weights in ({}, {"only": (*ACTOR, "core.*") if recurrent == "gru" else ACTOR}):
+        with make_env("CartPole-v1", 4, launcher="in-process", weights=weights) as env:
+            training, agent = make_training(env, config, 4 * 64)
+            training.run()
+            learned.append(torch.cat([parameter.detach().flatten() for parameter in agent.parameters()]))
+    torch.testing.assert_close(learned[1], learned[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("only", ["actor.*", ["actor.*", "heads.*", "critic.*"]], ids=repr)
+def test_weights_that_the_policy_needs_must_be_sent(only: Any) -> None:
+    with make_env("CartPole-v1", 4, launcher="in-process", weights={"only": only}) as env:
+        config = PPOConfig(num_steps=16, net=NetConfig(normalize_obs=True))
+        with pytest.raises(farstep.ConfigError, match=r"leaves out '(heads|encoders)\.[^']*', which the policy needs"):
+            make_training(env, config, 64)

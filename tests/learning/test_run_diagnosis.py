@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,17 @@ import pytest
 from rich.console import Console
 
 from farstep.cli import main
+from farstep.cli.options.algorithms import ALGORITHMS
+from farstep.cli.options.launchers import ENGINES, SharingOptions
+from farstep.cli.options.parsing import option_names
+from farstep.cli.options.train_options import Options
 from farstep.event import Event
 from farstep.learners.loop import diagnosing
 from farstep.learners.loop.diagnosing import RunDiagnosis
 from farstep.observe.diagnosis import Diagnosis
+from farstep.observe.diagnosis.causes import RULES
 from farstep.observe.event_files import read_events
+from farstep.observe.status import LiveSource
 from farstep.observe.terminal.console import LiveDisplay
 from farstep.testing import FakeClock
 from tests.learning.tasks import make_env
@@ -39,6 +46,43 @@ def test_the_paper_case_is_named(
     assert "the loss clips around those" in found and "Use the decoupled loss" in found
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("steps ")]
     assert lines[-1].endswith("so the learner stalls at its clip range.")
+
+
+def test_a_run_of_the_command_line_is_advised_to_change_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (rule,) = [rule for rule in RULES if rule.cause == "slow environment"]
+    found = Diagnosis(
+        cause=rule.cause, text="Slow.", remedy=rule.remedy, options_remedy=rule.options_remedy, is_problem=True
+    )
+    shown: list[dict[str, Any]] = []
+    monkeypatch.setattr(diagnosing, "EVERY_S", 0.0)
+    monkeypatch.setattr("farstep.run.launched_run.LaunchedRun.diagnoses", lambda *_: [found])
+    monkeypatch.setattr("farstep.run.launch_monitor.LaunchMonitor.diagnoses", lambda *_: [found])
+    monkeypatch.setattr(LiveSource, "close", lambda page: shown.append(page.read()))
+    options = ["--folder", str(tmp_path), "--num-envs", "4", "--num-steps", "16", "--total-steps", "192"]
+    assert main([*PPO, *options]) == 0
+    (event,) = warned(tmp_path)
+    assert event.text.startswith("Slow. Add workers (--workers, on a cluster")
+    assert {each["remedy"] for page in shown for each in page["diagnoses"]} == {rule.options_remedy}
+    with make_env("CartPole-v1", 1, launcher="in-process") as env:
+        assert env.diagnose().remedy == rule.remedy
+
+
+def test_remedies_name_options_that_exist() -> None:
+    known = {
+        name
+        for algorithm in ALGORITHMS.values()
+        for nodes in (SharingOptions, *ENGINES.values())
+        for name in option_names(Options[algorithm.config, nodes])  # type: ignore[name-defined, valid-type]
+    }
+    for rule in RULES:
+        if rule.cause in ("trigger never fires", "limiter blocks", "small buffer"):
+            continue  # only of users' own workflows
+        remedy = rule.options_remedy or rule.remedy
+        assert set(re.findall(r"--[\w-]+", remedy)) <= known, rule.cause
+        if rule.cause != "kl_threshold without effect":  # each of its cases has a remedy of its own
+            assert not re.search(r"env\.\w|(?<![/\w])[a-z]+_[a-z_]+", remedy), remedy
 
 
 class ScriptedDiagnoses:

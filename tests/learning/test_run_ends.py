@@ -123,6 +123,6 @@ def test_run_continues_on_a_full_disk_but_fails_without_its_last_checkpoint(
             CheckpointError, match=f"No space left .* --resume continues from checkpoint 000002 at step {8 * ROWS}"
         ):
             training.run()
-        warned = [event.text for event in env.events("warned") if "the run continues" in event.text]
+        warned = [event.text for event in env.events("warned") if "The run continues" in event.text]
     assert training.progress.updates == updates
     assert len(warned) == 1 and "make sure that the disk has free space" in warned[0]

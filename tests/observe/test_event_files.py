@@ -12,6 +12,7 @@ import pytest
 from farstep.event import Event
 from farstep.head.events import EventLog
 from farstep.observe.event_files import MAX_BYTES, EventFile, read_events
+from tests.observe.full_disk import full_disk
 
 
 def event(number: int, text: str = "a sentence", traceback: str = "") -> Event:
@@ -72,14 +73,46 @@ def test_the_older_half_is_dropped_when_the_file_is_full(tmp_path: Path) -> None
     assert [entry.name for entry in tmp_path.iterdir()] == ["events.jsonl"]
 
 
-def test_a_full_disk_does_not_stop_the_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_events_wait_in_memory_until_the_disk_has_space(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, file = EventLog(), EventFile(tmp_path / "events.jsonl")
+    subscription = log.subscribe(file.write)
+    with full_disk(monkeypatch, 100):
+        log.emit("joined", "worker 0 joined")
+        log.emit("lost", "worker 0 was lost")
+        log.emit_failure(ValueError("the run's error"))
+        subscription.close()
+        assert file.path.stat().st_size == 100
+    file.close()
+    assert read_events(file.path) == log.events()
+    assert "the run's error" in log.events()[-1].text
+    kept = [record.message for record in caplog.records if "kept in memory" in record.message]
+    assert len(kept) == 1 and kept[0].startswith("events are kept in memory until")
+
+
+def test_older_half_is_dropped_once_the_disk_has_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk, not even the younger half can be written to a new file."""
+    file = EventFile(tmp_path / "events.jsonl", max_bytes=1_000)
+    with full_disk(monkeypatch, 300):
+        for number in range(20):
+            file.write(event(number))
+    file.write(event(20))
+    assert [each.worker for each in read_events(file.path)] == list(range(21))
+    file.write(event(21))
+    file.close()
+    assert file.path.stat().st_size <= 1_000 and read_events(file.path)[-1] == event(21)
+
+
+def test_events_that_the_full_disk_never_takes_do_not_stop_the_run(caplog: pytest.LogCaptureFixture) -> None:
     log, file = EventLog(), EventFile("/dev/full")
     subscription = log.subscribe(file.write)
     with caplog.at_level(logging.WARNING, "farstep"):
         log.emit("joined", "worker 0 joined")
         subscription.close()
-    file.close()
-    assert "a reader of events failed" in caplog.text and "No space left on device" in caplog.text
+        file.close()
+    assert "the last events could not be written to /dev/full" in caplog.text
+    assert "a reader of events failed" not in caplog.text
 
 
 @pytest.mark.parametrize(

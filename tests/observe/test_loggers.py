@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
-import resource
 import subprocess
 import sys
 import types
@@ -18,9 +16,10 @@ import pytest
 
 from farstep.errors import ConfigError, RunError
 from farstep.head.events import EventLog
-from farstep.observe import loggers as loggers_module
+from farstep.observe import line_file
 from farstep.observe.files import read_rows
 from farstep.observe.loggers import JsonlLogger, Loggers, TensorBoardLogger, WandbLogger
+from tests.observe.full_disk import full_disk
 
 
 class Kept:
@@ -115,16 +114,10 @@ def test_metrics_that_cannot_be_written_are_an_error() -> None:
 def test_metrics_wait_in_memory_until_the_disk_has_space(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file of limited size stands for the disk: its first write beyond the limit is partial, the next ones fail."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    monkeypatch.setattr(loggers_module, "_FULL", (errno.EFBIG,))
     logger = JsonlLogger(tmp_path / "m")
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (40, limits[1]))
+    with full_disk(monkeypatch, 40):
         for step in range(5):
             logger.log(step, {"a": 1.0})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (tmp_path / "m").stat().st_size == 40
     logger.log(5, {})
     assert [row["step"] for row in read_rows(tmp_path / "m")] == list(range(6))
@@ -139,7 +132,7 @@ def test_error_of_the_run_is_raised_rather_than_that_of_its_metrics() -> None:
 
 
 def test_more_metrics_than_memory_may_keep_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loggers_module, "_MAX_UNWRITTEN", 30)
+    monkeypatch.setattr(line_file, "_MAX_UNWRITTEN", 30)
     logger = JsonlLogger("/dev/full")
     logger.log(1, {"a": 1.0})
     with pytest.raises(RunError, match="No space left"):

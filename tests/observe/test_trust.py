@@ -45,10 +45,20 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "state"
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of 64 steps and the state of the user who made it."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(folder / "state"))
+        assert main([*TRAIN, "--total-steps", "64", "--folder", str(folder), "--name", "run"]) == 0
+    return folder
+
+
 @pytest.fixture
-def run(state: Path, tmp_path: Path) -> Path:
-    """A run of this user, of 64 steps."""
-    assert main([*TRAIN, "--total-steps", "64", "--folder", str(tmp_path), "--name", "run"]) == 0
+def run(trained: Path, state: Path, tmp_path: Path) -> Path:
+    """A run of this user."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     return tmp_path / "run"
 
 

@@ -15,8 +15,8 @@ from farstep.wire.codec import pack, unpack
 from farstep.workflow.consumers import ConsumerThread, GuardedDelivery
 from farstep.workflow.delivery import LocalQueue
 from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger, Message, TimeTrigger
-from tests.workflow.naive_trigger import NaiveDataKeyTrigger
-from tests.workflow.trigger_world import KEYS
+from tests.workflow.triggers.naive_trigger import NaiveDataKeyTrigger
+from tests.workflow.triggers.trigger_world import KEYS
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -14,6 +14,7 @@ import numpy as np
 from farstep.acting.mailbox import ANSWER, EPISODES, IS_FIRST, REQUEST, ROOTS, STARTS, USED, Mailbox
 from farstep.acting.thread_choice import ThreadChoice
 from farstep.agents.base_weights import BaseBytes
+from farstep.agents.graph_policy import with_graphs
 from farstep.agents.parameters import as_array, leaves_of
 from farstep.agents.policy import Policy
 from farstep.agents.precision import USE_FLOAT32, ReducedPolicy, reduce_layers
@@ -101,6 +102,7 @@ class BatchActor(Actor):
         has_gpu: Whether to act on the GPU.
         base: The base of the agent; None if it has none.
         dtype: Precision of the layers.
+        max_batch: Largest number of rows for which CUDA graphs are captured.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class BatchActor(Actor):
         has_gpu: bool = False,
         base: BaseBytes | None = None,
         dtype: ServedDtype = "float32",
+        max_batch: int = 4096,
     ) -> None:
         super().__init__(payload, "eager", obs, slots, weights, has_gpu and dtype == "float32", base)
         self._reduced: ReducedPolicy | None = None
@@ -126,6 +129,7 @@ class BatchActor(Actor):
             self.policy = self._reduced.policy
         elif self.policy.device is None:
             self.policy = SizedPolicy(self.policy.agent, self.policy.slots)
+        self.policy = with_graphs(self.policy, max_batch)
         self._numbers = np.zeros(0, np.int64)
         self._threads: ThreadChoice | None = None
         self._batch_rng: list[np.random.Generator] | None = None

@@ -37,7 +37,7 @@ from farstep.acting.mailbox import (
 from farstep.batch import PRIORITY
 from farstep.core import Array, Link, Received
 from farstep.errors import WireError
-from farstep.rollout.progress import Phase
+from farstep.rollout.progress import REQUESTS, WAITED_US, Phase
 from farstep.rollout.rows import Rows, Slots
 from farstep.schema import Schema, Structure, leaf_names
 from farstep.wire.channels.doorbell import Fence
@@ -79,6 +79,7 @@ class ServedActor:
         schemas: The arrays of observations and of actions, per environment.
         groups: Number of environments in each group.
         idle: Called while the worker waits; may raise `TicketCancelled`.
+        words: The worker's progress words.
     """
 
     def __init__(
@@ -91,7 +92,9 @@ class ServedActor:
         schemas: tuple[Schema, Schema],
         groups: list[int],
         idle: Callable[[], None],
+        words: memoryview,
     ) -> None:
+        self._progress = words
         self._worker, self.agent, self._slots, self._obs = worker, agent, slots, obs
         self._address = address
         self._obs_schema, self._action_schema = schemas
@@ -227,7 +230,7 @@ class ServedActor:
             self._exchange = None
 
     def take_note(self) -> str:
-        """Nothing: the server reports how it calls the policy when a worker joins."""
+        """Nothing: the server reports how it calls the policy when a worker joins, and only logs later changes."""
         return ""
 
     # ---- a chunk ----
@@ -337,6 +340,8 @@ class ServedActor:
     def take_timed(self) -> tuple[int, int]:
         """Nanoseconds for which the worker waited for actions, and the number of waits, since the last call."""
         timed, self._waited_ns, self._waits = (self._waited_ns, self._waits), 0, 0
+        self._progress[WAITED_US] += timed[0] // 1000
+        self._progress[REQUESTS] += timed[1]
         return timed
 
     def take_totals(self) -> PullTotals:

@@ -54,7 +54,7 @@ from farstep.core import BytesLike, Link, Received
 from farstep.errors import AgentError, WireError, report_of
 from farstep.rollout.probe_rows import ProbeRows
 from farstep.rollout.program import Program
-from farstep.rollout.progress import CANCEL, COUNT, PHASE, SERVED_BATCHES, SERVED_ROWS, SERVED_WAIT_US, Phase
+from farstep.rollout.progress import CANCEL, COUNT, PHASE, SERVED_BATCHES, SERVED_ROWS, Phase
 from farstep.rollout.rows import Slots
 from farstep.rollout.weight_headers import check_digest
 from farstep.wire import messages as m
@@ -305,8 +305,9 @@ class ActingServer:
         assert program is not None and program.serving is not None
         slots = Slots(join.first, list(join.roots), list(join.episodes))
         obs = unpack(join.obs)
-        dtype = program.serving.dtype
-        actor = BatchActor(self._payload, obs, slots, program.weights, self._has_gpu, self._weights.base[1], dtype)
+        dtype, max_batch = program.serving.dtype, program.serving.max_batch
+        base = self._weights.base[1]
+        actor = BatchActor(self._payload, obs, slots, program.weights, self._has_gpu, base, dtype, max_batch)
         if torch := sys.modules.get("torch"):
             threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
             if not had_torch:
@@ -351,7 +352,7 @@ class ActingServer:
         except EOFError:
             raise  # the head closed the connection
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            self._reply_to(pending, now, self._failure(error))
+            self._reply_to(pending, self._failure(error))
             return 0.0
         finally:
             self._words[PHASE] = Phase.IDLE
@@ -364,7 +365,7 @@ class ActingServer:
         )
         if not groups:
             return min(_IDLE_S, wait_s) if admitted else _IDLE_S
-        self._run([by_group[id(group)] for group in groups], now)
+        self._run([by_group[id(group)] for group in groups])
         return 0.0
 
     def _pending(self) -> list[Request]:
@@ -427,7 +428,7 @@ class ActingServer:
             return []
         return [request for request in pending if request.group.words[NEWEST] <= known]
 
-    def _run(self, requests: Sequence[Request], now: float) -> None:
+    def _run(self, requests: Sequence[Request]) -> None:
         assert self._actor is not None
         self._words[PHASE] = Phase.ACT
         self._words[COUNT] += 1
@@ -437,7 +438,7 @@ class ActingServer:
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             failure = self._failure(error)
         self._words[PHASE] = Phase.IDLE
-        self._reply_to(requests, now, failure)
+        self._reply_to(requests, failure)
         self._words[SERVED_BATCHES] += 1
         self._words[SERVED_ROWS] += sum(request.group.num_envs for request in requests)
 
@@ -447,7 +448,7 @@ class ActingServer:
             raise error  # the head restarts this process, and workers roll their chunks again
         return self._failed(error)
 
-    def _reply_to(self, requests: Sequence[Request], now: float, failure: am.Failed | None) -> None:
+    def _reply_to(self, requests: Sequence[Request], failure: am.Failed | None) -> None:
         actor = self._actor
         assert actor is not None
         counts_as = max(actor.version, self._sync.passed)
@@ -461,6 +462,5 @@ class ActingServer:
             group.words[FAILED] = int(failure is not None)
             self._fence()
             group.words[ANSWER] = number
-            self._words[SERVED_WAIT_US] += int((now - group.arrived) * 1e6)
             group.arrived = 0.0
             client.notify(group)

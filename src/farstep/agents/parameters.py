@@ -155,7 +155,8 @@ def _bits(tensor: Any) -> Any:
 
 
 def rounded(array: Array, dtype: np.dtype[Any]) -> Array:
-    """Return an array in its stored dtype; the opposite of `widened`. Values that are too large become infinite."""
+    """Convert a parameter to its stored dtype; bfloat16 is stored as its bits. Values that are too large become
+    infinite."""
     with np.errstate(over="ignore"):
         if array.dtype.kind == "f" and dtype == _BFLOAT16:
             bits = np.asarray(array, "<f4", order="C").view("<u4")
@@ -165,7 +166,7 @@ def rounded(array: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def widened(array: Array, dtype: str) -> Array:
-    """Return a stored array in the agent's dtype."""
+    """Convert a stored parameter back to the agent's dtype; the inverse of `rounded`, except for rounding."""
     if array.dtype == _BFLOAT16 and np.dtype(dtype).kind == "f":
         return (array.astype("<u4") << 16).view("<f4").astype(dtype)
     return array.astype(dtype)
@@ -196,8 +197,8 @@ class ParameterSchema:
         """Return the schema of these leaves; with `half`, floats are stored in 16 bits (see `WeightsConfig`)."""
         arrays = [as_stored(name, leaf) for name, leaf in leaves]
         sources = tuple(a.dtype.str for a in arrays)
-        rounded = _BFLOAT16 if half == "bfloat16" else "<f2"
-        stored = tuple(rounded if half and source in ("<f4", "<f8") else source for source in sources)
+        half_dtype = _BFLOAT16 if half == "bfloat16" else "<f2"
+        stored = tuple(half_dtype if half and source in ("<f4", "<f8") else source for source in sources)
         return cls(tuple(name for name, _ in leaves), tuple(a.shape for a in arrays), sources, stored)
 
     @cached_property

@@ -23,6 +23,8 @@ from farstep.schema import flat, map_leaves
 log = logging.getLogger(__name__)
 FAST = "fast: workers replay the recorded torch operations of act"
 """`Policy.note` of an agent whose `act` was recorded."""
+UNPICKLABLE = "an attribute of the agent cannot be pickled, so its changes could not be detected"
+"""Why `act` of an agent is not recorded if `constants_of` fails."""
 
 
 class Policy:
@@ -89,7 +91,7 @@ class Policy:
     def __call__(self, obs: Nested, state: Nested, episode_start: Any, rng: Sequence[Any] | None) -> dict[str, Any]:
         """Act on a batch of observations; return `action`, further outputs, and `state` if recurrent."""
         if self._fast is not None:
-            return _mapping(self._fast(*self._arguments(obs, state, episode_start)))
+            return mapping_of(self._fast(*self._arguments(obs, state, episode_start)))
         return self._eager(obs, state, episode_start, rng)
 
     def _eager(self, obs: Nested, state: Nested, episode_start: Any, rng: Sequence[Any] | None) -> dict[str, Any]:
@@ -100,18 +102,20 @@ class Policy:
         arguments = self._arguments(obs, state, episode_start)
         further = self._generators(rng) | self._slot_numbers(arguments)
         if not self.is_torch:
-            return _mapping(self.agent.act(*arguments, **further))
+            return mapping_of(self.agent.act(*arguments, **further))
         with self._torch.inference_mode():
-            return _mapping(map_leaves(as_array, self.agent.act(*self._tensors(arguments), **further)))
+            return mapping_of(map_leaves(as_array, self.agent.act(*self._tensors(arguments), **further)))
 
     def _slot_numbers(self, arguments: Sequence[Nested]) -> dict[str, Any]:
         """Return the argument `slots` of `act`, if it takes it: int64 `[n]`, a tensor for a torch module."""
         if not self._wants_slots:
             return {}
-        count = len(next(flat(arguments[0])))
-        known = self.slots is not None and len(self.slots) == count
-        slots = np.array(self.slots if known else np.arange(count), np.int64)
+        slots = self._slot_array(len(next(flat(arguments[0]))))
         return {"slots": self._tensors(slots) if self.is_torch else slots}
+
+    def _slot_array(self, count: int) -> Array:
+        known = self.slots is not None and len(self.slots) == count
+        return np.array(self.slots if known else np.arange(count), np.int64)
 
     def priorities(self, rows: Mapping[str, Nested]) -> Array:
         """Call the agent's `priorities(rows)` on the rows of a chunk.
@@ -150,7 +154,7 @@ class Policy:
         count = len(next(flat(arguments[0])))
         generators = self._generators([np.random.default_rng(0) for _ in range(count)])
         slots = self._slot_numbers(arguments)
-        return _mapping(self._call(self._copied(), "act", arguments, **generators, **slots))
+        return mapping_of(self._call(self._copied(), "act", arguments, **generators, **slots))
 
     def _copied(self) -> Any:
         """Return a copy of the agent that shares the parameters and non-leaf tensors of the module."""
@@ -229,7 +233,7 @@ class Policy:
         if self._fast is None:
             return
         reason = None
-        is_outdated = not self._fast.is_current() or _constants_of(self.agent) != self._constants
+        is_outdated = not self._fast.is_current() or constants_of(self.agent) != self._constants
         if is_outdated or self._disagreement() is not None:
             reason = self._record() or self._disagreement()
         self._choose_path(reason)
@@ -257,10 +261,8 @@ class Policy:
             return str(error)
         finally:
             self._torch.set_rng_state(rng)
-        self._constants = _constants_of(self.agent)
-        if self._constants:
-            return None
-        return "an attribute of the agent cannot be pickled, so its changes could not be detected"
+        self._constants = constants_of(self.agent)
+        return None if self._constants else UNPICKLABLE
 
     def _disagreement(self) -> str | None:
         """Run program and `act` on the same rows and random numbers; return the difference, or None."""
@@ -273,7 +275,7 @@ class Policy:
                 slots = self._slot_numbers(self._example)
                 eager = map_leaves(as_array, self.agent.act(*self._tensors(self._example), **slots))
             torch.set_rng_state(rng)
-            difference = equal_results(_mapping(eager), _mapping(self._fast(*self._example)))
+            difference = equal_results(mapping_of(eager), mapping_of(self._fast(*self._example)))
         except Exception as error:  # fall back to `act` itself
             return f"the recorded program failed: {described(error)}"
         finally:
@@ -289,12 +291,16 @@ class same_randomness:  # noqa: N801
         self._torch = sys.modules.get("torch")
         self._states = (random.getstate(), np.random.get_state())
         self._tensor_state = self._torch.get_rng_state() if self._torch else None
+        uses_gpu = self._torch is not None and self._torch.cuda.is_initialized()
+        self._gpu_state = self._torch.cuda.get_rng_state() if self._torch and uses_gpu else None
 
     def __exit__(self, *_: object) -> None:
         random.setstate(self._states[0])
         np.random.set_state(self._states[1])
         if self._torch is not None and self._tensor_state is not None:
             self._torch.set_rng_state(self._tensor_state)
+            if self._gpu_state is not None:
+                self._torch.cuda.set_rng_state(self._gpu_state)
 
 
 def ship(agent: Any, base: BaseWeights | None = None) -> bytes:
@@ -361,7 +367,7 @@ class _ConstantsPickler(cloudpickle.Pickler):  # type: ignore[misc]
         return (tuple(obj.shape), str(obj.dtype)) if isinstance(obj, torch.Tensor) else None
 
 
-def _constants_of(agent: Any) -> bytes:
+def constants_of(agent: Any) -> bytes:
     """Pickle the attributes that a recording treats as constants: all except tensors. Empty if pickling fails."""
     import io
 
@@ -383,5 +389,6 @@ def _parameters_of(function: Any) -> dict[str, bool]:
     return {name: p.default is p.empty and p.kind not in variadic for name, p in found.items()}
 
 
-def _mapping(output: Nested) -> dict[str, Any]:
+def mapping_of(output: Nested) -> dict[str, Any]:
+    """Return what `act` returned as a mapping."""
     return dict(output) if isinstance(output, Mapping) else {"action": output}

@@ -13,7 +13,7 @@ _MAX_WORK = 1 << 22
 """Largest number of parameters times rows of a recorded batch. In larger batches the overhead of torch matters little,
 and torch can use several threads."""
 _MIN_USES = 8
-"""A batch size is recorded when it occurs for this many times; a recording takes as long as about 20 calls."""
+"""A batch size is recorded when it has occurred this many times. A recording takes as long as about 20 calls."""
 _MAX_SIZES = 64
 """Largest number of recorded batch sizes, each of which has its own buffers."""
 
@@ -39,7 +39,7 @@ class SizedPolicy(Policy):
         rows = len(episode_start)
         if rows <= self._max_rows:
             if rows not in self._recorded:
-                self._count(rows, obs, state, episode_start)
+                self._note_batch(rows, obs, state, episode_start)
             elif rows in self._unchecked:
                 self._unchecked.remove(rows)
                 with same_randomness():
@@ -70,7 +70,7 @@ class SizedPolicy(Policy):
         """Have each recording compared with `act` before its next use."""
         self._unchecked = set(self._recorded)
 
-    def _count(self, rows: int, obs: Nested, state: Nested, episode_start: Any) -> None:
+    def _note_batch(self, rows: int, obs: Nested, state: Nested, episode_start: Any) -> None:
         """Count a batch of a size that is not recorded, and record the size if it is frequent."""
         self._uses[rows] += 1
         if self._uses[rows] == _MIN_USES and len(self._recorded) < _MAX_SIZES:

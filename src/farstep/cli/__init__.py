@@ -6,9 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-from farstep.cli.options.env_check import check_named_env
 from farstep.errors import ConfigError, FarstepError, LaunchError, WorkerError, unknown_name
-from farstep.observe.extras import require
 from farstep.rollout.nested_launch import refuse_nested_launch
 
 _HELP = """\
@@ -68,9 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] in _LAUNCHING:
         refuse_nested_launch()  # outside the `try`, because the error must reach the program that imported this module
     try:
-        if arguments[0] == "train":
-            check_named_env(arguments[1:])
-        return _command(arguments[0])(arguments[1:])
+        return _command(arguments)(arguments[1:])
     except FarstepError as error:
         text: object = error
         if isinstance(error, WorkerError) and isinstance(error, (ConfigError, LaunchError)):
@@ -88,11 +84,21 @@ def _imports_from_here(arguments: Sequence[str]) -> bool:
     return arguments[:1] in (["train"], ["eval"], ["watch"]) or (arguments[:1] == ["doctor"] and has_env_option)
 
 
-def _command(name: str) -> Callable[[Sequence[str]], int]:
-    """Return the `main` function of a command. Import it only now, because torch alone takes two seconds."""
+def _command(arguments: Sequence[str]) -> Callable[[Sequence[str]], int]:
+    """Return the `main` function of a command. Imports are here, where Ctrl-C is handled: torch alone takes two
+    seconds."""
+    name = arguments[0]
+    if name == "resume":
+        raise FarstepError("there is no command 'resume'; continue a run with 'farstep train --resume runs/NAME'.")
     if name not in _COMMANDS:
         raise FarstepError(unknown_name("command", name, _COMMANDS))
+    if name == "train":
+        from farstep.cli.options.env_check import check_named_env
+
+        check_named_env(arguments[1:])
     if name in ("train", "eval", "watch"):
+        from farstep.observe.extras import require
+
         require("torch", "torch", f"'farstep {name}'", "nn")
     command: Callable[[Sequence[str]], int] = importlib.import_module(f"farstep.cli.{name}").main
     return command

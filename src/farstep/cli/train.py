@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import shutil
+import signal
 import sys
+import threading
 import warnings
 from collections import deque
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -22,7 +26,7 @@ from farstep.cli.options.algorithms import ALGORITHMS, RELEASING, make_learner
 from farstep.cli.options.env_check import check_env
 from farstep.cli.options.train_options import Options, learner_of_file, parse_options, stored_config, write_yaml
 from farstep.cli.saved.recording import check_recording, record
-from farstep.cluster_env import ClusterEnv, call_when_begun, event_log_of, status_page_of
+from farstep.cluster_env import ClusterEnv, advise_options, call_when_begun, event_log_of, status_page_of
 from farstep.config.launch import EngineConfig
 from farstep.errors import ConfigError, RunError, counted, unknown_name
 from farstep.event import Event
@@ -81,10 +85,12 @@ def main(arguments: Sequence[str]) -> int:
     _set_up(run)
     with ExitStack() as stack:
         try:
-            learner, env, folder, page = _launch(name, options, stack)
-        except KeyboardInterrupt:
-            sys.stderr.write("farstep: stopped by SIGINT before training began\n")
-            return _EXIT_STATUS["SIGINT"]
+            with _sigterm_raises():
+                learner, env, folder, page = _launch(name, options, stack)
+        except (KeyboardInterrupt, Stopped) as stopped:
+            signal_name = str(stopped) or "SIGINT"
+            sys.stderr.write(f"farstep: stopped by {signal_name} before training began\n")
+            return _EXIT_STATUS[signal_name]
         sys.stdout.write(f"run: {folder.path}\n{_normalized(options.learner.net, learner.agent)}\n")
         if isinstance(learner, PPO | AsyncPPO) and learner.agent.sees_images:
             used = _sizes_in_use(learner, env)
@@ -93,10 +99,28 @@ def main(arguments: Sequence[str]) -> int:
         try:
             progress = train(learner, name, options, env, folder, page)
         except Stopped as stopped:
-            sys.stdout.write(f"stopped by {stopped}; continue with: farstep train {name} --resume {folder.path}\n")
+            _print_now(f"stopped by {stopped}; continue with: farstep train {name} --resume {_quoted(folder)}")
             return _EXIT_STATUS[str(stopped)]
     sys.stdout.write(_summary(progress, folder))
     return 0
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Context manager: SIGTERM raises `Stopped`, so that the launch is cleaned up. No effect outside the main
+    thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(signal.Signals(number).name)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _launch(
@@ -108,6 +132,7 @@ def _launch(
     resumed = options.resume is not None
     recorded = None if replay is None else check_before_launch(replay, env, resumed)
     stack.callback(env.close)
+    advise_options(env)
     with ExitStack() as on_failure:  # a run that does not start must not leave an empty run folder behind
         folder = _folder(name, options, on_failure)
         stack.enter_context(folder.lock())
@@ -131,7 +156,7 @@ def _sizes_in_use(learner: PPO | AsyncPPO, env: ClusterEnv) -> Defaults:
         learning_rate=defaults.learning_rate if config.learning_rate is None else config.learning_rate,
         update_epochs=config.update_epochs or defaults.update_epochs,
         rollout_rows=rows,
-        minibatch_rows=defaults.minibatch(minibatch, rows, config.net.is_recurrent),
+        minibatch_rows=defaults.minibatch_size(minibatch, rows, config.net.is_recurrent),
     )
 
 
@@ -233,8 +258,11 @@ def train(
 def _status_page(
     name: str, run: RunConfig, env: ClusterEnv, folder: RunFolder, stack: ExitStack, launching: ExitStack
 ) -> StatusPage | None:
-    """Start the status page, and store its address in the run folder until the run ends. Print it when the launch has
-    begun, or at the first event: until then the launch may wait for slots or for the cluster's answer."""
+    """Start the status page, and store its address in the run folder until the run ends.
+
+    Print the address when the launch begins to wait for workers, or at the first event; a launch that is refused at
+    once prints nothing.
+    """
     try:
         page = status_page_of(env)
     except RunError as error:
@@ -245,15 +273,24 @@ def _status_page(
         replace_file(folder.status_file, page.url.encode(), private=True)
     stack.callback(folder.status_file.unlink, missing_ok=True)
     # Other users may be able to read the output if it is no terminal; then print the command that reads the address.
-    lines = iter([f"status: {page.url if sys.stdout.isatty() else f'farstep status {folder.path}'}"])
+    line = f"status: {page.url if sys.stdout.isatty() else f'farstep status {_quoted(folder)}'}"
+    lock, is_announced = threading.Lock(), False
 
     def announce() -> None:
-        for line in lines:  # only once
-            _print_now(line)
+        nonlocal is_announced
+        with lock:  # events are read in another thread
+            if not is_announced:
+                _print_now(line)
+            is_announced = True
 
     call_when_begun(env, announce)
     launching.callback(event_log_of(env).subscribe(lambda _: announce()).close)
     return page
+
+
+def _quoted(folder: RunFolder) -> str:
+    """Return the path of a run folder as a user would type it."""
+    return shlex.quote(str(folder.path))
 
 
 def _print_now(line: str) -> None:
@@ -351,7 +388,8 @@ def _normalized(net: object, agent: NetworkAgent) -> str:
 def _summary(progress: Progress, folder: RunFolder) -> str:
     last = progress.returns
     mean = f"; mean return of the last {counted(len(last), 'episode')} {number(float(np.mean(last)))}" if last else ""
+    run = _quoted(folder)
     return (
         f"{progress.steps:,} steps in {progress.seconds:.0f} s{mean}\n"
-        f"eval:  farstep eval {folder.path}\nwatch: farstep watch {folder.path}\nplot:  farstep plot {folder.path}\n"
+        f"eval:  farstep eval {run}\nwatch: farstep watch {run}\nplot:  farstep plot {run}\n"
     )

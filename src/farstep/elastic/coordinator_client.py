@@ -400,12 +400,9 @@ class CoordinatorClient:
         if pool is None:
             running = 0 if not self._uses_slots else allowed + 1
         else:
-            try:
-                with pool.locked():  # no session begins or ends meanwhile
-                    if pool.state == "running":  # otherwise the error is raised by the user's next call, not here
-                        self._adjust(pool, allowed)
-            except FarstepError:
-                return  # the engine refuses nodes for more workers
+            with pool.locked():  # no session begins or ends meanwhile
+                if pool.state == "running":  # otherwise the error is raised by the user's next call, not here
+                    self._adjust(pool, allowed)
             running = pool.num_running()
         with self._changed:
             is_current = (self._allowed, self._round) == (allowed, this_round)
@@ -425,7 +422,16 @@ class CoordinatorClient:
         if is_refused:
             pool.fail(self._refusal())
         elif allowed:
-            pool.scale_workers(allowed, quiet=self._is_quiet(time.monotonic()))
+            try:
+                pool.scale_workers(allowed, quiet=self._is_quiet(time.monotonic()))
+            except FarstepError as error:
+                text = f"this run may use {counted(allowed, 'worker')}, but its nodes cannot be requested"
+                self._emit("warned", f"{text}: {error}")
+                with self._changed:
+                    # Call again later: the launcher now requests the nodes itself, and the call then only unparks
+                    # workers.
+                    self._applied = applied
+                return
             if applied == 0:
                 self._emit("scaled", f"continuing with {counted(allowed, 'worker')}")
         else:

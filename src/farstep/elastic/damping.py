@@ -6,27 +6,27 @@ _FIRST_CALLS, _MOST_CALLS = 8, 256
 
 
 class Damping:
-    """Admits a change only after `_FIRST_CALLS` calls in a row that want it, while the fill does not recover by itself.
+    """Admits a change only if `_FIRST_CALLS` calls in a row request it.
 
-    A change in the opposite direction of the last one doubles the number of calls, up to `_MOST_CALLS`; one in the same
-    direction halves it. So the number of workers settles if one worker less is too few and one more is too many, and
-    still follows a lasting change of the load.
+    The count restarts if the fill moves back towards its bounds. A change that reverses the last one doubles the
+    required calls, up to `_MOST_CALLS`; any other halves them. So the number of workers settles if one worker less is
+    too few and one more is too many, and still follows a lasting change of the load.
     """
 
     def __init__(self) -> None:
         self._calls = _FIRST_CALLS
-        """Calls in a row that have to want a change."""
+        """Calls in a row that have to request a change."""
         self._last = 0
         """Direction of the last change: 1 (more workers), -1 (fewer), or 0 before the first."""
         self._direction, self._count, self._fill = 0, 0, 0.0
-        """The change that the latest calls want, their number, and the fill at the first of them."""
+        """The change that the latest calls request, their number, and the fill at the first of them."""
 
     def admits(self, change: int, fill: float) -> bool:
         """Return whether to make a change now.
 
         Args:
             change: Number of workers to add; if negative, to remove.
-            fill: The fill that it is for (see `Signals.buffer_fill`).
+            fill: The buffer fill on which the change is based (see `Signals.buffer_fill`).
         """
         direction = (change > 0) - (change < 0)
         if direction != self._direction or direction * (fill - self._fill) > 0:  # it recovers by itself

@@ -86,7 +86,7 @@ class Schedule:
 class Fill:
     """Adds or removes one worker at a time to keep `Signals.buffer_fill` between two bounds.
 
-    As the rule of a learner or a workflow, it waits until the fill has stayed outside for some updates (`Damping`).
+    A learner or a workflow changes the number only after the fill has stayed outside for several updates (`Damping`).
 
     Args:
         low: If the fill is below this, one more worker runs; default 0.25.

@@ -29,7 +29,8 @@ class WorkerPool(Protocol):
         ...
 
     def use_slots_per_session(self, slots: SessionSlots) -> None:
-        """Call `slots.begin` and `slots.end` for each session, and pause until `scale_workers` is called in between."""
+        """Call `slots.begin` when a session opens and `slots.end` when it ends. A session issues no tickets until
+        `scale_workers` is called."""
         ...
 
     def fail(self, error: FarstepError) -> None:

@@ -281,19 +281,23 @@ class Collector:
     def open(self, request: Request, max_staleness: int | None, batches: int | None) -> Request:
         """Cancel the current request, and open a session of tickets for the new request."""
         tickets = self.server.tickets
-        with self.server.locked():
-            self.server.raise_failure()
-            self.end()
-            plan = request.num_chunks, request.feed, request.rollouts
-            self._set_layout(max(request.steps, 1), tickets.lanes_needed(max_staleness, *plan))
-            if request.reset is not None:
-                self._note_reset(request.reset)
-            incarnations = tuple(record.incarnation for record in self.server.records)
-            parked = tickets.presence.parked_or_retiring
-            request = self._intake.request = replace(request, incarnations=incarnations, parked=parked)
-            tickets.open(max_staleness, request.num_chunks, batches, request.feed, request.rollouts)
-            self.server.slots.begin_session(one_batch=batches == 1)
+        try:
+            with self.server.locked():
+                self.server.raise_failure()
+                self.end()
+                plan = request.num_chunks, request.feed, request.rollouts
+                self._set_layout(max(request.steps, 1), tickets.lanes_needed(max_staleness, *plan))
+                if request.reset is not None:
+                    self._note_reset(request.reset)
+                incarnations = tuple(record.incarnation for record in self.server.records)
+                parked = tickets.presence.parked_or_retiring
+                request = self._intake.request = replace(request, incarnations=incarnations, parked=parked)
+                tickets.open(max_staleness, request.num_chunks, batches, request.feed, request.rollouts)
+                self.server.slots.begin_session(one_batch=batches == 1)
             return request
+        except BaseException:  # Ctrl-C that `locked` has deferred: the caller cannot end a request that it does not get
+            self.end(request)
+            raise
 
     def row_schema(self) -> tuple[Schema, dict[str, Structure]]:
         """The arrays of a row with the current agent, and how they are nested."""

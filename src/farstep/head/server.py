@@ -17,15 +17,7 @@ from typing import Any, TypeVar
 
 from farstep.config.launch import EngineConfig, LaunchConfig
 from farstep.core import Received
-from farstep.errors import (
-    AgentError,
-    ClosedError,
-    ConfigError,
-    FarstepError,
-    LaunchError,
-    WireError,
-    typed_shortage,
-)
+from farstep.errors import AgentError, ClosedError, ConfigError, FarstepError, LaunchError, WireError, typed_shortage
 from farstep.head.client import Client
 from farstep.head.event_loop import EventLoop
 from farstep.head.events import EventLog
@@ -108,6 +100,7 @@ class Server:
         self.tickets = Tickets(workers, config.fewest_nodes * per_node)
         self._failure: FarstepError | None = None
         self.is_closed = False
+        """Whether `close` was called."""
         self._wait_began = math.inf
         """When the call that is waiting began to wait, in `time.monotonic()` seconds; infinity: none waits."""
         self._closer = 0
@@ -223,7 +216,7 @@ class Server:
 
         Args:
             poll: Called after each event.
-            starting: Whether the wait is for workers to start, which decides when a wait is long enough for a warning.
+            starting: Whether the wait is for workers to start (see `WaitWarning`).
 
         Raises:
             FarstepError: The run has failed, or is closed.

@@ -251,7 +251,9 @@ class AsyncPPO(RolloutLearner):
         columns = rollout.columns() | {"advantages": advantages, "returns": returns, "version": rollout.version}
         schedule = Schedule(
             epochs=config.update_epochs or self.defaults.update_epochs,
-            batch_size=self.defaults.minibatch(config.global_batch_size, advantages.numel(), config.net.is_recurrent),
+            batch_size=self.defaults.minibatch_size(
+                config.global_batch_size, advantages.numel(), config.net.is_recurrent
+            ),
             micro_batch_size=config.micro_batch_size,
             normalize=config.normalize_advantages == "minibatch",
             target_kl=config.target_kl,

@@ -14,6 +14,7 @@ from torch import Tensor
 from farstep.batch import Batch
 from farstep.checkpoint.checks import Count, converted
 from farstep.cluster_env import ClusterEnv
+from farstep.config.env import WeightsConfig
 from farstep.elastic.scaling import Fill, Rule
 from farstep.learners.device_lease import DeviceLease
 from farstep.learners.loop.iteration import Iteration, Loop
@@ -91,6 +92,8 @@ class OnPolicy:
         self._optimizer = Optimizer(agent, rate, config.max_grad_norm, seed, config.value_lr)
         self._lease: DeviceLease | None = None
         """None if the learner keeps its device for the whole run."""
+        self._values_are_current = True
+        """Whether workers get new weights of the critic, so that the values in a batch are those of its version."""
         self._statistics = Statistics(agent)
         self._anneal_lr = config.anneal_lr
         self._critic_warmup_updates = config.critic_warmup_updates
@@ -180,7 +183,7 @@ class OnPolicy:
         Returns:
             Whether to continue.
         """
-        version = env.version
+        version, self._values_are_current = env.version, sends_critic(self.agent, env.env_config.weights)
         lags = version - batch["version"][batch["valid"]].astype(np.int64)
         with self._on_device(env, loop.timer):
             metrics = self.update(batch, version, loop.fraction_done, loop.timer)
@@ -230,7 +233,7 @@ class OnPolicy:
             self._optimizer.anneal(1 - progress)
         check_rewards(batch)
         self._statistics.observe_rewards(batch)
-        return prepare(self.agent, batch, version, self.device)
+        return prepare(self.agent, batch, version, self.device, values_are_current=self._values_are_current)
 
     def learn(
         self, batch: Batch, rollout: Rollout, columns: dict[str, Tensor], loss: Loss, schedule: Schedule
@@ -289,6 +292,11 @@ class OnPolicy:
         self._had_scaling = scaling is not None
         if self._scaling is not None and scaling is not None:
             self._scaling.load(scaling)
+
+
+def sends_critic(agent: ActorCritic, weights: WeightsConfig) -> bool:
+    """Return whether workers get new parameters of the critic."""
+    return all(weights.travels(f"critic.{name}") for name, _ in agent.critic.named_parameters())
 
 
 UNUSABLE_RULES: dict[type, str] = {

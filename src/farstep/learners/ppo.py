@@ -184,7 +184,7 @@ class PPO(RolloutLearner):
         columns = rollout.columns() | {"advantages": advantages, "returns": returns}
         schedule = Schedule(
             epochs=config.update_epochs or self.defaults.update_epochs,
-            batch_size=self.defaults.minibatch(config.minibatch_size, advantages.numel(), config.net.is_recurrent),
+            batch_size=self.defaults.minibatch_size(config.minibatch_size, advantages.numel(), config.net.is_recurrent),
             normalize=config.normalize_advantages == "minibatch",
             target_kl=config.target_kl,
         )

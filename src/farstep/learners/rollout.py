@@ -79,7 +79,9 @@ class Rollout:
 
 
 @torch.no_grad()
-def prepare(agent: ActorCritic, batch: Batch, version: int, device: torch.device) -> Rollout:
+def prepare(
+    agent: ActorCritic, batch: Batch, version: int, device: torch.device, *, values_are_current: bool = True
+) -> Rollout:
     """Convert a batch to tensors, and compute the values of last and final observations.
 
     If older weights acted in some rows (asynchronous collection, AAPS), one forward pass over the batch recomputes the
@@ -90,6 +92,8 @@ def prepare(agent: ActorCritic, batch: Batch, version: int, device: torch.device
         batch: The rows to learn from.
         version: Version of the agent's weights.
         device: Device of the learner.
+        values_are_current: Whether recorded values come from the critic of the row's version. If not, all values are
+            recomputed.
 
     Returns:
         The rollout.
@@ -104,6 +108,7 @@ def prepare(agent: ActorCritic, batch: Batch, version: int, device: torch.device
     valid = usable(batch["valid"], batch["episode_start"], batch["terminated"], batch["truncated"])
     episode_start = tensor(batch["episode_start"])
     stale = batch["version"] < version
+    unknown = stale if values_are_current else np.ones_like(stale)
     final = batch.final_obs
     last_obs, final_obs = map_leaves(tensor, batch.last_obs), map_leaves(tensor, final.obs)
     state: State | None = None
@@ -111,19 +116,19 @@ def prepare(agent: ActorCritic, batch: Batch, version: int, device: torch.device
     if isinstance(agent, RecurrentActorCritic):
         state = tuple(map_leaves(tensor, list(batch.initial_state)))
         features, states = agent.unroll(obs, state, episode_start)
-        if stale.any():
+        if unknown.any():
             evaluation = agent.evaluate_features(features, map_leaves(lambda leaf: leaf.flatten(0, 1), sample))
         last_value = agent.value_after(last_obs, states[-1])
         rows, columns = torch.as_tensor(np.array(final.row)).long(), torch.as_tensor(np.array(final.slot)).long()
         at_ends = tuple(torch.stack([after[k] for after in states])[rows, columns] for k in range(len(state)))
         finals = agent.value_after(final_obs, at_ends) if len(final) else torch.zeros(0)
     else:
-        if stale.any():
+        if unknown.any():
             evaluation = agent.evaluate(*(map_leaves(lambda leaf: leaf.flatten(0, 1), part) for part in (obs, sample)))
         last_value = agent.value(last_obs)
         finals = agent.value(final_obs) if len(final) else torch.zeros(0)
     if evaluation is not None:
-        value = np.where(stale, evaluation.value.reshape(logprob.shape).numpy(force=True), value)
+        value = np.where(unknown, evaluation.value.reshape(logprob.shape).numpy(force=True), value)
         proximal = torch.where(tensor(stale), evaluation.logprob.reshape(logprob.shape), logprob)
     final_value = np.zeros_like(value)
     final_value[final.row, final.slot] = finals.numpy(force=True)

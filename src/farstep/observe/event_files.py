@@ -6,22 +6,26 @@ subscription = event_log_of(env).subscribe(events.write)
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
-from farstep.checkpoint.files import no_follow
 from farstep.event import Event
 from farstep.observe.files import as_run_error, read_valid_lines, replace_file
+from farstep.observe.line_file import LineFile, is_disk_full
 
+log = logging.getLogger("farstep")
 MAX_BYTES = 5_000_000
 """When the file reaches this size in bytes, its older half is dropped."""
 
 
 class EventFile:
     """Appends events to a file of at most `max_bytes`. When the file is full, its older half is dropped atomically.
+
+    While the disk is full, up to 64 MiB of events are kept in memory, with a warning. Once the disk has space, they are
+    written, and the file may be larger until the next event.
 
     Args:
         path: The file. If it exists, as in a resumed run, events are appended.
@@ -34,18 +38,9 @@ class EventFile:
     def __init__(self, path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> None:
         self.path, self._max_bytes = Path(path), max_bytes
         with as_run_error(self.path):
-            self._stream = self._open()
-            self._end_last_line()
-
-    def _open(self) -> IO[bytes]:
-        return open(self.path, "a+b", buffering=0, opener=no_follow)
-
-    def _end_last_line(self) -> None:
-        """End a line that a crash cut off, so that it does not damage the next line."""
-        if size := self._stream.seek(0, os.SEEK_END):
-            self._stream.seek(size - 1)
-            if self._stream.read(1) != b"\n":
-                self._stream.write(b"\n")
+            self._lines = LineFile(self.path, "events")
+            if self._lines.tail(1) not in (b"", b"\n"):
+                self._lines.append(b"\n")  # end a line that a crash cut off, so that it does not damage the next line
 
     def write(self, event: Event) -> None:
         """Append an event.
@@ -58,24 +53,27 @@ class EventFile:
         """
         line = msgspec.json.encode(event) + b"\n"
         with as_run_error(self.path):
-            size = self._stream.seek(0, os.SEEK_END)
-            if size and size + len(line) > self._max_bytes:
-                self._drop_older_half(size)
-            written = self._stream.write(line)
-            if written != len(line):
-                raise OSError(f"only {written} of {len(line)} bytes were written")
+            if (size := self._lines.size) and size + len(line) > self._max_bytes:
+                self._drop_older_half()
+            self._lines.append(line)
 
-    def _drop_older_half(self, size: int) -> None:
-        self._stream.seek(max(size - self._max_bytes // 2, 0))
-        self._stream.readline()  # skip the rest of a line whose start is dropped
-        kept = self._stream.read()
-        replace_file(self.path, kept)
-        self._stream.close()
-        self._stream = self._open()
+    def _drop_older_half(self) -> None:
+        _, _, kept = self._lines.tail(self._max_bytes // 2).partition(b"\n")  # without the rest of a dropped line
+        try:
+            replace_file(self.path, kept)
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+        else:
+            self._lines.reopen()
 
     def close(self) -> None:
-        """Close the file. `write` must not be called after this."""
-        self._stream.close()
+        """Close the file. Events that still cannot be written are lost, with a warning. Do not call `write` after
+        this."""
+        try:
+            self._lines.close()
+        except OSError as error:
+            log.warning("the last events could not be written to %s: %s", self.path, error)
 
 
 def read_events(path: str | os.PathLike[str]) -> list[Event]:

@@ -95,6 +95,11 @@ def as_run_error(path: Path) -> Iterator[None]:
     except RunError:
         raise
     except OSError as error:
+        missing = isinstance(error, FileNotFoundError | NotADirectoryError | FileExistsError)
+        if missing and not path.parent.is_dir():
+            raise RunError(
+                f"{path} cannot be written: {path.parent} is no folder. Create it, or choose another."
+            ) from error
         raise RunError(
             f"{path} cannot be written: {error}. Free disk space (df -h), or choose a folder that you may write to."
         ) from error

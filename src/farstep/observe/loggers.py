@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import math
@@ -22,16 +21,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-from farstep.checkpoint.files import no_follow
 from farstep.errors import ConfigError, RunError
 from farstep.event import Emit, traceback_of
 from farstep.observe.extras import require
 from farstep.observe.files import as_run_error, read_lines, replace_file
+from farstep.observe.line_file import LineFile
 
 log = logging.getLogger("farstep")
-
-
-_FULL, _MAX_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT), 64 * 2**20
 
 
 class Logger(Protocol):
@@ -66,41 +62,28 @@ class JsonlLogger:
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int | None = None) -> None:
         self.path = Path(path)
-        self._unwritten, self._is_full = bytearray(), False
         try:
             if resume_step is not None:
                 _cut(self.path, resume_step)
-            self._stream = open(self.path, "ab", buffering=0, opener=no_follow)  # noqa: SIM115
+            self._lines = LineFile(self.path, "metrics")
         except OSError as error:
             raise self._error(error) from error
-        if resume_step is None and self._stream.tell():
-            self._stream.close()
+        if resume_step is None and self._lines.size:
+            self._lines.close()
             raise RunError(f"{self.path} already has the metrics of a run. Resume this run, or choose another folder.")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {"step": int(step)} | {name: _plain(value) for name, value in metrics.items() if name != "step"}
-        self._unwritten += json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
-            self._write()
+            self._lines.append(json.dumps(row, allow_nan=False).encode() + b"\n")
         except (OSError, ValueError) as error:  # a closed file raises a ValueError
-            if getattr(error, "errno", None) not in _FULL or len(self._unwritten) > _MAX_UNWRITTEN:
-                raise self._error(error) from error
-            if not self._is_full:
-                log.warning("metrics are kept in memory until %s can be written; free disk space: %s", self.path, error)
-            self._is_full = True
-
-    def _write(self) -> None:
-        while self._unwritten:
-            del self._unwritten[: self._stream.write(self._unwritten)]
-        self._is_full = False
+            raise self._error(error) from error
 
     def close(self) -> None:
         try:
-            self._write()
+            self._lines.close()
         except OSError as error:
             raise self._error(error) from error
-        finally:
-            self._stream.close()
 
     def _error(self, error: Exception) -> RunError:
         return RunError(

@@ -280,7 +280,7 @@ def _not_a_run(path: Path) -> str:
     else:
         found = f"{path} has no config.json"
     start = f"{found}; expected the folder of a run, with config.json and metrics.jsonl in it."
-    for folder in (path, path.parent):
+    for folder in (path, path.parent, Path("runs")):
         if names := _runs_in(folder):
             near = difflib.get_close_matches(path.name, names, n=_SHOWN, cutoff=0.3) if folder != path else []
             shown = (near + [name for name in names if name not in near])[:_SHOWN]

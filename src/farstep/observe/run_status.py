@@ -116,9 +116,11 @@ class RunStatus:
         return {name: seconds / total for name, seconds in parts.items() if seconds > 0} if total else {}
 
     def dropped(self) -> dict[str, int]:
-        """Return the number of dropped chunks by cause; causes with zero chunks are left out."""
+        """Return the number of dropped chunks by cause. Causes with zero chunks are left out, and so are chunks that
+        were cancelled because the run ended: these are no losses."""
         prefix = "dropped/"
-        return {name.removeprefix(prefix): int(n) for name, n in self.latest.items() if name.startswith(prefix) and n}
+        names = [name for name in self.latest if name.startswith(prefix) and name != "dropped/cancelled"]
+        return {name.removeprefix(prefix): int(count) for name in names if (count := self.latest[name])}
 
 
 def line(status: RunStatus, now_s: float, diagnosis: str | None = None) -> str:
@@ -140,7 +142,7 @@ def line(status: RunStatus, now_s: float, diagnosis: str | None = None) -> str:
         parts.append(f"{duration(left)} left")
     parts += [f"{label(name)} {number(latest[name])}" for name in (RETURN, EVALUATION) if name in latest]
     if SPEED in latest:
-        parts.append(f"{latest[SPEED]:,.0f} {METRICS[SPEED].unit}")
+        parts.append(f"mean {latest[SPEED]:,.0f} {METRICS[SPEED].unit}")
     if STALENESS in latest:
         parts.append(f"{label(STALENESS)} {latest[STALENESS]:.1f}")
     if restarts := int(latest.get(RESTARTS, 0)):

@@ -17,10 +17,12 @@ PHASE, COUNT, SLOT, CANCEL, ROLLED, RATE = range(6)
 """Indices of words: the `Phase`; a counter that increases with progress; the current slot; the id of the last cancelled
 ticket (the head writes this word); the id of the last ticket whose chunk is being sent; the throughput of the relay in
 bytes per second, or 0 if unknown (the node daemon writes this word)."""
-SERVED_ROWS, SERVED_BATCHES, SERVED_WAIT_US = range(6, 9)
-"""Indices of the words of an acting server: how many rows and batches it has acted on, and for how many microseconds
-requests have waited for their batch, summed over requests."""
-EPISODES = 9
+SERVED_ROWS, SERVED_BATCHES = range(6, 8)
+"""Indices of the words of an acting server: how many rows and batches it has acted on."""
+REQUESTS, WAITED_US = range(6, 8)
+"""Indices of the words of a worker with an acting server: how many times it has requested actions, and for how many
+microseconds it has waited for them."""
+EPISODES = 8
 """Index of the first of the words for environments, one each: its episode plus one, or 0 if unknown."""
 BEAT_S = 1.0
 """Seconds between two `Progress` messages of a worker without shared memory."""

@@ -15,6 +15,7 @@ from farstep.elastic.run_share import RunShare
 from farstep.errors import ClosedError
 from farstep.head.collector import Collector
 from farstep.head.events import EventLog
+from farstep.head.interrupts import Interrupts
 from farstep.rollout.sources import Source
 from farstep.run.launch_monitor import LaunchMonitor
 from farstep.run.run_page import RunPage
@@ -86,6 +87,8 @@ class LaunchProgress:
         """None before the launch."""
         self.run: LaunchedRun | None = None
         """None while the run has no slots yet."""
+        self.is_command = False
+        """Whether `farstep train` runs it: then remedies name its options instead of arguments in Python."""
 
     def stats(self) -> dict[str, Any]:
         """The counters for `ClusterEnv.stats`; empty until the start of workers was requested."""
@@ -94,7 +97,16 @@ class LaunchProgress:
 
     def diagnoses(self) -> list[Diagnosis]:
         """Return the diagnoses of a running run, or what the run waits for."""
-        from farstep.observe.diagnosis import MIN_NODES_REMEDY, Diagnosis
+        return self.for_user(self._diagnoses())
+
+    def for_user(self, found: list[Diagnosis]) -> list[Diagnosis]:
+        """Return the diagnoses with remedies that fit how the run was started: options, or arguments in Python."""
+        from farstep.observe.diagnosis import with_options
+
+        return [with_options(each) for each in found] if self.is_command else found
+
+    def _diagnoses(self) -> list[Diagnosis]:
+        from farstep.observe.diagnosis import MIN_NODES_OPTIONS, MIN_NODES_REMEDY, Diagnosis
 
         share, run = self.share, self.run
         if share is None:
@@ -106,7 +118,12 @@ class LaunchProgress:
             return [Diagnosis(cause="starting", text=f"The run is waiting for {workers}.")]
         if nodes := run.collector.server.awaited_nodes():
             return [
-                Diagnosis(cause="no nodes", text=f"The run is waiting for nodes: {nodes}.", remedy=MIN_NODES_REMEDY)
+                Diagnosis(
+                    cause="no nodes",
+                    text=f"The run is waiting for nodes: {nodes}.",
+                    remedy=MIN_NODES_REMEDY,
+                    options_remedy=MIN_NODES_OPTIONS,
+                )
             ]
         return run.page_monitor.diagnoses(run.stats(), self.kl_threshold)
 
@@ -138,8 +155,9 @@ class Launch:
         self._closed = False
         self.on_begun: Callable[[], None] | None = None
         """Called when the launch waits for workers: what can be refused at once has been checked."""
-        self._progress = LaunchProgress(env_config, events)
-        self._page = RunPage(self._progress)
+        self.progress = LaunchProgress(env_config, events)
+        """What the status page shows."""
+        self._page = RunPage(self.progress)
         weakref.finalize(self, self._page.close)
 
     def status_page(self) -> StatusPage:
@@ -178,7 +196,7 @@ class Launch:
                     finally:
                         self._finalizer.detach()
                         self._run = None
-                        self._progress.forget()
+                        self.progress.forget()
                     raise
             return self._run
 
@@ -188,16 +206,19 @@ class Launch:
         if isinstance(config, LocalConfig):  # on nodes, other environments may be registered
             Source.of(env_config).check()
         num_workers = config.num_workers(env_config.envs_per_node)
-        share = RunShare(config, num_workers, events.emit, per_session=env_config.release_idle)
-        self._progress.share = share
+        share: RunShare | None = None
         try:
+            with Interrupts().deferred():  # otherwise Ctrl-C could leave a registered run with no owner
+                share = RunShare(config, num_workers, events.emit, per_session=env_config.release_idle)
+            self.progress.share = share
             share.wait(self.check_open)
             run = LaunchedRun(*self._options, share)
         except BaseException:
-            self._progress.forget()
-            share.close()
+            self.progress.forget()
+            if share is not None:
+                share.close()
             raise
-        self._progress.run = run
+        self.progress.run = run
         return run
 
     def check_open(self) -> None:

@@ -36,6 +36,7 @@ from farstep.wire.codec import pack
 from farstep.wire.compression import Compressor
 from farstep.wire.versions import versions
 from farstep.worker.acting import Actor
+from farstep.worker.acting_connection import ActingConnection
 from farstep.worker.chunk_sender import ChunkSender
 from farstep.worker.hosting.base import Host
 from farstep.worker.hosting.bounds import BoundsCheck
@@ -46,7 +47,6 @@ from farstep.worker.inbox import Inbox, TicketCancelled
 from farstep.worker.lock_step import LockStepWorker
 from farstep.worker.rolling import AnyActor, Roller, Rollout
 from farstep.worker.saving import Saving, seed_generators
-from farstep.worker.server_connection import ServerConnection
 from farstep.worker.weights.weight_messages import WeightMessages
 from farstep.worker.weights.weight_sync import WeightSync
 from farstep.worker.worker_timer import Part, WorkerTimer
@@ -79,9 +79,10 @@ class Worker:
         self._link, self._words, self._has_gpu = link, words, has_gpu
         self._id = (worker, incarnation, run)
         self._inbox = Inbox(link, words)
-        self._server = ServerConnection(worker, acting_address, self._inbox, words)
+        self._server = ActingConnection(worker, acting_address, self._inbox, words)
         self._tickets: deque[tuple[m.Ticket, list[Any]]] = deque()
         self.running = True
+        """False once the run has ended or the head has stopped the worker."""
         self._owns_process = False
         """False for a worker inside the head's process."""
         self._host: AnyHost | None = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 
 from farstep.testing import TableAgent
@@ -20,3 +23,21 @@ def test_a_server_without_workers_has_no_pulls_and_the_user_is_warned() -> None:
             "2 of 3 acting servers have no worker to act for; lower copies in inference, name fewer nodes in where, or "
             "start more workers"
         ]
+
+
+class SlowAgent(TableAgent):
+    """Takes 5 ms to act."""
+
+    def act(self, obs: Any, *rest: Any) -> Any:
+        time.sleep(0.005)
+        return super().act(obs, *rest)
+
+
+@pytest.mark.slow  # real processes
+def test_wait_for_an_acting_server_is_that_of_the_workers_per_request() -> None:
+    with cluster(envs=1, workers=1, inference="served") as env:  # one group of environments: one request per row
+        within(lambda: env.collect(SlowAgent(), 16))
+        stats = env.stats()
+        (server,) = stats["acting"]
+        assert server["wait_ms"] == pytest.approx(1000 * stats["time"]["workers"]["inference"] / 16, rel=0.1)
+        assert server["wait_ms"] > 0

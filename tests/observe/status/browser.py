@@ -17,7 +17,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from tests.engines.guarded import EngineMissing
 
 DEADLINE_S = 60.0
-_QUIET = (
+QUIET = (
     "--headless=new",
     "--no-sandbox",
     "--disable-gpu",
@@ -72,16 +72,22 @@ class Browser:
         return [f"{each['id']}: {[node['html'][:200] for node in each['nodes']]}" for each in found["violations"]]
 
 
-@contextmanager
-def browser() -> Iterator[Browser]:
-    """Context manager: start a browser."""
+def programs() -> tuple[str, str]:
+    """The paths of chromedriver and Chromium; raise `EngineMissing` if they are not installed."""
     driver, chromium = shutil.which("chromedriver"), shutil.which("chromium")
     if driver is None or chromium is None or importlib.util.find_spec("selenium") is None:
         raise EngineMissing("chromium, chromium-driver")
+    return driver, chromium
+
+
+@contextmanager
+def browser() -> Iterator[Browser]:
+    """Context manager: start a browser."""
+    driver, chromium = programs()
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
     with tempfile.TemporaryDirectory() as profile:
-        for argument in (*_QUIET, f"--user-data-dir={profile}"):
+        for argument in (*QUIET, f"--user-data-dir={profile}"):
             options.add_argument(argument)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
         found = webdriver.Chrome(options=options, service=Service(driver))

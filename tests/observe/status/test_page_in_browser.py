@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from farstep.observe.loggers import JsonlLogger
 from farstep.observe.run_folder import RunFolder
 from farstep.observe.status import FolderSource, PageServer
 from farstep.testing import CountingEnv, TableAgent
-from tests.observe.status.browser import PHONE, WIDE, Browser, browser
+from tests.observe.status.browser import PHONE, QUIET, WIDE, Browser, browser, programs
 
 pytestmark = pytest.mark.slow  # real processes, or learning
 
@@ -120,6 +121,7 @@ def test_page_has_no_errors_and_is_accessible(window: Browser, workers: int, siz
         window.open(server.url, size, dark=dark)
         assert window.script("return document.querySelectorAll('#cluster .cell').length") == workers
         assert window.script("return document.documentElement.scrollWidth <= innerWidth")
+        assert "recent steps per second" in window.text("#numbers")
         assert "2 held, 1 released between rollouts, 3 parked" in window.text("#slots")
         assert "Coordinator default has granted 3 of 6 slots." in window.text("#slots")
         assert window.violations() == []
@@ -140,6 +142,20 @@ def test_page_shows_the_run_before_its_server_sends_anything(window: Browser) ->
     finally:
         window.driver.execute_cdp_cmd("Network.setBlockedURLs", {"urls": []})
         server.close()
+
+
+def test_page_that_is_not_live_can_be_photographed(tmp_path: Path) -> None:
+    """With a budget of virtual time, Chromium waits for all connections to end."""
+    file = tmp_path / "page.png"
+    _, chromium = programs()
+    server = PageServer(SimulatedRun(8, 2))
+    command = [chromium, *QUIET, "--virtual-time-budget=2000", f"--screenshot={file}", f"{server.url}&live=0"]
+    environment = os.environ | {"HOME": str(tmp_path)}
+    try:
+        subprocess.run(command, env=environment, capture_output=True, timeout=120, check=True)
+    finally:
+        server.close()
+    assert file.read_bytes().startswith(b"\x89PNG")
 
 
 def test_run_that_reached_its_target_shows_a_full_bar(window: Browser) -> None:
@@ -173,7 +189,7 @@ def test_workers_are_reached_by_keyboard_and_tracebacks_by_one_click(window: Bro
         window.open(server.url)
         grid = window.driver.find_element("css selector", "#cluster .grid")
         grid.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-        assert window.text("#worker").startswith("worker 2: rolling, 100 steps/s, 0.5 versions behind")
+        assert window.text("#worker").startswith("worker 2: rolling, 100 steps/s (recent), 0.5 versions behind")
         assert "KL 0.02 of 0.05" in window.text("#worker")
         assert "Traceback" not in window.text("#events")
         window.driver.find_element("css selector", "#events summary").click()
@@ -229,6 +245,7 @@ def test_finished_run_is_shown_from_its_folder(window: Browser, tmp_path: Path) 
         assert window.text("#title") == "ppo on Far-v0" and window.text("#state") == "from the files of the run folder"
         assert "worker 0 was lost" in window.text("#events")
         assert "30 of 30 steps" in window.text("#progress-text")
+        assert "mean steps per second" in window.text("#numbers") and "recent" not in window.text("#numbers")
         assert window.script("return document.querySelectorAll('#returns polyline').length") == 1
         assert window.violations() == [] and window.errors() == []
     finally:

@@ -76,6 +76,8 @@ def parse(
             near = [f"--{option}" for option in difflib.get_close_matches(name[2:], [option[2:] for option in known])]
             hint = f"did you mean {' or '.join(near)}?" if near else "--help lists them all."
             raise ConfigError(f"'{command}' has no option {name}; {hint}")
+        if f"-{name}" in known:
+            raise ConfigError(f"'{command}' has no option {name}; did you mean -{name}?")
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):

@@ -52,6 +52,10 @@ class Options(Generic[C, E]):
 
 def parse_options(name: str, arguments: Sequence[str]) -> Options[Any, Any]:
     command, default, why_not = f"farstep train {name}", None, ""
+    if arguments and not arguments[0].startswith("-"):
+        raise ConfigError(
+            f"'{command}' takes only options, but got {arguments[0]!r}; did you mean --env {arguments[0]}?"
+        )
     resumed, config = _path_of(arguments, "--resume"), _path_of(arguments, "--config")
     if resumed is not None and config is not None:
         raise ConfigError("--resume and --config contradict each other: a resumed run has its own options. Omit one.")
@@ -83,7 +87,11 @@ def learner_of_file(arguments: Sequence[str]) -> str:
     known = ", ".join(ALGORITHMS)
     resumed, config = _path_of(arguments, "--resume"), _path_of(arguments, "--config")
     if resumed is not None:
-        return str(RunFolder.open(resumed).read_signed_config()[0].get("algorithm"))
+        folder = RunFolder.open(resumed)
+        learner = str(folder.read_signed_config()[0].get("algorithm"))
+        if learner not in ALGORITHMS:
+            raise ConfigError(f"{folder.config_file} names no learner that farstep {VERSION} knows ({known}).")
+        return learner
     if config is None:
         raise ConfigError(f"'farstep train' needs a learner ({known}) before its options, e.g. farstep train ppo.")
     if (name := learner_in(config)) is None:

@@ -104,13 +104,16 @@ class WorkerSlots:
     @contextlib.contextmanager
     def all_unparked(self) -> Iterator[None]:
         """Context manager: inside, parked workers run, so that they can answer a call, and no process is suspended."""
-        with self.locked():
-            self.parking.begin_call()
+        begun = False
         try:
+            with self.locked():  # may deliver Ctrl-C at its end
+                self.parking.begin_call()
+                begun = True
             yield
         finally:
-            with self.locked():
-                self.parking.end_call()
+            if begun:
+                with self.locked():
+                    self.parking.end_call()
 
     # ---- the slots of a session ----
 
@@ -138,9 +141,9 @@ class WorkerSlots:
     def kept(self) -> Iterator[None]:
         """Context manager: inside, all sessions use the slots of the first one, and no worker is suspended between
         them."""
-        with self.locked():
-            self._keeps_slots = True
         try:
+            with self.locked():  # may deliver Ctrl-C at its end
+                self._keeps_slots = True
             yield
         finally:
             with self.locked():
@@ -187,7 +190,7 @@ class WorkerSlots:
             self._prewarming.chunk_arrived(time.monotonic(), busy_s)
 
     def close(self) -> None:
-        """Resume no workers any more."""
+        """Stop resuming workers early."""
         if self._prewarming is not None:
             self._prewarming.close()
 
@@ -205,6 +208,7 @@ class WorkerSlots:
     def _suspend_again(self) -> None:
         """Suspend workers that were resumed early, because no session was opened."""
         with self.locked():
+            # A failed run, too, returns the slots that it got early.
             if self._server.is_closed or self._tickets.is_open or self._prewarming is None:
                 return
             self._prewarming.is_early = False

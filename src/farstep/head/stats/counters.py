@@ -18,7 +18,7 @@ from farstep.head.stats.learner_times import LearnerTimes
 from farstep.head.stats.rates import Rate
 from farstep.head.stats.worker_times import WorkerTimes
 from farstep.head.tickets.records import AcceptedChunk
-from farstep.rollout.progress import SERVED_BATCHES, SERVED_ROWS, SERVED_WAIT_US
+from farstep.rollout.progress import REQUESTS, SERVED_BATCHES, SERVED_ROWS, WAITED_US
 from farstep.wire.messages import Chunk
 
 _STATE_NAMES = {state: state.value for state in State} | {
@@ -121,7 +121,7 @@ class Counters:
             },
             "divergence": dict(self.divergence),
             "inference": inference,
-            "acting": [self._acting(record, now) for record in server.servers if server.outbox.is_served],
+            "acting": self._acting(server, now) if server.outbox.is_served else [],
             "start": dict(server.handshake.start_s),
             "time": {
                 "workers": self.workers.total(),
@@ -142,9 +142,15 @@ class Counters:
             return sum(self.pulls)
         return sum(max((self.pulls[worker] for worker in clients), default=0) for clients in server.clients())
 
-    def _acting(self, record: WorkerRecord, now: float) -> dict[str, Any]:
-        """What an acting server has done, from its progress words."""
-        rows, batches, waited = (int(record.words[i]) for i in (SERVED_ROWS, SERVED_BATCHES, SERVED_WAIT_US))
+    def _acting(self, server: Server, now: float) -> list[dict[str, Any]]:
+        """What each acting server has done, and how long its workers have waited."""
+        pairs = zip(server.servers, server.clients(), strict=True)
+        return [self._served_by(record, [server.records[i] for i in clients], now) for record, clients in pairs]
+
+    def _served_by(self, record: WorkerRecord, clients: Sequence[WorkerRecord], now: float) -> dict[str, Any]:
+        """What an acting server has done for its workers, from their progress words."""
+        rows, batches = int(record.words[SERVED_ROWS]), int(record.words[SERVED_BATCHES])
+        requests, waited = (sum(int(client.words[i]) for client in clients) for i in (REQUESTS, WAITED_US))
         rate, before = self._served.get(record.worker, (Rate(), 0))
         rate.add(max(0, rows - before), now)
         self._served[record.worker] = (rate, rows)
@@ -154,7 +160,7 @@ class Counters:
             "rows": rows,
             "batches": batches,
             "batch_size": rows / batches if batches else 0.0,
-            "wait_ms": waited / batches / 1000 if batches else 0.0,
+            "wait_ms": waited / requests / 1000 if requests else 0.0,
             "rows_per_second": rate.per_second(now),
             "restarts": record.incarnation,
         }

@@ -12,7 +12,7 @@ from farstep.event import Emit
 
 log = logging.getLogger("farstep")
 FIRST_START_S, FIRST_S = 5.0, 10.0
-"""Seconds of waiting before the event: for nodes, or the answer of a cluster, and for anything else."""
+"""Seconds before the event: while nodes or the cluster's answer are missing, and in any other wait."""
 WORKERS_START_S = 20.0
 """Seconds of waiting before the event if only processes have to start: on a busy machine, importing torch and building
 environments can take 15 s."""
@@ -37,8 +37,8 @@ class WaitWarning:
         """When to call `warn` next, if the wait is unusual."""
 
     def is_unusual(self, now: float, *, nodes_are_missing: bool) -> bool:
-        """Return whether the wait is longer than a usual start of workers on connected nodes; True if it is another
-        wait."""
+        """Return whether to warn: always, except while workers start on connected nodes for less than
+        `WORKERS_START_S`."""
         return not self._starting or nodes_are_missing or now >= self._began + WORKERS_START_S
 
     def warn(self, what: str, now: float) -> None:

@@ -37,8 +37,11 @@ class UserWarnings:
         before, self.inference = self.inference, note
         if self.silent or note == before:
             return
-        if note.startswith("eager:"):
-            self._emit("warned", f"workers call the agent without the fast path, because {note[7:]}")
+        path, eager, reason = note.partition("eager: ")
+        if eager:
+            caller = "acting servers" if path else "workers"
+            skipped = "CUDA graphs" if "cuda" in path else "the fast path"
+            self._emit("warned", f"{caller} call the agent without {skipped}, because {reason}")
         if note.startswith("served") and not note.endswith("own act"):
             self._emit(
                 "warned",

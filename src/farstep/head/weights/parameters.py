@@ -161,7 +161,7 @@ class ParameterStore:
                 if view.dtype != array.dtype and not np.array_equal(np.isinf(widened(view, source)), np.isinf(array)):
                     raise AgentError(
                         f"parameter {name!r} has values that are too large for half precision; {self._consequence}. "
-                        "Set weights.half to 'bfloat16' (up to 3e38) or to False."
+                        f"Set weights.half to {'False' if self._config.half == 'bfloat16' else repr('bfloat16')}."
                     )
             self._word[start // 8] = self.version + 1
         finally:

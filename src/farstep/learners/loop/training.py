@@ -31,7 +31,7 @@ from farstep.learners.loop.saving import check_agent, check_base, join_state, sa
 from farstep.learners.loop.stop_signals import Stopped as Stopped
 from farstep.learners.loop.stop_signals import StopSignals
 from farstep.learners.loop.timing import Timer, WorkerTimer
-from farstep.learners.networks.agent import NetworkAgent
+from farstep.learners.networks.agent import NetworkAgent, check_sent
 from farstep.observe.run_status import EPISODES, RETURN, reached_target
 
 
@@ -136,6 +136,9 @@ class Training:
         checkpoints: Folder for checkpoints; None: no checkpoints.
         evaluator: Runs evaluations every `limits.eval_every` steps and at the end; None: no evaluations.
 
+    Raises:
+        ConfigError: `weights.only` of the environments leaves out parameters that the policy needs.
+
     Example:
         >>> training = Training(PPO(agent, config, seed=1), env, Limits(total_steps=100_000))
         >>> progress = training.run()
@@ -151,6 +154,7 @@ class Training:
         checkpoints: Path | None = None,
         evaluator: Evaluator | None = None,
     ) -> None:
+        check_sent(learner.agent, env.env_config.weights)
         self._learner, self._env, self._limits = learner, env, limits
         self.sink, self.checkpoints, self._evaluator = sink, checkpoints, evaluator
         self.newest_checkpoint: CheckpointMarker | None = None
@@ -158,7 +162,7 @@ class Training:
         self._is_finished = False
         """Whether the last checkpoint of the run was written."""
         self._failed_to_save = False
-        """Whether the newest checkpoint could not be written."""
+        """Whether the last attempt to write a checkpoint failed."""
         replays = checkpoints and learner.synchronous and not env.cannot_replay
         self._journal = Journal(env.num_envs) if replays else None
         """None if the run cannot resume exactly."""
@@ -183,6 +187,7 @@ class Training:
 
         Raises:
             Stopped: SIGINT or SIGTERM was received; a checkpoint was written.
+            CheckpointError: The last checkpoint could not be written; the message names the one to resume from.
         """
         if self._done():
             self._warn(
@@ -385,7 +390,7 @@ class Training:
             self._failed_to_save = False
         except CheckpointError as error:
             if not self._failed_to_save:
-                self._warn(f"the run continues, and tries again when the next checkpoint is due: {error}")
+                self._warn(f"{error} The run continues, and tries again when the next checkpoint is due")
             self._failed_to_save = True
         self._schedule.wrote(began, time.monotonic())
 

@@ -112,7 +112,8 @@ class WorkerScaling:
         return {} if value is None or math.isinf(value) else {"actor/noise_scale": value}
 
     def state(self) -> dict[str, object] | None:
-        """Return the state for a checkpoint; None before the rule has chosen a number of workers."""
+        """Return the state for a checkpoint, except the `Damping` of `Fill`; None before the rule has chosen a number
+        of workers."""
         workers = self._saved_workers if self._scaling is None else self._scaling.workers
         noise = {} if self.noise is None else {"trace": self.noise.trace, "squared_norm": self.noise.squared_norm}
         return None if workers is None else {"workers": workers, "updates": self.updates, **noise}

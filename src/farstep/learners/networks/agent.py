@@ -8,8 +8,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from farstep.config.env import WeightsConfig
 from farstep.core import Array
-from farstep.errors import AgentError
+from farstep.errors import AgentError, ConfigError
 
 
 class NetworkAgent(nn.Module):
@@ -26,6 +27,8 @@ class NetworkAgent(nn.Module):
     """A method `act(obs)`, as `farstep.core.Agent` describes it."""
     sees_images: bool
     """Whether observations are encoded by convolutions."""
+    learner_only: tuple[str, ...] = ()
+    """Prefixes of the names of parameters that `act` does not need for its actions."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__()
@@ -58,6 +61,22 @@ class NetworkAgent(nn.Module):
         agent.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()})
         agent.greedy = greedy
         return agent
+
+
+def check_sent(agent: NetworkAgent, weights: WeightsConfig) -> None:
+    """Raise `ConfigError` if workers would not get new values of a parameter that their actions depend on.
+
+    Args:
+        agent: The agent.
+        weights: Which of its parameters are sent.
+    """
+    for name in agent.get_parameters():
+        if not weights.travels(name) and not name.startswith(agent.learner_only):
+            part = name.partition(".")[0]
+            raise ConfigError(
+                f"weights.only leaves out {name!r}, which the policy needs: workers would keep its first values. Add "
+                f"'{part}.*'."
+            )
 
 
 def check_kind(agent: object, kind: type[NetworkAgent], learner: str, *, adapters: bool) -> None:

@@ -95,6 +95,8 @@ class ActorCritic(NetworkAgent):
         SpaceError: A space is not supported.
     """
 
+    learner_only = ("critic.", "reward_scale.")
+
     def __init__(self, observation_space: Space, action_space: Space, config: NetConfig, gamma: float = 0.99) -> None:
         super().__init__(observation_space, action_space, config, gamma)
         self._action, _ = space_schema(action_space, "action")

@@ -52,8 +52,9 @@ class RunConfig:
     """AAPS: workers pull weights only when the KL divergence between their policy and the learner's exceeds this, in
     nats. None: they pull before every chunk."""
     weights: str | None = None
-    """In what form weights are sent to workers, as JSON: '{"half": "bfloat16", "delta": true}' sends differences of
-    rounded weights, about a quarter of the bytes. Useful on slow networks. None: all, unchanged."""
+    """How weights are sent to workers, as JSON. '{"half": "bfloat16", "delta": true}' sends differences of rounded
+    weights, about a quarter of the bytes, for slow networks. "only" selects parameters by name. None: send all,
+    unrounded."""
     stagger: str | None = None
     """Staggered resets, as JSON: '{"horizon": 1000}'; None: off."""
     release_idle: bool = False

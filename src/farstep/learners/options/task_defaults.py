@@ -35,7 +35,7 @@ class Defaults:
             f"rollout, {self.minibatch_rows:,} per minibatch"
         )
 
-    def minibatch(self, given: int | None, rows: int, recurrent: bool) -> int:
+    def minibatch_size(self, given: int | None, rows: int, recurrent: bool) -> int:
         """Return the number of rows per optimizer step.
 
         Args:

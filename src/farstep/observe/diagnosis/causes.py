@@ -25,10 +25,15 @@ class Rule:
     symptom: str
     remedy: str
     find: Callable[[Window], Finding | None]
+    options_remedy: str = ""
+    """The remedy for a run of `farstep train`, which names options; empty: `remedy` fits, or such runs cannot have this
+    cause."""
 
 
 MIN_NODES_REMEDY = "Set min_nodes below nodes: then calls wait only while fewer than min_nodes are connected."
 """What to do if calls wait for missing nodes."""
+MIN_NODES_OPTIONS = "Set --min-nodes below --nodes: then the run waits only while fewer than --min-nodes are connected."
+"""The same for a run of `farstep train`."""
 RULES: tuple[Rule, ...] = (
     Rule(
         "memory",
@@ -38,6 +43,8 @@ RULES: tuple[Rule, ...] = (
         "Find what grows, such as a list in an environment or agent, or a buffer. Lower envs_per_node, steps or the "
         "buffer's capacity, or give the run more memory.",
         find.memory,
+        "Lower --num-envs, or --buffer-size of a replay learner, or give the run more memory. If memory grows without "
+        "end, look for what grows, such as a list in the environment.",
     ),
     Rule(
         "restarting worker",
@@ -46,19 +53,22 @@ RULES: tuple[Rule, ...] = (
         'Read the tracebacks in env.events(["lost", "stuck", "warned"]) or events.jsonl: an environment crashes again '
         "and again. More than restart_budget failures within ten minutes end the run.",
         find.restarts,
+        "Read the tracebacks on the status page or in events.jsonl of the run folder: an environment crashes again "
+        "and again. Too many failures within ten minutes end the run.",
     ),
     Rule(
         "trigger never fires",
         "failure",
         "A workflow's trigger has never fired, while others fired 100 times or the whole buffer was replaced 10 times",
-        "Publish what the trigger waits for, or lower the trigger's n or size. Remove it if you do not need it.",
+        "If the trigger waits for a version or an object, publish it. If it waits for rows, lower its n or size. Or "
+        "remove it.",
         find.silent_trigger,
     ),
     Rule(
         "gradients not finite",
         "learning",
         "More than half of the optimizer steps were skipped (train/actor/skipped_steps or train/critic/skipped_steps)",
-        "Lower --learning-rate, or look for infinite rewards and observations.",
+        "Lower the learning rate, or look for infinite rewards and observations.",
         find.not_finite,
     ),
     Rule(
@@ -93,6 +103,8 @@ RULES: tuple[Rule, ...] = (
         "'farstep coordinator status' shows which runs hold them. Raise priority, lower min_workers, or give the "
         "coordinator more slots. Runs with release_idle (--release-idle) return their slots during updates.",
         find.waiting_for_slots,
+        "'farstep coordinator status' shows which runs hold them. Raise --priority, lower --min-workers, or give the "
+        "coordinator more slots. Runs with --release-idle return their slots during updates.",
     ),
     Rule(
         "too many threads",
@@ -101,6 +113,8 @@ RULES: tuple[Rule, ...] = (
         "Set cpus_per_worker=1, limit the threads of the environment's own libraries, and call torch.set_num_threads "
         "in the learner (--threads).",
         find.too_many_threads,
+        "Set --threads 1, and limit the threads of the environment's own libraries; on a cluster, also set "
+        "--cpus-per-worker 1.",
     ),
     Rule(
         "too few cores",
@@ -108,6 +122,8 @@ RULES: tuple[Rule, ...] = (
         "More than two processes per core are running or ready to run",
         "Use more cores or more nodes. On the same cores, fewer workers (workers_per_node) are just as fast.",
         find.too_few_cores,
+        "Use more cores or more nodes. On the same cores, fewer workers (--workers, on a cluster --workers-per-node) "
+        "are just as fast.",
     ),
     Rule(
         "replay ratio",
@@ -125,7 +141,7 @@ RULES: tuple[Rule, ...] = (
         "In your own workflow, the buffer's limiter makes inserting or sampling wait for at least 80 % of the time "
         "(limiter/blocked)",
         "If sampling waits, add workers; if inserting waits, make updates faster. Or change samples_per_insert, or "
-        "raise error_buffer (sets min_diff and max_diff).",
+        "raise error_buffer, by which the ratio may deviate.",
         find.limiter_blocks,
     ),
     Rule(
@@ -143,6 +159,7 @@ RULES: tuple[Rule, ...] = (
         "More than 10 % of the chunks are dropped as stale",
         STALE_REMEDY,
         find.dropped_as_stale,
+        "Raise --staleness-threshold (async-ppo) or --max-staleness (impala), or roll shorter chunks (--num-steps).",
     ),
     Rule(
         "lost node",
@@ -151,6 +168,7 @@ RULES: tuple[Rule, ...] = (
         "farstep train does not warn",
         MIN_NODES_REMEDY,
         find.lost_node,
+        MIN_NODES_OPTIONS,
     ),
     Rule(
         "replaced worker",
@@ -160,6 +178,8 @@ RULES: tuple[Rule, ...] = (
         'env.events(["lost", "stuck"]) or events.jsonl gives the reason. With num_chunks (stream, --num-chunks), '
         "batches do not wait for a worker that restarts.",
         find.replaced_worker,
+        "The status page and events.jsonl of the run folder give the reason. With --num-chunks (async-ppo, impala), "
+        "batches do not wait for a worker that restarts.",
     ),
     Rule(
         "straggler",
@@ -169,6 +189,8 @@ RULES: tuple[Rule, ...] = (
         "Give its host fewer environments, or look for other programs there. With num_chunks (stream, --num-chunks) or "
         "a trigger with n below the number of workers, batches do not wait for this worker.",
         find.straggler,
+        "Give its host fewer environments, or look for other programs there. With --num-chunks (async-ppo, impala), "
+        "batches do not wait for this worker.",
     ),
     Rule(
         "slow network",
@@ -178,6 +200,8 @@ RULES: tuple[Rule, ...] = (
         "Send fewer bytes: compression, kl_threshold, weights={'half': True}, smaller observations. Collect long "
         "rollouts instead of calling step, or use stream, so that workers roll while earlier chunks are sent.",
         find.slow_network,
+        'Send fewer bytes: set --weights \'{"half": "bfloat16", "delta": true}\' or --kl-threshold, or use smaller '
+        "observations. With async-ppo or impala instead of ppo, workers roll while earlier chunks are sent.",
     ),
     Rule(
         "taking turns",
@@ -187,6 +211,8 @@ RULES: tuple[Rule, ...] = (
         "Use stream instead of collect (async-ppo instead of ppo), so that workers roll while the learner updates. If "
         "you already use stream, raise max_staleness (async-ppo: --staleness-threshold, impala: --max-staleness).",
         find.both_wait,
+        "Use async-ppo or impala instead of ppo, so that workers roll while the learner updates. If you already do, "
+        "raise --staleness-threshold (async-ppo) or --max-staleness (impala).",
     ),
     Rule(
         "slow learner",
@@ -196,6 +222,8 @@ RULES: tuple[Rule, ...] = (
         "Make updates faster (fewer epochs, larger minibatches, more threads, a GPU), or use fewer workers. With "
         "stream instead of collect, both work at the same time.",
         find.slow_learner,
+        "Make updates faster (fewer --update-epochs, larger minibatches, more --threads, --device cuda), or use fewer "
+        "--workers. With async-ppo instead of ppo, workers roll while the learner updates.",
     ),
     Rule(
         "slow policy",
@@ -205,6 +233,8 @@ RULES: tuple[Rule, ...] = (
         "Make act faster: check that workers replay a recorded act (env.inference starts with 'fast'), use a smaller "
         "network, more environments per worker, or a GPU (gpus_per_node).",
         find.slow_policy,
+        "Use a smaller network (--hidden), more environments per worker (--num-envs), --inference auto, or, on a "
+        "cluster, GPUs (--gpus-per-node).",
     ),
     Rule(
         "slow environment",
@@ -213,6 +243,8 @@ RULES: tuple[Rule, ...] = (
         "farstep train warns only from 95 % on",
         "Add workers or nodes, or make the environment faster (a vectorized one, fewer or smaller observations).",
         find.slow_environment,
+        "Add workers (--workers, on a cluster --workers-per-node or --nodes), or make the environment faster (a "
+        "vectorized one, fewer or smaller observations).",
     ),
 )
 CAUSES: tuple[str, ...] = tuple(dict.fromkeys(rule.cause for rule in RULES))

@@ -8,7 +8,7 @@ first counts, since causes come before their consequences: if cores are too few,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from farstep.observe.diagnosis.causes import RULES
 from farstep.observe.diagnosis.run_window import MIN_WINDOW_S, Window
@@ -25,6 +25,7 @@ class Diagnosis:
         text: The cause in one sentence.
         numbers: The numbers behind it, by name; shares are from 0 to 1.
         remedy: What to do; empty if nothing stands out.
+        options_remedy: The remedy for a run of `farstep train`, which names its options; empty: `remedy` fits.
         is_problem: Whether to warn about it. False for `slow learner`, `replay ratio`, `lost node` and
             `replaced worker`, and for `slow policy` and `slow environment` while the learner waits for less than 95 %
             of the time. True for every other cause in docs/waiting.md.
@@ -34,6 +35,7 @@ class Diagnosis:
     text: str
     numbers: Mapping[str, float] = field(default_factory=dict)
     remedy: str = ""
+    options_remedy: str = ""
     is_problem: bool = False
 
     def __str__(self) -> str:
@@ -57,6 +59,11 @@ def all_diagnoses(window: Window) -> list[Diagnosis]:
     return list(_causes(window)) or [_nothing_found(window)]
 
 
+def with_options(diagnosis: Diagnosis) -> Diagnosis:
+    """Return the diagnosis with a remedy that names options of `farstep train` instead of arguments in Python."""
+    return replace(diagnosis, remedy=diagnosis.options_remedy or diagnosis.remedy)
+
+
 def _causes(window: Window) -> Iterator[Diagnosis]:
     for rule in RULES:
         slows = rule.group in ("limit", "time")
@@ -68,6 +75,7 @@ def _causes(window: Window) -> Iterator[Diagnosis]:
                 text=found.text,
                 numbers=found.numbers,
                 remedy=found.remedy or rule.remedy,
+                options_remedy=found.options_remedy if found.remedy else rule.options_remedy,
                 is_problem=found.is_problem,
             )
             if slows:

@@ -54,6 +54,8 @@ class Finding:
     numbers: Mapping[str, float]
     remedy: str = ""
     """Instead of the rule's remedy, if this case has one of its own."""
+    options_remedy: str = ""
+    """The same for a run of `farstep train`; empty: `remedy` fits."""
     is_problem: bool = True
     """See `Diagnosis.is_problem`."""
 
@@ -188,15 +190,16 @@ def threshold_without_effect(window: Window) -> Finding | None:
             f"No worker has pulled weights for {versions:.0f} versions: the policy hardly changes, or kl_threshold="
             f"{threshold:g} is too large.",
             numbers,
-            "Lower kl_threshold (--kl-threshold); if the return does not change either, raise the learning rate.",
+            "Lower kl_threshold; if the return does not change either, raise the learning rate.",
+            "Lower --kl-threshold; if the return does not change either, raise --learning-rate.",
         )
     if pulls >= _ALWAYS * chances:
         return Finding(
             f"Workers pull weights at {percent(pulls / chances)} of their opportunities, as without kl_threshold="
             f"{threshold:g}, and pay for probes.",
             numbers,
-            "Raise kl_threshold (--kl-threshold) above the divergence of one update (sync/divergence_mean), or leave "
-            "it out.",
+            "Raise kl_threshold above the divergence of one update (sync/divergence_mean), or leave it out.",
+            "Raise --kl-threshold above the divergence of one update (sync/divergence_mean), or leave it out.",
         )
     return None
 

@@ -311,8 +311,8 @@ STATS_GROUPS = (
             _workers("acting/<server>/batch_size", "mean number of rows per call of `act`", unit="rows"),
             _workers(
                 "acting/<server>/wait_ms",
-                "time from the arrival of a request to the start of its batch, summed over the requests of a batch; "
-                "mean over batches",
+                "mean time per request for which a worker of this server waited for actions; the time in which it "
+                "stepped other environments meanwhile does not count. A restarted worker counts from 0",
                 unit="ms",
             ),
             _workers(

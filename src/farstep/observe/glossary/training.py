@@ -74,7 +74,7 @@ NAMESPACES = (
                 "`step` divided by `seconds`: the mean since the start, updates included. `farstep plot` shows the "
                 "speed over windows instead",
                 unit="steps/s",
-                label="speed",
+                label="mean speed",
             ),
         ),
     ),

@@ -84,7 +84,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
     ),
     "Throughput and where the time goes": (
-        Panel("Steps per second", {"steps": "`steps_per_second`"}),
+        Panel("Recent steps per second", {"steps": "`steps_per_second`"}),
         Panel("Time of workers", _rates(*_under("time/workers")), stacked="percent"),
         Panel(
             "Time of the learner",
@@ -92,7 +92,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             stacked="percent",
         ),
         Panel("Phases of an update", _each(*_PHASES), stacked="normal"),
-        Panel("Steps per second of each worker", {"worker {{worker}}": "`workers/steps_per_second/<worker>`"}),
+        Panel("Recent steps per second of each worker", {"worker {{worker}}": "`workers/steps_per_second/<worker>`"}),
         Panel("Received rollouts", {"bytes": "rate(`bytes/rollouts_received`[range])"}),
         Panel("Rows of acting servers", {"server {{server}}": "`acting/<server>/rows_per_second`"}),
         Panel("Batches of acting servers", {"server {{server}}": "`acting/<server>/batch_size`"}),

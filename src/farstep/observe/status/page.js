@@ -56,7 +56,7 @@ function show(data) {
   showSlots(data.slots);
   const curves = [["training (mean of the last 100 episodes)", data.series.return], ["evaluation", data.series.evaluation]];
   chart(byId("returns"), curves, "steps");
-  chart(byId("rates"), [["steps per second", data.series.rate]], "seconds", [0]);
+  chart(byId("rates"), [["recent steps per second", data.series.rate]], "seconds", [0]);
   showTimes(data.times);
   showLags(data.lags);
   showWeights(data);
@@ -93,7 +93,8 @@ function showNumbers(data) {
   const alive = workers ? workers.state.filter((state) => state === "alive" || state === "released").length : metrics["workers/alive"];
   const numbers = [
     ["steps", number(progress.steps)],
-    ["steps per second", number(data.rate)],
+    ["recent steps per second", number(data.rate)],
+    ["mean steps per second", number(metrics["rate/steps_per_second"])],
     ["return", number(metrics["env/return_mean"] ?? data.series.return.at(-1)?.[1])],
     ["evaluation", number(metrics["eval/return_mean"])],
     ["workers", workers ? `${alive} of ${workers.state.length}` : number(alive)],
@@ -142,7 +143,7 @@ function showCluster({ workers, kl_threshold: threshold }) {
 }
 
 function showCard(cell, workers, worker, threshold) {
-  const parts = [element("b", {}, `worker ${worker}`), element("span", {}, workers.rate[worker] ? `${number(workers.rate[worker])} steps/s` : workers.state[worker])];
+  const parts = [element("b", {}, `worker ${worker}`), element("span", {}, workers.rate[worker] ? `${number(workers.rate[worker])} steps/s (recent)` : workers.state[worker])];
   const divergence = workers.divergence[worker];
   if (divergence !== null && threshold) {
     const fill = element("div", { class: "fill" });
@@ -185,7 +186,7 @@ function choose(grid, worker) {
 
 function describe(workers, worker, threshold) {
   const parts = [`worker ${worker}: ${STATES[workers.state[worker]] || workers.state[worker]}`];
-  if (workers.rate[worker]) parts.push(`${number(workers.rate[worker])} steps/s`);
+  if (workers.rate[worker]) parts.push(`${number(workers.rate[worker])} steps/s (recent)`);
   if (workers.lag[worker] !== null) parts.push(`${number(workers.lag[worker])} versions behind on average`);
   const divergence = workers.divergence[worker];
   if (divergence !== null) parts.push(`KL ${number(divergence)}${threshold ? ` of ${threshold}` : ""}`);
@@ -327,7 +328,7 @@ function showEvents(events) {
 function start() {
   const embedded = JSON.parse(byId("data").textContent);
   show(embedded);
-  if (!embedded.live) return;
+  if (!embedded.live || new URLSearchParams(location.search).get("live") === "0") return;
   const source = new EventSource(`events${location.search}`);
   source.onmessage = (message) => show(JSON.parse(message.data));
   source.addEventListener("happened", (message) => showEvents(JSON.parse(message.data)));

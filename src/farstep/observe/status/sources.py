@@ -276,7 +276,6 @@ class FolderSource:
             },
             "series": {"return": returns.rounded(), "evaluation": evaluations.rounded(), "rate": rates.rounded()},
             "metrics": view.metrics_view(latest),
-            "rate": latest.get("rate/steps_per_second"),
             "diagnoses": [],
             "events": view.events_view(events),
             "times": {"learner": view.times_view(_phases(rows))},

@@ -16,7 +16,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch.distributions import Categorical, Normal  # noqa: E402
 
 from farstep.agents.tape import compile_act, equal_results  # noqa: E402
-from tests.agents.tape_agents import AGENTS, Discrete, Gaussian, check, numpy_of  # noqa: E402
+from tests.agents.tape.tape_agents import AGENTS, Discrete, Gaussian, check, numpy_of  # noqa: E402
 
 
 @pytest.mark.parametrize("num_envs", [1, 3, 32])

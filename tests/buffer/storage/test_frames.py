@@ -17,8 +17,8 @@ from farstep.buffer import DPER, FIFO, LIFO, FrameStack, MinHeap, NStep, Priorit
 from farstep.buffer.saving import snapshot
 from farstep.checkpoint.folder import load_with, save_parts
 from farstep.errors import CheckpointError, ConfigError
-from tests.buffer.stacked_envs import StackedEnvs, assert_equal_contents, assert_equal_samples
-from tests.buffer.test_saving_meanwhile import Moment, on_write
+from tests.buffer.saving.test_saving_meanwhile import Moment, on_write
+from tests.buffer.storage.stacked_envs import StackedEnvs, assert_equal_contents, assert_equal_samples
 
 pytestmark = pytest.mark.slow  # real processes, or learning
 

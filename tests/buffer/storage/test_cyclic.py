@@ -21,7 +21,7 @@ from farstep import Buffer, ClosedError, ConfigError
 from farstep.buffer import Uniform
 from farstep.buffer.storage.cyclic import CyclicBlocks, Writer, spans
 from farstep.schema import ArraySpec
-from tests.buffer.cyclic_writer import values
+from tests.buffer.storage.cyclic_writer import values
 
 SCHEMA = {"a": ArraySpec((), "<i8"), "b": ArraySpec((3,), "<f4"), "c": ArraySpec((2, 2), "<i4")}
 ROWS, COLUMNS, CONSUMERS = 5, 4, 2

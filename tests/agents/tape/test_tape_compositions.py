@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor, nn  # noqa: E402
 
-from tests.agents.tape_agents import check  # noqa: E402
+from tests.agents.tape.tape_agents import check  # noqa: E402
 
 SMOOTH: dict[str, Callable[..., Any]] = {
     "tanh": torch.tanh, "sigmoid": torch.sigmoid, "relu": torch.relu, "neg": torch.neg, "abs": torch.abs,

@@ -14,7 +14,7 @@ import pytest
 from farstep.config.kubernetes import KubernetesConfig
 from farstep.errors import ConfigError
 from farstep.launch.engines.kubernetes.manifests import manifests, merged, redacted
-from tests.launch.fake_kubernetes import VERSIONS
+from tests.launch.engines.kubernetes.fake_kubernetes import VERSIONS
 
 FULL: dict[str, Any] = {
     "requests": {"cpu": "500m", "memory": "1Gi"},

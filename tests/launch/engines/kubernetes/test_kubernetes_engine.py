@@ -21,7 +21,7 @@ from farstep.head.events import EventLog
 from farstep.launch.daemon.guardian import Guardian
 from farstep.launch.engines.kubernetes import api as kubernetes_api
 from farstep.launch.engines.kubernetes.engine import KubernetesEngine, Pods
-from tests.launch.fake_kubernetes import FakeKubernetes, kubeconfig, serving
+from tests.launch.engines.kubernetes.fake_kubernetes import FakeKubernetes, kubeconfig, serving
 
 BOOTSTRAP = json.dumps({"run": "ab12", "secret": "s3cret"}).encode()
 

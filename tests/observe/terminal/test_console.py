@@ -81,10 +81,11 @@ def test_the_line_says_how_the_run_stands() -> None:
     status = RunStatus(500_000)
     status.update(51_200, METRICS, 0.0)
     assert line(status, 0.0) == (
-        "steps 51,200 of 500,000 (10 %) · return 123.4 · 8,210 steps/s · staleness 0.5 · "
+        "steps 51,200 of 500,000 (10 %) · return 123.4 · mean 8,210 steps/s · staleness 0.5 · "
         "collect 61 % train 37 % other 2 %"
     )
-    status.update(53_248, {**EVALUATION, "workers/restarts": 2, "dropped/stale": 30, "dropped/lost": 0}, 1.0)
+    dropped = {"dropped/stale": 30, "dropped/lost": 0, "dropped/cancelled": 5}
+    status.update(53_248, {**EVALUATION, "workers/restarts": 2, **dropped}, 1.0)
     assert "(11 %) · 0:03:38 left · return 123.4 · evaluation 433.2 · " in line(status, 1.0)
     assert "restarts 2 · dropped 30" in line(status, 1.0)
     assert line(status, 1.0, "slow\nenvironment").endswith(" · slow environment")
@@ -177,6 +178,7 @@ def test_the_picture_shows_everything() -> None:
         "123.4  ▁▁",
         "length 99.5",
         "433.2 ± 12.0   version 20",
+        "mean speed",
         "8,210 steps/s",
         "0.50 versions   at most 1",
         "version 24   150 pulls per worker   42.0 MB",

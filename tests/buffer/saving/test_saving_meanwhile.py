@@ -18,7 +18,7 @@ from farstep.buffer import NStep, Prioritized, Uniform
 from farstep.buffer.saving import snapshot
 from farstep.checkpoint import folder as checkpoint
 from farstep.errors import CheckpointError, ClosedError
-from tests.buffer.test_saving import CASES, Rows, assert_equal_from_now_on, filled
+from tests.buffer.saving.test_saving import CASES, Rows, assert_equal_from_now_on, filled
 
 
 class Moment:
@@ -112,7 +112,7 @@ def test_other_threads_insert_and_sample_while_files_are_written(
         def use(files: int) -> None:
             thread = threading.Thread(target=lambda: (buffer.insert(Rows(1)(2)), buffer.sample(2)))
             thread.start()
-            thread.join(5)
+            thread.join(60)
             waited.append(thread.is_alive())
 
         on_write(monkeypatch, use)

@@ -11,7 +11,7 @@ from farstep.worker.hosting.base import Host, HostedEnvs
 from farstep.worker.inbox import Inbox, TicketCancelled
 
 
-class ServerConnection:
+class ActingConnection:
     """Joins the acting server, and its replacements.
 
     Args:
@@ -27,7 +27,7 @@ class ServerConnection:
         inbox.on_server = self.set_server
 
     def set_server(self, message: m.UseServer | m.ForgetServer) -> None:
-        """Use another server of the network from now on, or none."""
+        """Use another remote acting server from now on, or none."""
         if not isinstance(self._address, RemoteServer):
             return
         if isinstance(message, m.UseServer):
@@ -51,7 +51,8 @@ class ServerConnection:
         """
         self._words[PHASE] = Phase.LOAD
         groups = group_sizes(host.num_envs, type(host) is HostedEnvs)
-        actor = ServedActor(self._worker, self._address, agent, host.slots, obs, schemas, groups, self._wait)
+        around = (obs, schemas, groups, self._wait, self._words)
+        actor = ServedActor(self._worker, self._address, agent, host.slots, *around)
         try:
             joined = actor.join(host.current)
         except TicketCancelled:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger, Message
-from tests.workflow.trigger_world import KEYS, later, short
+from tests.workflow.triggers.trigger_world import KEYS, later, short
 
 ACTORS = "abcd"
 STEP = st.one_of(

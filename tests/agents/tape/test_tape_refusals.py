@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import Tensor, nn  # noqa: E402
 
 from farstep.agents.tape import Untraceable, compile_act  # noqa: E402
-from tests.agents.tape_agents import check  # noqa: E402
+from tests.agents.tape.tape_agents import check  # noqa: E402
 
 
 class Stateful(nn.Module):

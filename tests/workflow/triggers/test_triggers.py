@@ -20,7 +20,7 @@ from farstep.workflow.triggers import (
     TransferTrigger,
     Trigger,
 )
-from tests.workflow.trigger_world import KEYS, later, short
+from tests.workflow.triggers.trigger_world import KEYS, later, short
 
 
 class Always(Trigger):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from farstep.launch.engines.kubernetes import manifests
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 TEXT = (ROOT / "Dockerfile").read_text()
 
 

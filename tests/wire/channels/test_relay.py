@@ -15,7 +15,7 @@ from farstep.wire.channels.dealer import DealerLink
 from farstep.wire.channels.relay import Relay
 from farstep.wire.channels.zmq import NODE, Hub, relay_tag
 from farstep.wire.keys import KeyPair
-from tests.wire.test_zmq import Relay as TcpProxy
+from tests.wire.channels.test_zmq import Relay as TcpProxy
 
 GROUP = -1
 ROUTE = b"0123456789abcdef" + NODE

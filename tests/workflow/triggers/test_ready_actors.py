@@ -10,8 +10,8 @@ import pytest
 
 from farstep.errors import ConfigError
 from farstep.workflow.triggers import DataKeyTrigger, Dispatcher, Ledger, Message
-from tests.workflow.naive_trigger import NaiveDataKeyTrigger
-from tests.workflow.trigger_world import KEYS, short
+from tests.workflow.triggers.naive_trigger import NaiveDataKeyTrigger
+from tests.workflow.triggers.trigger_world import KEYS, short
 
 
 def world(trigger: DataKeyTrigger, present: str, quorum: int = 1) -> tuple[Ledger, Any]:

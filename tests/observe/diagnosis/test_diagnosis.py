@@ -12,7 +12,7 @@ import pytest
 
 from farstep.errors import ConfigError
 from farstep.head.events import EventLog
-from farstep.observe.diagnosis import Diagnosis, RunMonitor, Snapshot, Window, all_diagnoses, diagnose
+from farstep.observe.diagnosis import Diagnosis, RunMonitor, Snapshot, Window, all_diagnoses, diagnose, with_options
 from farstep.observe.diagnosis.causes import CAUSES, RULES
 from farstep.resources import MachineUse, ProcessUse
 
@@ -226,6 +226,18 @@ def test_no_alarm_on_healthy_counters(name: str) -> None:
     found = diagnose(HEALTHY_WINDOWS[name])
     assert found.cause == "healthy", found
     assert not found.is_problem and not found.remedy
+
+
+@pytest.mark.parametrize(("pulls", "change"), [(0.0, "Lower"), (1.0, "Raise")])
+def test_a_remedy_of_one_case_names_options_too(pulls: float, change: str) -> None:
+    found = diagnose(window(kl_threshold=0.5, metrics=pulling(pulls)))
+    assert found.remedy.startswith(f"{change} kl_threshold") and "--" not in found.remedy
+    assert with_options(found).remedy.startswith(f"{change} --kl-threshold")
+
+
+def test_remedy_of_a_case_is_not_replaced_by_the_options_of_its_rule() -> None:
+    found = diagnose(window(metrics=updates(train__actor__clip_fraction=0.8, lag__versions_mean=5.0)))
+    assert found.remedy.startswith("Use the decoupled loss") and with_options(found) == found
 
 
 def test_independent_causes_are_all_named_and_consequences_are_not() -> None:

@@ -1,0 +1,409 @@
+"""Policies that replay CUDA graphs: with a fake of `CudaGraphs` on the CPU and, if there is a GPU, with graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from farstep.agents.cuda_graphs import CudaGraphs, capturable
+from farstep.agents.graph_policy import GRAPHS, GraphPolicy, padded_size
+from farstep.agents.policy import Policy
+from farstep.agents.precision import reduce_layers
+from farstep.agents.tape.unread_array import tensor_of
+from farstep.schema import flat, map_leaves
+
+if torch.cuda.is_available():
+    torch.zeros(1, device="cuda")  # CUDA keeps descriptors open, which no test has to close
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+class FakeGraphs:
+    """Repeats calls on the CPU and, like a graph, writes their results into the memory of the first one."""
+
+    device = "cpu"
+
+    def __init__(self) -> None:
+        self.is_synchronized = True
+
+    def pinned(self, like: Any) -> Any:
+        return torch.empty(like.shape, dtype=like.dtype)
+
+    def synchronize(self) -> None:
+        self.is_synchronized = True
+
+    def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        with _Captures(), capturable():
+            result = map_leaves(tensor_of, function())
+
+        def replay() -> None:
+            assert self.is_synchronized, "the inputs were overwritten while the graph was running"
+            self.is_synchronized = False
+            with capturable(), torch.no_grad():
+                for target, source in zip(flat(result), flat(function()), strict=True):
+                    target.copy_(tensor_of(source))
+
+        return replay, result
+
+
+class _Captures(TorchFunctionMode):
+    """Refuses, like a capture, to read values of tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("item", "tolist", "numpy", "cpu", "__bool__", "nonzero"):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return func(*args, **(kwargs or {}))
+
+
+class NetPolicy(torch.nn.Module):
+    calls: list[int] = []  # noqa: RUF012
+    """Numbers of rows of the calls of `act`; shared, since it is no state of an agent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(3, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+
+    def act(self, obs: Any) -> dict[str, Any]:
+        self.calls.append(len(obs))
+        logits = self.net(obs)
+        return {"action": torch.multinomial(torch.softmax(logits, -1), 1)[:, 0], "logits": logits}
+
+
+class CategoricalPolicy(NetPolicy):
+    def act(self, obs: Any) -> dict[str, Any]:
+        chosen = torch.distributions.Categorical(logits=self.net(obs))
+        action = chosen.sample()
+        return {"action": action, "logits": chosen.log_prob(action)}
+
+
+class HostPolicy(NetPolicy):
+    """Returns NumPy arrays."""
+
+    def act(self, obs: Any) -> Any:
+        return {name: value.detach().cpu().numpy() for name, value in super().act(obs).items()}
+
+
+class ReadingPolicy(NetPolicy):
+    """Computes with NumPy."""
+
+    def act(self, obs: Any) -> Any:
+        return {name: value.cpu().numpy() + 1 for name, value in super().act(obs).items()}
+
+
+class BranchingPolicy(NetPolicy):
+    def act(self, obs: Any) -> dict[str, Any]:
+        out = super().act(obs)
+        return out if obs.sum().item() < 1e9 else {**out, "logits": -out["logits"]}
+
+
+class CountingPolicy(NetPolicy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def act(self, obs: Any) -> dict[str, Any]:
+        self.count += 1
+        return super().act(obs)
+
+
+class BufferPolicy(NetPolicy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3))
+
+    def act(self, obs: Any) -> dict[str, Any]:
+        self.total += obs.sum(0)
+        return super().act(obs)
+
+
+class CenteringPolicy(NetPolicy):
+    def act(self, obs: Any) -> dict[str, Any]:
+        return super().act(obs - obs.mean(0))
+
+
+class NumPyNoisePolicy(NetPolicy):
+    def act(self, obs: Any) -> dict[str, Any]:
+        return super().act(obs + float(np.random.random()))
+
+
+class ArrayPolicy(NetPolicy):
+    def act(self, obs: Any) -> Any:
+        return {**super().act(obs), "rows": np.arange(len(obs))}
+
+
+class RngPolicy(NetPolicy):
+    def act(self, obs: Any, rng: Any) -> dict[str, Any]:  # type: ignore[override]
+        draws = np.array([each.random() for each in rng])
+        return {"action": torch.from_numpy(draws * 4).long(), "logits": self.net(obs)}
+
+
+class SlotPolicy(NetPolicy):
+    def act(self, obs: Any, slots: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {**super().act(obs), "slot": slots + 0}
+
+
+class RememberingPolicy(NetPolicy):
+    def initial_state(self, n: int) -> Any:
+        return torch.zeros(n, 3)
+
+    def act(self, obs: Any, state: Any, episode_start: Any) -> dict[str, Any]:  # type: ignore[override]
+        state = torch.where(episode_start[:, None], obs, state + obs)
+        return {**super().act(state), "state": state}
+
+
+@pytest.fixture(params=["fake", pytest.param("cuda", marks=needs_cuda)])
+def graphs(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(0)
+    return FakeGraphs() if request.param == "fake" else CudaGraphs()
+
+
+@pytest.fixture
+def captures(graphs: Any) -> list[int]:
+    """Gets an entry for each capture."""
+    made: list[int] = []
+    capture = graphs.capture
+
+    def counted(function: Callable[[], Any]) -> Any:
+        made.append(1)
+        return capture(function)
+
+    graphs.capture = counted
+    return made
+
+
+def rows(count: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).normal(size=(count, 3)).astype(np.float32)
+
+
+def policies(agent: Any, graphs: Any, count: int = 8, max_batch: int = 64) -> tuple[GraphPolicy, Policy]:
+    """A policy with graphs, and one that calls `act`."""
+    policy = GraphPolicy(agent, None, graphs, max_batch)
+    policy.accelerate(rows(count), policy.initial_state(count), np.ones(count, bool))
+    eager = Policy(agent)
+    eager.device = graphs.device
+    return policy, eager
+
+
+def acts(policy: Policy, count: int, seed: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    generators = [np.random.default_rng(i) for i in range(count)]
+    out = policy(rows(count, seed), None, np.zeros(count, bool), generators)
+    return {name: np.array(array) for name, array in out.items()}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, array in found.items():
+        np.testing.assert_allclose(array, expected[name], rtol=1e-5, atol=1e-5)
+
+
+def change(agent: Any) -> None:
+    with torch.no_grad():
+        for parameter in agent.parameters():
+            parameter.add_(torch.randn_like(parameter))
+
+
+def test_sizes_are_few_and_at_most_a_quarter_larger() -> None:
+    sizes = [padded_size(rows) for rows in range(1, 4097)]
+    assert all(rows <= size <= 1.25 * rows for rows, size in enumerate(sizes, 1))
+    assert sizes == sorted(sizes) and len(set(sizes)) == 44
+    assert {2**k for k in range(13)} <= set(sizes)
+
+
+@pytest.mark.parametrize("kind", [NetPolicy, CategoricalPolicy, HostPolicy])
+def test_graphs_give_the_same_actions_for_the_same_seeds(graphs: Any, kind: Any) -> None:
+    agent = kind()
+    policy, eager = policies(agent, graphs)
+    assert policy.note == GRAPHS
+    for seed in range(5):
+        for count in (8, 4, 16):
+            assert_same(acts(policy, count, seed), acts(eager, count, seed))
+
+
+def test_captures_and_checks_draw_no_random_numbers(graphs: Any) -> None:
+    agent = NetPolicy()
+    found = []
+    for policy in policies(agent, graphs):
+        torch.manual_seed(7)
+        actions = []
+        for k in range(9):
+            if k % 3 == 0:
+                policy.check_after_load()
+            count = (8, 4, 16)[k % 3]
+            actions.append(np.array(policy(rows(count, k), None, np.zeros(count, bool), None)["action"]).tolist())
+        found.append(actions)
+    assert found[0] == found[1]
+
+
+def test_padded_batches_give_the_rows_of_the_batch(graphs: Any, captures: list[int]) -> None:
+    policy, eager = policies(NetPolicy(), graphs)
+    for count in (9, 10, 10, 9):
+        found, expected = acts(policy, count, count), acts(eager, count, count)
+        np.testing.assert_allclose(found["logits"], expected["logits"], rtol=1e-5, atol=1e-5)
+        assert found["action"].shape == (count,)
+    assert len(captures) == 2
+
+
+@needs_cuda
+def test_a_replay_runs_no_python_code() -> None:
+    agent = NetPolicy()
+    policy, _ = policies(agent, CudaGraphs())
+    agent.calls.clear()
+    for seed in range(3):
+        acts(policy, 8, seed)
+    assert agent.calls == []
+
+
+def test_new_weights_need_no_new_graphs(graphs: Any, captures: list[int]) -> None:
+    agent = NetPolicy()
+    policy, eager = policies(agent, graphs)
+    for seed in range(4):
+        change(agent)
+        policy.check_after_load()
+        assert_same(acts(policy, 8, seed), acts(eager, 8, seed))
+    assert len(captures) == 1
+
+
+@pytest.mark.parametrize("what", ["tensor", "module"])
+def test_graphs_are_captured_again_if_the_agent_was_changed(graphs: Any, captures: list[int], what: str) -> None:
+    agent = NetPolicy()
+    policy, eager = policies(agent, graphs)
+    if what == "tensor":
+        agent.net[0].weight = torch.nn.Parameter(torch.randn(16, 3, device=graphs.device))
+    else:
+        agent.net[1] = torch.nn.ReLU()
+    policy.check_after_load()
+    assert_same(acts(policy, 8), acts(eager, 8))
+    assert len(captures) == 2 and policy.note == GRAPHS
+
+
+def test_a_recurrent_policy_keeps_its_state(graphs: Any) -> None:
+    agent = RememberingPolicy()
+    both = policies(agent, graphs)
+    states = [each.initial_state(8) for each in both]
+    for k in range(5):
+        outs = []
+        for i, each in enumerate(both):
+            torch.manual_seed(k)
+            out = each(rows(8, k), states[i], np.arange(8) == k, None)
+            outs.append({name: np.array(array) for name, array in out.items()})
+            states[i] = outs[i]["state"]
+        assert_same(*outs)
+    assert both[0].note == GRAPHS
+
+
+def test_slots_change_from_batch_to_batch(graphs: Any) -> None:
+    policy, _ = policies(SlotPolicy(), graphs)
+    for first in (0, 5, 9):
+        policy.slots = first + np.arange(8)
+        assert acts(policy, 8)["slot"].tolist() == policy.slots.tolist()
+    assert policy.note == GRAPHS
+
+
+def test_batches_above_the_largest_size_are_not_captured(graphs: Any, captures: list[int]) -> None:
+    policy, eager = policies(NetPolicy(), graphs, max_batch=8)
+    assert_same(acts(policy, 16), acts(eager, 16))
+    assert len(captures) == 1
+
+
+def test_the_largest_batch_is_captured(graphs: Any, captures: list[int]) -> None:
+    policy, eager = policies(NetPolicy(), graphs, max_batch=9)
+    for seed in range(2):
+        assert_same(acts(policy, 9, seed), acts(eager, 9, seed))
+    assert len(captures) == 2
+
+
+def test_bfloat16_layers_are_captured(graphs: Any, captures: list[int]) -> None:
+    agent = reduce_layers(NetPolicy(), "bfloat16")
+    policy, eager = policies(agent, graphs)
+    for seed in range(3):
+        change(agent)
+        policy.check_after_load()
+        assert_same(acts(policy, 8, seed), acts(eager, 8, seed))
+    assert policy.note == GRAPHS and len(captures) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (BranchingPolicy, "act cannot be captured: "),
+        (ReadingPolicy, "act reads an array that it made with numpy()"),
+        (CountingPolicy, "act changes count"),
+        (BufferPolicy, "act changes a parameter or another tensor"),
+        (CenteringPolicy, "result for a row depends on other rows"),
+        (NumPyNoisePolicy, "NumPy's global random generator"),
+        (ArrayPolicy, "returns something other than tensors"),
+    ],
+)
+def test_a_policy_that_cannot_be_captured_acts_eagerly_and_says_so_once(
+    graphs: Any, kind: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = kind()
+    policy, eager = policies(agent, graphs)
+    assert policy.note.startswith("eager: ") and reason in policy.note
+    for seed in range(3):
+        found = []
+        for each in (policy, eager):
+            np.random.seed(0)
+            found.append(acts(each, 8, seed))
+        assert_same(*found)
+        policy.check_after_load()
+    assert sum("act is called without CUDA graphs" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_failure_outside_of_the_capture_falls_back_to_act(is_loaded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    graphs: Any = FakeGraphs()
+    if not is_loaded:
+        monkeypatch.setattr(graphs, "pinned", fail)
+    policy, eager = policies(NetPolicy(), graphs)
+    if is_loaded:
+        assert policy.note == GRAPHS
+        policy.check_after_load()
+        monkeypatch.setattr(graphs, "synchronize", fail)
+    assert_same(acts(policy, 8), acts(eager, 8))
+    assert policy.note == "eager: a graph failed: RuntimeError: out of memory"
+
+
+def test_actions_follow_the_generators_of_the_slots(
+    graphs: Any, captures: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, eager = policies(RngPolicy(), graphs)
+    assert policy.note == "eager: act takes a generator per slot"
+    assert "without CUDA graphs, since act takes a generator per slot" in caplog.text
+    assert_same(acts(policy, 8), acts(eager, 8))
+    assert captures == []
+
+
+@needs_cuda
+def test_random_numbers_work_after_a_failed_capture() -> None:
+    class SynchronizingPolicy(NetPolicy):
+        """Fails only inside of a capture."""
+
+        def act(self, obs: Any) -> dict[str, Any]:
+            if torch.cuda.is_current_stream_capturing():
+                torch.cuda.synchronize()
+            return super().act(obs)
+
+    policy, eager = policies(SynchronizingPolicy(), CudaGraphs())
+    assert policy.note.startswith("eager: act cannot be captured")
+    assert_same(acts(policy, 8), acts(eager, 8))
+    other, reference = policies(NetPolicy(), CudaGraphs())
+    assert other.note == GRAPHS
+    assert_same(acts(other, 8), acts(reference, 8))
+
+
+def test_unchecked_sampling_draws_the_same_numbers() -> None:
+    weights = torch.rand(50, 5)
+    torch.manual_seed(3)
+    expected = torch.multinomial(weights, 1)
+    torch.manual_seed(3)
+    with capturable():
+        assert torch.equal(torch.multinomial(weights, 1), expected)
