@@ -104,6 +104,13 @@ SECTIONS = (
     Section(README, "uneven", "uneven.json", uneven.summary, "uneven.py"),
     Section(README, "elastic", "elastic.json", elastic_tables.claims, "elastic.py"),
     *map(elastic_section, elastic_tables.PARTS),
+    Section(
+        DOCS / "elasticity.md",
+        "elastic-sac",
+        "elastic-sac.json",
+        elastic_tables.sac_page,
+        "elastic.py --parts held --only 'SAC*' --out benchmarks/results/elastic-sac.json",
+    ),
     Section(README, "network", "network.json", network.summary),
     Section(README, "bulk", "bulk.json", lambda document: bulk.summary(document["megabytes_per_second"])),
     Section(README, "bulk-16-cores", "bulk-16-cores.json", lambda found: bulk.summary(found["megabytes_per_second"])),
