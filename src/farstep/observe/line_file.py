@@ -55,7 +55,7 @@ class LineFile:
             line: The line, with its newline.
 
         Raises:
-            OSError: The file cannot be written, and the line is not kept either.
+            OSError: The file cannot be written, or the disk is full and over 64 MiB of lines are in memory.
             ValueError: The file is closed.
         """
         self._unwritten += line
