@@ -28,7 +28,7 @@ from cpu_meter import descendants_s
 from elastic_workload import WARM_UP, Workload, measured_updates, report, tree_cpu_s
 
 import farstep
-from farstep.elastic.coordinator_server import read_status
+from farstep.elastic.coordinator.server import read_status
 from farstep.learners.loop.iteration import Iteration
 from farstep.learners.loop.timing import Timer
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import farstep
-from farstep.elastic.coordinator_server import CoordinatorServer, WorkloadStatus, read_status
+from farstep.elastic.coordinator.server import CoordinatorServer, WorkloadStatus, read_status
 from farstep.testing import CountingEnv
 
 PATIENCE_S = 60.0

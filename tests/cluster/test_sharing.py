@@ -15,7 +15,7 @@ import pytest
 import farstep
 from farstep.cli import main
 from farstep.elastic import Schedule
-from farstep.elastic.coordinator_server import CoordinatorServer, connect
+from farstep.elastic.coordinator.server import CoordinatorServer, connect
 from farstep.launch.engines.ssh import SSHEngine
 from farstep.testing import TableAgent
 from farstep.workflow.triggers.messages import Message

@@ -18,7 +18,7 @@ import pytest
 
 import farstep
 from farstep.cluster_env import collector_for
-from farstep.elastic.run_share import RunShare
+from farstep.elastic.coordinator.run_share import RunShare
 from farstep.head.slots.worker_slots import WorkerSlots
 from farstep.learners.loop.journal import Journal
 from farstep.testing import TableAgent

@@ -13,7 +13,7 @@ from gymnasium.spaces import Box, Discrete
 
 import farstep
 from farstep.cli import main
-from farstep.elastic.coordinator_server import read_status
+from farstep.elastic.coordinator.server import read_status
 from farstep.learners.device_lease import DeviceLease
 from farstep.learners.loop.timing import Timer
 from farstep.learners.loop.training import Limits, Training

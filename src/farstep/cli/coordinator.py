@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from farstep.cli.options.parsing import parse
 from farstep.config.env import check_count
 from farstep.config.field_docs import show_fields
-from farstep.elastic.coordinator import TURN_S
-from farstep.elastic.coordinator_server import CoordinatorServer, coordinator_folder, read_status, status_text
+from farstep.elastic.coordinator.coordinator import TURN_S
+from farstep.elastic.coordinator.server import CoordinatorServer, coordinator_folder, read_status, status_text
 from farstep.errors import ConfigError, counted, unknown_name
 
 _HELP = """\

@@ -11,7 +11,7 @@ import gymnasium
 
 from farstep.config.env import EnvConfig
 from farstep.config.launch import LaunchConfig, LocalConfig
-from farstep.elastic.run_share import RunShare
+from farstep.elastic.coordinator.run_share import RunShare
 from farstep.errors import ClosedError
 from farstep.head.collector import Collector
 from farstep.head.events import EventLog

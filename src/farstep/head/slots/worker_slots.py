@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from farstep.elastic.worker_pool import SessionSlots
+from farstep.elastic.coordinator.worker_pool import SessionSlots
 from farstep.errors import counted
 from farstep.head.client import Client
 from farstep.head.members import membership

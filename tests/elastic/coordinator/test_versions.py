@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 import farstep
-from farstep.elastic.coordinator import Coordinator
-from farstep.elastic.coordinator_messages import PROTOCOL, Register
-from farstep.elastic.coordinator_server import PACKET_BYTES, CoordinatorServer, connect, read_status, socket_path
-from farstep.elastic.state_file import StateFile
+from farstep.elastic.coordinator.coordinator import Coordinator
+from farstep.elastic.coordinator.messages import PROTOCOL, Register
+from farstep.elastic.coordinator.server import PACKET_BYTES, CoordinatorServer, connect, read_status, socket_path
+from farstep.elastic.coordinator.state_file import StateFile
 from farstep.testing import CountingEnv
 
 REGISTER: dict[str, Any] = {"type": "register", "workload": "a", "name": "a", "priority": 1, "minimum": 1, "wanted": 1}

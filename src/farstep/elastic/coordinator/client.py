@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from farstep.elastic.coordinator_messages import (
+from farstep.elastic.coordinator.messages import (
     PROTOCOL,
     Answer,
     GrantDevice,
@@ -40,15 +40,15 @@ from farstep.elastic.coordinator_messages import (
     ReturnSlots,
     Welcome,
 )
-from farstep.elastic.coordinator_server import (
+from farstep.elastic.coordinator.server import (
     PACKET_BYTES,
     connect,
     coordinator_folder,
     no_coordinator,
     other_version,
 )
-from farstep.elastic.wait_ledger import WaitLedger
-from farstep.elastic.worker_pool import WorkerPool
+from farstep.elastic.coordinator.wait_ledger import WaitLedger
+from farstep.elastic.coordinator.worker_pool import WorkerPool
 from farstep.errors import ClosedError, ConfigError, FarstepError, LaunchError, counted
 from farstep.event import Emit
 

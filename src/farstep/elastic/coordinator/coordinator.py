@@ -9,7 +9,7 @@ import heapq
 
 import msgspec
 
-from farstep.elastic.coordinator_messages import (
+from farstep.elastic.coordinator.messages import (
     PROTOCOL,
     Answer,
     Count,

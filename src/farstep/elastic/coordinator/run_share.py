@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from farstep.config.launch import LaunchConfig
-from farstep.elastic.coordinator_client import CoordinatorClient
-from farstep.elastic.device_ledger import DeviceLedger
-from farstep.elastic.worker_pool import WorkerPool
+from farstep.elastic.coordinator.client import CoordinatorClient
+from farstep.elastic.coordinator.device_ledger import DeviceLedger
+from farstep.elastic.coordinator.worker_pool import WorkerPool
 from farstep.errors import ConfigError, counted
 from farstep.event import Emit
 

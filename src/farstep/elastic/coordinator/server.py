@@ -20,8 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from farstep.elastic.coordinator import TURN_S, Coordinator, Workload
-from farstep.elastic.coordinator_messages import (
+from farstep.elastic.coordinator.coordinator import TURN_S, Coordinator, Workload
+from farstep.elastic.coordinator.messages import (
     PROTOCOL,
     Answer,
     Heartbeat,
@@ -30,7 +30,7 @@ from farstep.elastic.coordinator_messages import (
     Register,
     Welcome,
 )
-from farstep.elastic.state_file import StateFile
+from farstep.elastic.coordinator.state_file import StateFile
 from farstep.errors import ConfigError, LaunchError, counted
 
 PACKET_BYTES = 2**16

@@ -8,8 +8,8 @@ from collections import deque
 import msgspec
 import pytest
 
-from farstep.elastic.coordinator import SHARE_S, TURN_S, Coordinator
-from farstep.elastic.coordinator_messages import (
+from farstep.elastic.coordinator.coordinator import SHARE_S, TURN_S, Coordinator
+from farstep.elastic.coordinator.messages import (
     Answer,
     GrantDevice,
     GrantSlots,
