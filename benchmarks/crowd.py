@@ -41,7 +41,7 @@ from farstep.wire.channels.zmq import BEAT, MAIN, NODE
 from farstep.wire.codec import pack
 from farstep.wire.keys import KeyPair
 from farstep.wire.versions import versions
-from farstep.worker.bootstrap import read_bootstrap
+from farstep.worker.connection.bootstrap import read_bootstrap
 
 
 class Figure:

@@ -16,7 +16,7 @@ from farstep.acting.client import ServedActor
 from farstep.acting.connections import LocalServer
 from farstep.rollout.progress import EPISODES
 from farstep.rollout.rows import Slots
-from farstep.worker.inbox import TicketCancelled
+from farstep.worker.connection.inbox import TicketCancelled
 from tests.cluster.checks import within
 
 

@@ -62,7 +62,7 @@ from farstep.wire.channels.doorbell import Doorbell, Fence
 from farstep.wire.channels.local import LocalLink
 from farstep.wire.codec import pack, unpack
 from farstep.wire.versions import versions
-from farstep.worker.inbox import Inbox, TicketCancelled
+from farstep.worker.connection.inbox import Inbox, TicketCancelled
 from farstep.worker.saving import seed_generators
 from farstep.worker.weights.sources import RemoteWeights
 from farstep.worker.weights.weight_messages import WeightMessages

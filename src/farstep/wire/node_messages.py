@@ -135,7 +135,7 @@ class StartWorker(msgspec.Struct, tag="start-worker"):
     worker: int
     incarnation: int
     bootstrap: bytes
-    """JSON (see `worker/bootstrap.py`)."""
+    """JSON (see `worker/connection/bootstrap.py`)."""
     relay: RelayKeys | None = None
     """Set if the daemon is to relay the worker's messages (see `channels/relay.py`); the same for all its workers."""
 

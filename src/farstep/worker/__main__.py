@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from farstep.rollout.nested_launch import mark_worker_process
-from farstep.worker.bootstrap import read_bootstrap
-from farstep.worker.death_pipe import die_with_starter
+from farstep.worker.connection.bootstrap import read_bootstrap
+from farstep.worker.connection.death_pipe import die_with_starter
 
 
 def main() -> None:
@@ -74,7 +74,7 @@ def _run(bootstrap: dict[str, Any]) -> None:
     faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
 
-    from farstep.worker.connect import connect
+    from farstep.worker.connection.connect import connect
 
     try:
         connect(bootstrap).serve()

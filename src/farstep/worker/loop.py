@@ -36,14 +36,14 @@ from farstep.wire.codec import pack
 from farstep.wire.compression import Compressor
 from farstep.wire.versions import versions
 from farstep.worker.acting import Actor
-from farstep.worker.acting_connection import ActingConnection
 from farstep.worker.chunk_sender import ChunkSender
+from farstep.worker.connection.acting_connection import ActingConnection
+from farstep.worker.connection.inbox import Inbox, TicketCancelled
 from farstep.worker.hosting.base import Host
 from farstep.worker.hosting.bounds import BoundsCheck
 from farstep.worker.hosting.hosts import AnyHost, make_host
 from farstep.worker.hosting.staggered import Staggered
 from farstep.worker.hosting.strict import StrictEnvs
-from farstep.worker.inbox import Inbox, TicketCancelled
 from farstep.worker.lock_step import LockStepWorker
 from farstep.worker.rolling import AnyActor, Roller, Rollout
 from farstep.worker.saving import Saving, seed_generators

@@ -20,10 +20,10 @@ from farstep.wire.channels.memory import SharedMemory
 from farstep.wire.codec import pack
 from farstep.worker.acting import Actor
 from farstep.worker.chunk_sender import ChunkPayload, ChunkSender
+from farstep.worker.connection.inbox import TicketCancelled
 from farstep.worker.hosting.base import Host, HostedEnvs
 from farstep.worker.hosting.hosts import AnyHost
 from farstep.worker.hosting.staggered import Staggered
-from farstep.worker.inbox import TicketCancelled
 from farstep.worker.worker_timer import WorkerTimer
 
 AnyActor = Actor | ServedActor

@@ -35,7 +35,7 @@ FAILED = "an import failed"
 MAX_FDS = 16
 _OUTPUT_BYTES = 16384
 """Last bytes of the imports' output that are kept; a new pipe has room for them."""
-_BASE = ("farstep.worker.loop", "farstep.worker.connect", "farstep.wire.channels.dealer")
+_BASE = ("farstep.worker.loop", "farstep.worker.connection.connect", "farstep.wire.channels.dealer")
 _BLAS = ("openblas_set_num_threads", "openblas_set_num_threads64_", "scipy_openblas_set_num_threads64_")
 
 

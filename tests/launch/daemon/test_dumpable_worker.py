@@ -30,8 +30,8 @@ ECHO = """
 import socket, sys
 from farstep.rollout.progress import COUNT
 from farstep.wire.channels.memory import SharedMemory
-from farstep.worker.connect import RelayedLink
-from farstep.worker.death_pipe import die_with_starter
+from farstep.worker.connection.connect import RelayedLink
+from farstep.worker.connection.death_pipe import die_with_starter
 link_fd, board_fd, board_bytes, death_fd = map(int, sys.argv[1:])
 die_with_starter(death_fd)
 board = SharedMemory(board_fd, board_bytes)

@@ -43,7 +43,7 @@ from farstep.wire.channels.relay import Relay
 from farstep.wire.channels.zmq import NODE
 from farstep.wire.keys import KeyPair
 from farstep.wire.versions import versions
-from farstep.worker.bootstrap import read_bootstrap
+from farstep.worker.connection.bootstrap import read_bootstrap
 
 log = logging.getLogger("farstep.node")
 UNANSWERED = "the head answers at none of"

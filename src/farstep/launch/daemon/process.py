@@ -66,7 +66,7 @@ class ProcessStarter:
         """Start a worker.
 
         Args:
-            bootstrap: What the worker reads first (see `worker/bootstrap.py`).
+            bootstrap: What the worker reads first (see `worker/connection/bootstrap.py`).
             fds: Descriptors that it inherits.
             rank: Its number on this machine, which decides on its cores.
 

@@ -10,7 +10,7 @@ from farstep.agents.base_weights import BaseBytes, received_base
 from farstep.config.env import ALL_WEIGHTS
 from farstep.core import BytesLike, Link, Received
 from farstep.wire import messages as m
-from farstep.worker.inbox import Inbox
+from farstep.worker.connection.inbox import Inbox
 from farstep.worker.weights.sources import RemoteWeights, SharedWeights
 from farstep.worker.weights.weight_sync import WeightSync
 

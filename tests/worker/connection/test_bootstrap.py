@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from farstep.worker.bootstrap import read_bootstrap
+from farstep.worker.connection.bootstrap import read_bootstrap
 
 
 def test_file_that_only_its_owner_may_read_is_read(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from farstep.acting.connections import LocalServer, RemoteServer, ServerAddress
 from farstep.rollout.progress import CANCEL, COUNT, PHASE, Phase
 from farstep.schema import Schema, Structure
 from farstep.wire import messages as m
+from farstep.worker.connection.inbox import Inbox, TicketCancelled
 from farstep.worker.hosting.base import Host, HostedEnvs
-from farstep.worker.inbox import Inbox, TicketCancelled
 
 
 class ActingConnection:

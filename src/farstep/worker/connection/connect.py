@@ -18,7 +18,7 @@ from farstep.rollout.progress import BEAT_S, RATE, private_words
 from farstep.wire.channels.local import DETACH, LocalLink
 from farstep.wire.channels.memory import SharedMemory
 from farstep.wire.messages import Progress, encode
-from farstep.worker.death_pipe import die_with_starter, is_starter_dead
+from farstep.worker.connection.death_pipe import die_with_starter, is_starter_dead
 from farstep.worker.loop import Worker
 
 if TYPE_CHECKING:
