@@ -14,7 +14,7 @@ from farstep.acting.mailbox import EPISODES, ROOTS, USED, Mailbox, MailboxLayout
 from farstep.rollout.rows import Slots
 from farstep.schema import space_schema
 from farstep.testing import CountingEnv
-from tests.acting.agents import RandomAgent, RandomRecurrentAgent
+from tests.cluster.served.agents import RandomAgent, RandomRecurrentAgent
 
 
 @pytest.fixture(params=[RandomAgent, RandomRecurrentAgent])

@@ -23,10 +23,10 @@ from farstep.wire.channels.dealer import DealerLink
 from farstep.wire.channels.zmq import MAIN, bulk_address
 from farstep.wire.codec import pack
 from farstep.wire.keys import KeyPair
-from tests.acting.test_served import OVER_THE_NETWORK
 from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, within
 from tests.cluster.faulty import once
 from tests.cluster.mutations import mutated
+from tests.cluster.served.test_served import OVER_THE_NETWORK
 
 OBS, OUTPUTS, STATE = (
     {"obs": ArraySpec((3,), "<f4")},

@@ -21,10 +21,10 @@ from farstep.errors import LaunchError, RemoteEnvError, WorkerDied, WorkerStuck
 from farstep.testing import CountingEnv, TableAgent
 from farstep.testing.envs import do_fault
 from farstep.wire import messages as m
-from tests.acting.agents import UnloadableAgent, VersionAgent
-from tests.acting.test_served import OVER_THE_NETWORK, actions_in_progress
 from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, together, within
 from tests.cluster.faulty import once
+from tests.cluster.served.agents import UnloadableAgent, VersionAgent
+from tests.cluster.served.test_served import OVER_THE_NETWORK, actions_in_progress
 from tests.cluster.toys import RememberingAgent
 
 pytestmark = pytest.mark.slow  # real processes, or learning

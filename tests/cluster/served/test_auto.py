@@ -10,8 +10,6 @@ import pytest
 
 import farstep
 from farstep.head import inference_choice
-from tests.acting.agents import RandomAgent, RandomRecurrentAgent, WhoAgent
-from tests.acting.test_served import actions_in_progress, batches
 from tests.cluster.checks import (
     arrays_of,
     assert_balanced,
@@ -24,6 +22,8 @@ from tests.cluster.checks import (
 )
 from tests.cluster.nodes import on_nodes
 from tests.cluster.parking import is_running
+from tests.cluster.served.agents import RandomAgent, RandomRecurrentAgent, WhoAgent
+from tests.cluster.served.test_served import actions_in_progress, batches
 from tests.cluster.toys import RememberingAgent
 
 pytestmark = pytest.mark.slow  # real processes, or learning

@@ -18,15 +18,6 @@ from farstep.errors import ConfigError
 from farstep.testing import CountingEnv, TableAgent
 from farstep.wire.channels.local import LocalLink
 from farstep.wire.codec import pack
-from tests.acting.agents import (
-    HoldingAgent,
-    PriorAgent,
-    RandomAgent,
-    RandomRecurrentAgent,
-    ThreadsAgent,
-    VersionAgent,
-    WhoAgent,
-)
 from tests.cluster.checks import (
     DEADLINE_S,
     arrays_of,
@@ -39,6 +30,15 @@ from tests.cluster.checks import (
     within,
 )
 from tests.cluster.nodes import node_config
+from tests.cluster.served.agents import (
+    HoldingAgent,
+    PriorAgent,
+    RandomAgent,
+    RandomRecurrentAgent,
+    ThreadsAgent,
+    VersionAgent,
+    WhoAgent,
+)
 from tests.cluster.toys import NestedAgent, NestedEnv, RememberingAgent, counting_vector
 
 pytestmark = pytest.mark.slow  # real processes, or learning

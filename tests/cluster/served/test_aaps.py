@@ -11,8 +11,8 @@ import pytest
 
 from farstep.errors import RemoteEnvError
 from farstep.sync import AAPS
-from tests.acting.test_served import OVER_THE_NETWORK
 from tests.cluster.checks import assert_balanced, cluster, eventually, within
+from tests.cluster.served.test_served import OVER_THE_NETWORK
 from tests.cluster.test_aaps import CoinAgent, versions_while_drifting
 
 pytestmark = pytest.mark.slow  # real processes, or learning

@@ -13,10 +13,10 @@ import pytest
 import farstep
 from farstep.launch.engines.ssh import SSHEngine
 from farstep.sync import AAPS
-from tests.acting.agents import RandomRecurrentAgent, WhoAgent
-from tests.acting.test_served import actions_in_progress, batches
 from tests.cluster.checks import arrays_of, assert_balanced, assert_same, cluster, eventually, within
 from tests.cluster.nodes import node_config, on_nodes
+from tests.cluster.served.agents import RandomRecurrentAgent, WhoAgent
+from tests.cluster.served.test_served import actions_in_progress, batches
 from tests.cluster.tables import ENDLESS
 from tests.cluster.toys import RememberingAgent
 

@@ -14,8 +14,8 @@ import farstep
 from farstep.errors import RemoteEnvError
 from farstep.learners.networks.nets import NetConfig, make_agent
 from farstep.sync import AAPS
-from tests.acting.test_served import actions_in_progress
 from tests.cluster.checks import assert_balanced, assert_sound, cluster, within
+from tests.cluster.served.test_served import actions_in_progress
 
 pytestmark = pytest.mark.slow  # real processes, or learning
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from farstep.errors import ConfigError
-from tests.acting.agents import WhoAgent
 from tests.cluster.checks import assert_balanced, cluster, eventually, within
 from tests.cluster.nodes import on_nodes
+from tests.cluster.served.agents import WhoAgent
 
 pytestmark = pytest.mark.slow  # real processes, or learning
 
