@@ -16,7 +16,6 @@ import farstep
 from farstep.elastic.coordinator.coordinator import Coordinator
 from farstep.elastic.coordinator.messages import PROTOCOL, Register
 from farstep.elastic.coordinator.server import PACKET_BYTES, CoordinatorServer, connect, read_status, socket_path
-from farstep.elastic.coordinator.state_file import StateFile
 from farstep.testing import CountingEnv
 
 REGISTER: dict[str, Any] = {"type": "register", "workload": "a", "name": "a", "priority": 1, "minimum": 1, "wanted": 1}
@@ -129,27 +128,3 @@ def test_state_of_another_version_is_refused_while_it_has_runs() -> None:
     coordinator.handle(Register("a", "a", 1, 1, 1), 0.0)
     with pytest.raises(farstep.ConfigError, match=rf"version 1 .* version {PROTOCOL}"):
         Coordinator.load(coordinator.save().replace(b'"protocol":2', b'"protocol":1'), 1)
-
-
-def test_state_file_returns_the_newest_complete_state(tmp_path: Path) -> None:
-    file = StateFile(tmp_path)
-    assert file.read() is None
-    for number in range(3):
-        file.append(b'{"number": %d}' % number)
-        assert file.read() == b'{"number": %d}' % number
-    file.close()
-    with (tmp_path / "state.json").open("ab") as stream:
-        stream.write(b'{"number')  # killed while it wrote
-    assert StateFile(tmp_path).read() == b'{"number": 2}'
-    with (tmp_path / "state.json").open("ab") as stream:
-        stream.write(b"\0" * 100 + b"\n")  # the machine crashed before the disk was written
-    assert StateFile(tmp_path).read() == b'{"number": 2}'
-
-
-def test_state_file_does_not_grow_without_end(tmp_path: Path) -> None:
-    file, line = StateFile(tmp_path), b'"' + b"x" * 2**17 + b'"'
-    for _ in range(30):
-        file.append(line)
-    assert file.read() == line
-    assert (tmp_path / "state.json").stat().st_size < 2**21
-    file.close()
