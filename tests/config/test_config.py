@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import farstep
 from farstep.config import launch as launch_config
 from farstep.config.env import EnvConfig, check_count, check_seed
 from farstep.config.launch import InProcessConfig, LocalConfig, SSHConfig, Timeouts
@@ -142,3 +143,24 @@ def test_workers_share_the_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None
     assert LocalConfig(nodes=3).num_workers(64) == 6
     assert LocalConfig(nodes=16).num_workers(64) == 16
     assert LocalConfig(nodes=2, cpus_per_worker=2).num_workers(64) == 4
+
+
+@pytest.mark.parametrize("ssh", ["ssh -i 'my key'", ["ssh -i 'my key'"], ["ssh", "-i", "my key"]], ids=repr)
+def test_the_command_of_ssh_may_be_one_line(ssh: Any) -> None:
+    assert SSHConfig(hosts="a", ssh=ssh).ssh == ("ssh", "-i", "my key")
+
+
+@pytest.mark.parametrize("ssh", ["", [], [""], [3]], ids=repr)
+def test_a_command_of_ssh_that_cannot_be(ssh: Any) -> None:
+    with pytest.raises(ConfigError, match=r"SSHConfig\.ssh is"):
+        SSHConfig(hosts="a", ssh=ssh)
+
+
+def test_the_papers_listing() -> None:
+    config = farstep.SlurmConfig(
+        job_name="clusterenv", nodes=4, gpus_per_node=2, partition="gpu", time_limit="24:00:00"
+    )
+    env = farstep.ClusterEnv(
+        {"type": "gymnasium", "env_name": "LunarLander-v3", "envs_per_node": 64, "kl_threshold": 0.05}, config
+    )
+    assert env.num_envs == 256
