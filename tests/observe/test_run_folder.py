@@ -13,9 +13,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from farstep.errors import ConfigError, RunError
+from farstep.checkpoint import folder as checkpoint
+from farstep.errors import CheckpointError, ConfigError, RunError
+from farstep.observe.event_files import EventFile
+from farstep.observe.loggers import JsonlLogger
 from farstep.observe.run_folder import RunFolder, run_name
 
 NOON = datetime.datetime(2026, 1, 31, 12, 0, 5)
@@ -132,3 +136,22 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
         holder.kill()
     with run.lock():
         pass
+
+
+def test_no_file_is_written_through_a_link(tmp_path: Path) -> None:
+    run, target = RunFolder.create(tmp_path, "run", {}), tmp_path / "target"
+    target.write_text("mine")
+    (run.path / ".lock").symlink_to(target)
+    with pytest.raises(RunError, match="Remove the symbolic link"), run.lock():
+        pass
+    run.metrics_file.symlink_to(target)
+    with pytest.raises(RunError, match="metrics cannot be written"):
+        JsonlLogger(run.metrics_file)
+    run.events_file.symlink_to(target)
+    with pytest.raises(RunError, match=r"events.jsonl cannot be written"):
+        EventFile(run.events_file)
+    assert target.read_text() == "mine"
+    (run.checkpoints / ".lock").symlink_to(tmp_path / "new")
+    with pytest.raises(CheckpointError, match="could not be saved"):
+        checkpoint.save(run.checkpoints, {"x": np.zeros(1)}, {})
+    assert not (tmp_path / "new").exists()

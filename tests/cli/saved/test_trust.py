@@ -7,20 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from farstep.checkpoint import folder as checkpoint
 from farstep.cli import main
-from farstep.errors import CheckpointError, RunError
-from farstep.observe import signing
-from farstep.observe.event_files import EventFile
-from farstep.observe.loggers import JsonlLogger
 from farstep.observe.run_folder import RunFolder
 from farstep.version import VERSION
 
@@ -155,69 +148,6 @@ def test_a_malicious_config_is_executed_only_on_trust(trust: bool, run: Path, tm
     assert done.returncode == 1, done.stderr
     assert (tmp_path / "executed").exists() == trust
     assert ("the factory environment 'planted:make'" in done.stderr) != trust
-
-
-def test_without_a_place_for_the_key_a_run_says_that_it_will_need_trust(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    run = RunFolder.create(tmp_path, "run", {"seed": 1})
-    assert (
-        "has no tag, so --resume, eval and watch will need --trust" in caplog.text and "Not a directory" in caplog.text
-    )
-    assert run.read_signed_config() == ({"seed": 1}, "it has no tag")
-
-
-def test_a_key_that_is_a_link_is_not_followed(state: Path, tmp_path: Path) -> None:
-    (tmp_path / "known").write_bytes(bytes(32))
-    (tmp_path / "known").chmod(0o600)
-    (state / "farstep").mkdir(parents=True)
-    (state / "farstep" / "run.key").symlink_to(tmp_path / "known")
-    with pytest.raises(signing.NoKey, match="cannot be read"):
-        signing.tag({})
-
-
-def test_a_relative_state_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", "state")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert signing.key_file() == tmp_path / ".local/state/farstep/run.key"
-
-
-def test_processes_that_make_a_key_at_once_agree_on_one(state: Path) -> None:
-    tags: list[str] = []
-    start = threading.Barrier(8)
-
-    def make() -> None:
-        start.wait(timeout=30)
-        tags.append(signing.tag({"seed": 1}))
-
-    threads = [threading.Thread(target=make) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(tags) == 8 and len(set(tags)) == 1
-    assert [entry.name for entry in (state / "farstep").iterdir()] == ["run.key"]
-
-
-def test_no_file_is_written_through_a_link(tmp_path: Path) -> None:
-    run, target = RunFolder.create(tmp_path, "run", {}), tmp_path / "target"
-    target.write_text("mine")
-    (run.path / ".lock").symlink_to(target)
-    with pytest.raises(RunError, match="Remove the symbolic link"), run.lock():
-        pass
-    run.metrics_file.symlink_to(target)
-    with pytest.raises(RunError, match="metrics cannot be written"):
-        JsonlLogger(run.metrics_file)
-    run.events_file.symlink_to(target)
-    with pytest.raises(RunError, match=r"events.jsonl cannot be written"):
-        EventFile(run.events_file)
-    assert target.read_text() == "mine"
-    (run.checkpoints / ".lock").symlink_to(tmp_path / "new")
-    with pytest.raises(CheckpointError, match="could not be saved"):
-        checkpoint.save(run.checkpoints, {"x": np.zeros(1)}, {})
-    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("program", FARSTEP)
