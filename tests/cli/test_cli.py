@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -265,35 +264,6 @@ def test_help_describes_groups_of_options(capsys: pytest.CaptureFixture[str]) ->
     assert "Options of a training run" in output and "Options of synchronous PPO" in output
 
 
-def test_a_run_of_another_learner_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"algorithm": "impala", "run": {}, "learner": {}}))
-    status, _, error = said(capsys, "train", "ppo", "--resume", str(tmp_path))
-    assert status == 1 and f"farstep train impala --resume {tmp_path}" in error
-
-
-def test_a_run_folder_without_a_learner_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    status, _, error = said(capsys, "train", "--resume", str(tmp_path))
-    assert status == 1 and f"{tmp_path}/config.json names no learner" in error
-
-
-@pytest.mark.parametrize(
-    ("option", "before"),
-    [
-        ("--hidden 32", "--hidden 64 64"),
-        ("--no-normalize-obs", "--normalize-obs"),
-        ("--seed 3", "--seed 1"),
-        ("--env-kwargs '{\"a\": 1}'", "--env-kwargs '{}'"),
-    ],
-)
-def test_what_cannot_change_is_said_as_it_is_typed(
-    option: str, before: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"algorithm": "ppo", "run": {"env": "X"}, "learner": {}}))
-    status, _, error = said(capsys, "train", "ppo", "--resume", str(tmp_path), *shlex.split(option))
-    assert status == 1 and f"was started with {before} and cannot be resumed with {option}." in error
-
-
 def test_status_page_is_named_only_if_the_run_is_not_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -310,34 +280,6 @@ def test_status_page_is_named_only_if_the_run_is_not_refused_at_once(
     assert status == 0 and output.startswith("status: farstep status 'runs/my run'\n"), output
     assert output.count("status: ") == 1 and output.endswith("plot:  farstep plot 'runs/my run'\n")
     assert "Runs in runs: my run." in said(capsys, "eval", "my-run")[2]
-
-
-def test_environment_is_checked_before_torch_is_imported(tmp_path: Path) -> None:
-    mistakes = {
-        "--env NoSuch-v0": "Environment `NoSuch` doesn't exist",
-        "--env NoSuch": "Environment `NoSuch` doesn't exist",
-        "--env=ALE/Nong-v5": "Did you mean: `Pong`?",
-        "--env no_module:Env-v0": "No module named 'no_module'",
-        "--env LunarLander-v3": "needs Box2D, which is not installed",
-        "--env no_module.make --env-type factory": "No module named 'no_module'",
-        "--env no_module.make --env_type vector": "No module named 'no_module'",
-        "--env Pong-v5 --env-type envpool": "needs envpool, which is not installed",
-        "--env CartPole-v1 --seed 3 --wrappers gymnasium.wrappers:FlattenObservation no.module:Wrapper": "'no'",
-        "--env CartPole-v1 --wrappers gymnasium.wrappers:Nothing": "has no 'Nothing'",
-    }
-    script = (
-        "import sys; from farstep.cli import main; sys.modules['Box2D'] = sys.modules['envpool'] = None\n"
-        f"for options in {list(mistakes)}:\n"
-        "    assert main(['train', 'dqn', *options.split()]) == 1\n"
-        "assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
-    errors = done.stderr.splitlines()
-    assert (done.returncode, done.stdout, len(errors)) == (0, "", len(mistakes)), done.stderr
-    for error, words in zip(errors, mistakes.values(), strict=True):
-        assert error.startswith("farstep: ") and words in error
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "watch"])
