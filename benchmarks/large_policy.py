@@ -8,7 +8,8 @@
 Contenders: `local-cpu` and `local-cuda` (each worker has a copy of the policy), `served-cpu`, `served-cuda` and
 `served-bf16` (one acting server for all workers; the last one on the GPU in bfloat16), `vec-cpu` and `vec-cuda`
 (`make_vec`, this process acts). The limit is the smaller of two numbers: environments alone, with random actions, and
-the policy alone on the best device, with the observations of all environments.
+the policy alone on the best device, in the same precision and with the same batch size: half of the environments for
+`served-cuda` and `served-bf16`, whose workers step one half while the server acts on the other; otherwise all.
 
 Each case runs in a process of its own, for at most `--timeout` seconds. The results are written after each case, and a
 repeated command measures only the cases that are missing in them or have failed.
@@ -36,6 +37,16 @@ import numpy as np
 import torch
 from children import run_script
 from document import check_machine, continued, write_document
+from large_policy_tables import (
+    ENV_ALONE,
+    LIMITS,
+    POLICIES,
+    POLICY_IN_BF16,
+    POLICY_ON_CPU,
+    POLICY_ON_HALF,
+    described,
+    env_case,
+)
 from policy_models import SIZES, VISUAL_SIZES, LargePolicy, NoiseEnv, RandomPolicy, VisualPolicy
 from roster import BENCHMARKS
 from runner import last_line, last_report, run_command
@@ -43,9 +54,7 @@ from runner import last_line, last_report, run_command
 import farstep
 from farstep.agents.graph_policy import with_graphs
 from farstep.agents.policy import Policy
-
-ENV_ALONE, POLICY_ALONE = "environments", "policy"
-"""Names of the cases that measure limits; the second one is followed by a device."""
+from farstep.agents.precision import reduce_layers
 
 
 def rate(step: Callable[[], int], seconds: float) -> float:
@@ -130,21 +139,24 @@ def stepped(options: argparse.Namespace, agent: LargePolicy, device: str) -> flo
         return rate(step, options.seconds)
 
 
-def alone(options: argparse.Namespace, agent: LargePolicy, device: str) -> float:
-    """The policy alone: all environments in one batch or, on the CPU, one batch per worker on each core if it is
-    faster."""
+def alone(options: argparse.Namespace, agent: LargePolicy, name: str) -> float:
+    """The policy alone: one batch or, on the CPU, one batch per worker on each core if it is faster."""
+    on_gpu = name != POLICY_ON_CPU
+    num_envs = options.envs // 2 if name in (POLICY_ON_HALF, POLICY_IN_BF16) else options.envs
+    if name == POLICY_IN_BF16:
+        agent = reduce_layers(agent, "bfloat16")
     found = []
     for is_recorded in (False, True):
-        rows = options.envs if device == "cuda" or not is_recorded else options.envs // options.workers
-        policy = Policy(agent, "auto", device == "cuda")
-        policy = with_graphs(policy, options.envs) if is_recorded else policy
+        rows = num_envs if on_gpu or not is_recorded else num_envs // options.workers
+        policy = Policy(agent, "auto", on_gpu)
+        policy = with_graphs(policy, num_envs) if is_recorded else policy
         obs = np.zeros((rows, *options.obs_space.shape), options.obs_space.dtype)
         starts = np.zeros(rows, bool)
         threads = torch.get_num_threads()
         if is_recorded:
             policy.accelerate(obs, None, starts)
             torch.set_num_threads(1)
-        copies = 1 if rows == options.envs else min(options.workers, threads)
+        copies = 1 if rows == num_envs else min(options.workers, threads)
         found.append(rate(partial(acted, policy, obs, starts), options.seconds / 2) * copies)
         torch.set_num_threads(threads)
     return max(found)
@@ -187,23 +199,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     else:
         agent = LargePolicy(options.obs_space.shape[0], num_actions, *SIZES[size])
     parameters = sum(parameter.numel() for parameter in agent.parameters())
-    kind, _, device = name.partition("-")
-    found = alone(options, agent, device) if kind == POLICY_ALONE else contenders(options)[name](agent)
+    found = alone(options, agent, name) if name in LIMITS else contenders(options)[name](agent)
     return {"contender": name, "parameters": parameters, "steps_per_second": found}
 
 
 def cases_of(options: argparse.Namespace) -> list[tuple[str, str]]:
     """The size and the contender of every case, limits first."""
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     names = [name for name in contenders(options) if not options.only or name in options.only]
-    names = [*(f"{POLICY_ALONE}-{device}" for device in devices), *names]
+    names = [*(POLICIES if torch.cuda.is_available() else [POLICY_ON_CPU]), *names]
     alone = dict.fromkeys(env_case(size) for size in options.sizes)
     return [*alone, *((size, name) for size in options.sizes for name in names)]
-
-
-def env_case(size: str) -> tuple[str, str]:
-    """The case that measures the environments of a size: once for all sizes with the same environments."""
-    return next(iter(VISUAL_SIZES if size in VISUAL_SIZES else SIZES)), ENV_ALONE
 
 
 def settings_of(options: argparse.Namespace, size: str) -> dict[str, Any]:
@@ -233,22 +238,6 @@ def run_case(options: argparse.Namespace, size: str, name: str) -> dict[str, Any
         return {**found, "steps_per_second": None, "reason": reason}
     note = next((line for line in errors.splitlines()[::-1] if line.startswith(("fast", "served", "eager"))), "")
     return {**found, **report, "inference": note}
-
-
-def limit_of(runs: list[dict[str, Any]], size: str) -> float:
-    """The smaller of environments alone and the policy alone, of those that could be measured."""
-    rates = {(run["size"], run["contender"]): run["steps_per_second"] or 0.0 for run in runs}
-    policy = max(rates.get((size, f"{POLICY_ALONE}-{device}"), 0.0) for device in ("cpu", "cuda"))
-    return min((found for found in (rates.get(env_case(size), 0.0), policy) if found), default=float("inf"))
-
-
-def described(runs: list[dict[str, Any]], run: dict[str, Any]) -> str:
-    found, case = run["steps_per_second"], f"{run['size']:8} {run['contender']:13}"
-    if found is None:
-        return f"{case} {run['reason']}"
-    is_limit = run["contender"].startswith((ENV_ALONE, POLICY_ALONE))
-    share = "" if is_limit else f", {found / limit_of(runs, run['size']):.2f} of the limit"
-    return f"{case} {found:10,.0f} steps/s{share}"
 
 
 def main() -> int:

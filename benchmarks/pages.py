@@ -23,6 +23,7 @@ import buffer
 import bulk
 import defaults
 import elastic_tables
+import large_policy_tables
 import learning_tables
 import network
 import offpolicy_tables
@@ -130,6 +131,9 @@ SECTIONS = (
         "async-lunarlander.json",
         async_return.page,
         "async.py --task lunarlander",
+    ),
+    Section(
+        DOCS / "large_policies.md", "large-policy", "large_policy.json", large_policy_tables.page, "large_policy.py"
     ),
     Section(DOCS / "aride.md", "aride", "aride.json", aride_tables.page, "aride.py"),
     Section(DOCS / "aaps.md", "aaps-ppo", "aaps-ppo.json", aaps.page, "aaps.py"),

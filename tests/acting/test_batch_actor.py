@@ -33,6 +33,12 @@ def group_and_actor(request: pytest.FixtureRequest) -> Iterator[tuple[Group, Bat
     mailbox.close()
 
 
+def act_on(actor: BatchActor, group: Group, request: int) -> None:
+    batch = actor.start([group], [request])
+    actor.finish(batch)
+    batch.answer(actor.output_names)
+
+
 def outputs(group: Group) -> dict[str, list[Any]]:
     arrays = group.mailbox.arrays
     return {name: arrays[name].tolist() for name in ("draw", "age") if name in arrays}
@@ -40,26 +46,26 @@ def outputs(group: Group) -> dict[str, list[Any]]:
 
 def test_an_unused_answer_is_repeated(group_and_actor: tuple[Group, BatchActor]) -> None:
     group, actor = group_and_actor
-    actor.act_on([group], [1])
+    act_on(actor, group, 1)
     group.words[USED] = 1
-    actor.act_on([group], [2])
+    act_on(actor, group, 2)
     unused = outputs(group)
-    actor.act_on([group], [3])
+    act_on(actor, group, 3)
     assert outputs(group) == unused
     group.words[USED] = 3
-    actor.act_on([group], [4])
+    act_on(actor, group, 4)
     assert outputs(group) != unused
 
 
 def test_a_saved_group_continues_before_its_unused_answer(group_and_actor: tuple[Group, BatchActor]) -> None:
     group, actor = group_and_actor
-    actor.act_on([group], [1])
+    act_on(actor, group, 1)
     group.words[USED] = 1
-    actor.act_on([group], [2])
+    act_on(actor, group, 2)
     unused = outputs(group)
     saved = actor.save_groups([group])
-    actor.act_on([group], [3])
+    act_on(actor, group, 3)
     group.words[USED] = 3
     actor.restore_groups([group], saved)
-    actor.act_on([group], [4])
+    act_on(actor, group, 4)
     assert outputs(group) == unused

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from farstep.acting.mailbox import ANSWER, EPISODES, IS_FIRST, REQUEST, ROOTS, STARTS, USED, Mailbox
+from farstep.acting.mailbox import EPISODES, IS_FIRST, ROOTS, STARTS, USED, Mailbox
 from farstep.acting.thread_choice import ThreadChoice
 from farstep.agents.base_weights import BaseBytes
 from farstep.agents.graph_policy import with_graphs
@@ -44,25 +45,22 @@ class Group:
     """One per slot, if the agent takes `rng`; otherwise empty."""
     arrived: float = 0.0
     """When the server first saw the current request, in seconds; 0: no request."""
+    taken: int = 0
+    """Number of the last request that became part of a batch."""
     acted: int = 0
     """Number of the last request that was acted on."""
     words: memoryview = field(init=False)
     range: slice = field(init=False)
+    num_envs: int = field(init=False)
+    arrays: dict[str, Array] = field(init=False)
+    """The rows of this group in each array of the mailbox."""
 
     def __post_init__(self) -> None:
         self.words, self.range = self.mailbox.group_words[self.index], self.mailbox.ranges[self.index]
-        self._starts = self.mailbox.arrays[STARTS][self.range]
+        self.num_envs = len(self.slots)
+        self.arrays = {name: array[self.range] for name, array in self.mailbox.arrays.items()}
         self._previous_generators: list[tuple[np.random.Generator, Mapping[str, Any]]] = []
         """The generators before the last call of `act`, with their states."""
-
-    @property
-    def num_envs(self) -> int:
-        return len(self.slots)
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether the worker waits for actions."""
-        return self.words[REQUEST] != self.words[ANSWER]
 
     def roll_back(self) -> None:
         """Undo the last call of `act` if the worker has not used its answer."""
@@ -81,14 +79,36 @@ class Group:
 
     def current_generators(self) -> list[np.random.Generator]:
         """The generators, new ones for slots that begin an episode."""
-        for i in np.flatnonzero(self._starts).tolist():
+        for i in np.flatnonzero(self.arrays[STARTS]).tolist():
             self.generators[i] = self.new_generator(i)
         return self.generators
 
     def new_generator(self, i: int) -> np.random.Generator:
         """The generator of the current episode of slot `i` of this group."""
-        roots, episodes = (self.mailbox.arrays[name][self.range] for name in (ROOTS, EPISODES))
+        roots, episodes = self.arrays[ROOTS], self.arrays[EPISODES]
         return episode_generator(int(roots[i]), int(self.slots[i]), int(episodes[i]))
+
+
+@dataclass
+class Batch:
+    """Requests on which the policy acts at once."""
+
+    groups: Sequence[Group]
+    requests: Sequence[int]
+    """Number of each group's request."""
+    parts: Sequence[slice]
+    """The rows of each group."""
+    rows: dict[str, Array]
+    """Observations and, after `BatchActor.finish`, outputs: `[1, rows, ...]`."""
+    wait: Callable[[], dict[str, Any]]
+    """Waits for the outputs of `act`, and returns them."""
+
+    def answer(self, names: Iterable[str]) -> None:
+        """Write the named outputs into the mailboxes."""
+        for name in names:
+            row = self.rows[name][0]
+            for group, part in zip(self.groups, self.parts, strict=True):
+                group.arrays[name][...] = row[part]
 
 
 class BatchActor(Actor):
@@ -168,7 +188,7 @@ class BatchActor(Actor):
         """Set the arrays of a batch; called once, after `dry_run`."""
         self._specs = {**obs, **outputs}
         self._obs_names = list(obs)
-        self._output_names = leaf_names(self.structure)
+        self.output_names = leaf_names(self.structure)
 
     def new_group(self, mailbox: Mailbox, index: int, first_slot: int) -> Group:
         """Start to act for a group."""
@@ -180,28 +200,34 @@ class BatchActor(Actor):
             group.generators = [group.new_generator(i) for i in range(count)]
         return group
 
-    def act_on(self, groups: Sequence[Group], requests: Sequence[int]) -> None:
-        """Act on the requests of these groups, and write the outputs into their mailboxes."""
+    def start(self, groups: Sequence[Group], requests: Sequence[int]) -> Batch:
+        """Start to act on the requests of these groups. On the GPU, this does not wait for the outputs."""
         edges = list(itertools.accumulate((group.num_envs for group in groups), initial=0))
-        parts = [slice(first, stop) for first, stop in itertools.pairwise(edges)]
         rows = self._sized(edges[-1])
-        for group, part in zip(groups, parts, strict=True):
-            group.begin_act()
-            arrays = group.mailbox.arrays
-            for name in self._obs_names:
-                rows[name][0, part] = arrays[name][group.range]
-            rows["episode_start"][0, part] = arrays[STARTS][group.range]
+        for name in self._obs_names:
+            np.concatenate([group.arrays[name] for group in groups], out=rows[name][0])
+        np.concatenate([group.arrays[STARTS] for group in groups], out=rows["episode_start"][0])
         self._numbers = self.policy.slots = np.concatenate([group.slots for group in groups])
+        if self.policy.recurrent or self.policy.wants_rng:
+            for group in groups:
+                group.begin_act()
         if self.policy.wants_rng:
             self._batch_rng = [each for group in groups for each in group.current_generators()]
         if self.policy.recurrent:
             self._gather_state(groups)
+        for group, request in zip(groups, requests, strict=True):
+            group.taken = request
         self._write_to(rows)
-        self._act_timed(edges[-1])
-        for group, part, request in zip(groups, parts, requests, strict=True):
-            arrays, group.acted = group.mailbox.arrays, request
-            for name in self._output_names:
-                arrays[name][group.range] = rows[name][0, part]
+        parts = [slice(first, stop) for first, stop in itertools.pairwise(edges)]
+        return Batch(groups, requests, parts, rows, self._launched(rows, edges[-1]))
+
+    def finish(self, batch: Batch) -> None:
+        """Wait until the policy has acted, and copy the outputs and the recurrent state."""
+        with self._explaining():
+            out = batch.wait()
+        self._record(0, out)
+        for group, part, request in zip(batch.groups, batch.parts, batch.requests, strict=True):
+            group.acted = request
             if self.policy.recurrent:
                 group.state = _part(self._state, part)
 
@@ -209,20 +235,32 @@ class BatchActor(Actor):
         """Let torch compute each batch with one thread or with `max_threads`, whichever is faster."""
         self._threads = ThreadChoice(max_threads)
 
-    def _act_timed(self, count: int) -> None:
-        """Act on `count` rows, with the number of threads that is faster."""
+    def _launched(self, rows: dict[str, Array], count: int) -> Callable[[], dict[str, Any]]:
+        """Call the policy on these rows, on the CPU with the number of threads that is faster."""
+        arguments = self._observed(0), self._state, rows["episode_start"][0], self._batch_rng
         if self._threads is None:
-            self.act(0)
-            return
+            with self._explaining():
+                return self.policy.launch(*arguments)
         torch, threads = sys.modules["torch"], self._threads.threads_for(count)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         began = time.perf_counter()
-        self.act(0)
+        with self._explaining():
+            wait = self.policy.launch(*arguments)
         self._threads.note(count, threads, time.perf_counter() - began)
+        return wait
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Context manager: if the policy raises because of the observations, raise an error that says so."""
+        try:
+            yield
+        except Exception as error:
+            self._explain(error, [self._rows[name][0] for name in self._obs_names])
+            raise
 
     def _sized(self, count: int) -> dict[str, Array]:
-        """Arrays `[1, count, ...]` for a batch."""
+        """Arrays `[1, count, ...]` for a batch. The outputs of the batch before it stay unchanged until `finish`."""
         if not self._buffers or self._buffers["episode_start"].shape[1] < count:
             room = 1 << (count - 1).bit_length()
             self._buffers = {n: np.zeros((1, room, *s.shape), np.dtype(s.dtype)) for n, s in self._specs.items()}
@@ -234,15 +272,12 @@ class BatchActor(Actor):
         for group in groups:
             if group.words[IS_FIRST]:
                 for name, leaf in leaves_of(group.state, "state"):
-                    group.mailbox.arrays[name][group.range] = as_array(leaf)
+                    group.arrays[name][...] = as_array(leaf)
             states.append(group.state)
         self._state = self._state_before = _joined(states)
 
     def _slot_of(self, i: int) -> int:
         return int(self._numbers[i]) if len(self._numbers) else super()._slot_of(i)
-
-    def _generators(self, t: int) -> list[np.random.Generator] | None:
-        return self._batch_rng
 
     def save_groups(self, groups: Sequence[Group]) -> dict[str, Any]:
         """Recurrent state and generators of one worker's groups, as `Actor.save` returns them."""

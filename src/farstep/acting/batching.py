@@ -9,8 +9,9 @@ from typing import Protocol, TypeVar
 class Waiting(Protocol):
     """A request that waits for actions."""
 
-    arrived: float
-    """When it arrived, in seconds."""
+    @property
+    def arrived(self) -> float:
+        """When it arrived, in seconds."""
 
     @property
     def num_envs(self) -> int: ...

@@ -13,33 +13,19 @@ import pickle
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from farstep.acting import messages as am
 from farstep.acting.batch_actor import BatchActor
-from farstep.acting.batching import next_batch
+from farstep.acting.batch_runner import BatchRunner, failed
 from farstep.acting.mailbox import (
-    ANSWER,
-    CONTINUES,
-    COUNTS_AS,
-    DIVERGENCE,
     EPISODES,
-    FAILED,
-    IS_FIRST,
-    MIN_VERSION,
-    NEWEST,
-    PULLED_BYTES,
     PULLS,
-    REQUEST,
     ROOTS,
-    TICKET,
-    VERSION,
     Mailbox,
     MailboxLayout,
-    divergence_bits,
 )
 from farstep.acting.requests import (
     check_arrays,
@@ -48,34 +34,29 @@ from farstep.acting.requests import (
     take_request,
     take_update,
 )
-from farstep.acting.server_clients import Client, Clients, Request
+from farstep.acting.server_clients import Client, Clients
 from farstep.agents.policy import FAST
 from farstep.core import BytesLike, Link, Received
-from farstep.errors import AgentError, WireError, report_of
+from farstep.errors import AgentError, WireError
 from farstep.rollout.probe_rows import ProbeRows
 from farstep.rollout.program import Program
-from farstep.rollout.progress import CANCEL, COUNT, PHASE, SERVED_BATCHES, SERVED_ROWS, Phase
+from farstep.rollout.progress import CANCEL, COUNT, PHASE, Phase
 from farstep.rollout.rows import Slots
-from farstep.rollout.weight_headers import check_digest
 from farstep.wire import messages as m
-from farstep.wire.channels.doorbell import Doorbell, Fence
+from farstep.wire.channels.doorbell import Doorbell
 from farstep.wire.channels.local import LocalLink
 from farstep.wire.codec import pack, unpack
 from farstep.wire.versions import versions
-from farstep.worker.connection.inbox import Inbox, TicketCancelled
+from farstep.worker.connection.inbox import Inbox
 from farstep.worker.saving import seed_generators
-from farstep.worker.weights.sources import RemoteWeights
 from farstep.worker.weights.weight_messages import WeightMessages
 from farstep.worker.weights.weight_sync import WeightSync
 
 if TYPE_CHECKING:
     from farstep.acting.network import NetworkListener
 
-_IDLE_S = 0.2
-"""Seconds between two updates of the progress counter while there is nothing to do."""
 _SERVICE_S = 0.01
 """Maximum seconds between two polls of the sockets while the server is busy."""
-_OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
 
 
 class ActingServer:
@@ -109,18 +90,12 @@ class ActingServer:
         self._clients = Clients(link, address, network, self._answer)
         self._program: Program | None = None
         self._payload = b""
-        self._actor: BatchActor | None = None
+        self._runner = BatchRunner(self._clients, self._sync, words, network is None)
         self._reply: am.Joined | None = None
         self._rejection: am.Failed | None = None
         """Why the current agent cannot be used."""
-        self._probe_error: Exception | None = None
-        """What the agent raised when it was compared with a new version."""
-        self._divergence: float | None = None
-        """The last running divergence of the current weights."""
         self._running = True
         self._next_service = 0.0
-        self._total_pulls = 0
-        self._fence = Fence()
 
     def serve(self) -> None:
         """Act until `Stop`. Raise `EOFError` if the head closed the connection."""
@@ -135,7 +110,7 @@ class ActingServer:
                 timeout_s = 0.0
             if timeout_s > 0 or time.monotonic() >= self._next_service:
                 self._service(timeout_s)
-            timeout_s = self._act()
+            timeout_s = self._runner.run(until=self._next_service)
 
     def close(self) -> None:
         """Close all connections."""
@@ -158,12 +133,12 @@ class ActingServer:
                 self._adopt(message, bytes(received.frames[1]))
             case m.SendBase() | m.Parameters() | m.Newest():
                 if isinstance(message, m.Parameters) and message.agent == self._weights.agent_id:
-                    self._digest = message.digest
+                    self._runner.digest = message.digest
                 self._weights.handle(message, received)
             case m.Cancel():
                 self._words[CANCEL] = message.upto
-            case m.Probe() if self._actor is not None and message.agent == self._weights.agent_id:
-                self._compare(message, received, self._actor)
+            case m.Probe() if self._runner.actor is not None and message.agent == self._weights.agent_id:
+                self._compare(message, received, self._runner.actor)
             case m.AdmitClient():
                 self._clients.admit(message)
             case m.DropClient():
@@ -184,7 +159,7 @@ class ActingServer:
         try:
             self._sync.compare(probe, frames, actor)
         except Exception as error:
-            self._probe_error = error
+            self._runner.probe_error = error
 
     def _construct(self, message: m.Welcome, program: BytesLike) -> None:
         sys.path[:] = list(dict.fromkeys(message.path + sys.path))
@@ -200,7 +175,8 @@ class ActingServer:
         """Use this agent from now on; it is loaded when the first worker joins with its observations."""
         self._weights.new_agent(message)
         self._weights.agent_id, self._payload = message.agent, payload
-        self._actor = self._reply = self._rejection = self._probe_error = self._divergence = None
+        self._reply = self._rejection = None
+        self._runner.reset()
         for client in list(self._clients):
             client.forget_groups()
             if client.waiting is not None:
@@ -222,19 +198,19 @@ class ActingServer:
                 case am.Act() | am.Update():
                     self._take(client, message, received)
                 case am.Save():
-                    assert self._actor is not None
-                    self._done(client, self._actor.save_groups(client.groups))
+                    assert self._runner.actor is not None
+                    self._done(client, self._runner.actor.save_groups(client.groups))
                 case am.Restore():
-                    assert self._actor is not None and self._reply is not None
+                    assert self._runner.actor is not None and self._reply is not None
                     num_envs = sum(group.num_envs for group in client.groups)
                     saved = check_saved(unpack(received.frames[1]), self._reply.state, num_envs)
-                    self._actor.restore_groups(client.groups, saved)
+                    self._runner.actor.restore_groups(client.groups, saved)
                     self._done(client, None)
                 case am.Prioritize():
-                    assert self._actor is not None
+                    assert self._runner.actor is not None
                     self._words[PHASE] = Phase.ACT
                     rows = check_rows(unpack(received.frames[1]), sum(group.num_envs for group in client.groups))
-                    self._done(client, self._actor.policy.priorities(rows))
+                    self._done(client, self._runner.actor.policy.priorities(rows))
                 case am.Explain():
                     if client.failure is None:
                         raise WireError("a worker asked why a request failed, but none did.")
@@ -242,7 +218,7 @@ class ActingServer:
         except (EOFError, OSError, WireError):
             raise
         except Exception as error:
-            client.link.send([am.encode(self._failed(error))])
+            client.link.send([am.encode(failed(error, self._words))])
         finally:
             self._words[PHASE] = Phase.IDLE
 
@@ -260,10 +236,6 @@ class ActingServer:
     def _done(self, client: Client, result: object) -> None:
         client.link.send([am.encode(am.Done()), pack(result)])
 
-    def _failed(self, error: BaseException) -> am.Failed:
-        report = report_of(error)
-        return am.Failed(report.message, report.traceback, Phase(self._words[PHASE]).label, report.kind)
-
     def _join(self, client: Client, join: am.Join, received: Received) -> None:
         client.forget_groups()
         agent_id = self._weights.agent_id
@@ -272,27 +244,27 @@ class ActingServer:
             return
         if join.agent < agent_id:
             error = AgentError(f"agent {join.agent} was replaced by agent {agent_id}.")
-            client.link.send([am.encode(self._failed(error))])
+            client.link.send([am.encode(failed(error, self._words))])
             return
         current = check_arrays(unpack(received.frames[1]), join.obs_schema, sum(join.groups))
-        if self._actor is None and self._rejection is None:
+        if self._runner.actor is None and self._rejection is None:
             self._words[PHASE] = Phase.LOAD
             try:
                 self._load(join, current)
             except Exception as error:
-                self._rejection = self._failed(error)
+                self._rejection = failed(error, self._words)
             self._words[PHASE] = Phase.IDLE
         if self._rejection is not None:
             client.link.send([am.encode(self._rejection)])
             return
-        assert self._actor is not None and self._reply is not None
+        assert self._runner.actor is not None and self._reply is not None
         layout = MailboxLayout(join.groups, join.obs_schema, self._reply.schema, self._reply.state)
         client.mailbox = Mailbox.create(layout)
         client.mailbox.arrays[ROOTS][:] = join.roots
         client.mailbox.arrays[EPISODES][:] = join.episodes
-        client.mailbox.words[PULLS] = self._total_pulls
-        client.groups = [self._actor.new_group(client.mailbox, i, join.first) for i in range(len(join.groups))]
-        joined = am.encode(msgspec.structs.replace(self._reply, pulls=self._total_pulls))
+        client.mailbox.words[PULLS] = self._runner.total_pulls
+        client.groups = [self._runner.actor.new_group(client.mailbox, i, join.first) for i in range(len(join.groups))]
+        joined = am.encode(msgspec.structs.replace(self._reply, pulls=self._runner.total_pulls))
         if not isinstance(client.link, LocalLink):
             client.link.send([joined])
             return
@@ -332,135 +304,4 @@ class ActingServer:
         self._reply = am.Joined(
             schema, *parts, state, pack(structure), note, actor.has_priorities, proof, description=description
         )
-        self._actor = actor
-
-    # ---- acting ----
-
-    def _act(self) -> float:
-        """Act on the next batch, if there is one. Return for how many seconds to wait for messages."""
-        if self._actor is None or self._sync.weights is None or self._program is None:
-            return _IDLE_S
-        assert self._program.serving is not None
-        now = time.monotonic()
-        pending = self._pending()
-        for request in pending:
-            request.group.arrived = request.group.arrived or now
-        try:
-            admitted = self._update_weights(pending)
-        except TicketCancelled:
-            return _IDLE_S  # the head has replaced the agent
-        except EOFError:
-            raise  # the head closed the connection
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
-            self._reply_to(pending, self._failure(error))
-            return 0.0
-        finally:
-            self._words[PHASE] = Phase.IDLE
-        options, possible = self._program.serving, len(admitted)
-        if options.window_ms:
-            possible += self._num_expected(pending)
-        by_group = {id(request.group): request for request in admitted}
-        groups, wait_s = next_batch(
-            [request.group for request in admitted], possible, now, options.max_batch, options.window_ms / 1000
-        )
-        if not groups:
-            return min(_IDLE_S, wait_s) if admitted else _IDLE_S
-        self._run([by_group[id(group)] for group in groups])
-        return 0.0
-
-    def _pending(self) -> list[Request]:
-        """The requests that wait for an answer."""
-        found = []
-        for client in self._clients:
-            for group in client.groups:
-                if group.is_pending:
-                    number = group.words[REQUEST]
-                    self._fence()
-                    ticket = group.words[TICKET]
-                    self._fence()  # the worker writes the ticket after its version
-                    found.append(Request(client, group, number, ticket, group.words[MIN_VERSION]))
-        return found
-
-    def _num_expected(self, pending: Sequence[Request]) -> int:
-        """The number of groups that may soon send a request: inside a chunk or, if a chunk begins, any other group."""
-        waiting = {id(request.group) for request in pending}
-        begins = any(request.group.words[IS_FIRST] for request in pending)
-        others = (group for client in self._clients for group in client.groups if id(group) not in waiting)
-        return sum(begins or bool(group.words[CONTINUES]) for group in others)
-
-    def _update_weights(self, pending: Sequence[Request]) -> Sequence[Request]:
-        """Pull weights between two batches if the sync rule decides to. Return the requests that may be answered now.
-
-        While a worker is inside a chunk that must have one version, the weights stay as they are. If they should
-        change, chunks that have not begun wait for the end of that chunk.
-        """
-        if self._probe_error is not None:
-            self._words[PHASE] = Phase.ACT
-            raise self._probe_error
-        pending = self._with_probe(pending)
-        if not pending:
-            return []
-        actor, ticket = self._actor, m.Ticket(0, 0, 1, max(request.min_version for request in pending))
-        assert actor is not None
-        if isinstance(weights := self._sync.weights, RemoteWeights):
-            weights.announced = max(weights.announced, *(request.group.words[NEWEST] for request in pending))
-        if any(client.holds(self._words[CANCEL]) for client in self._clients):
-            needs_pull = self._sync.needs_pull(ticket, actor)
-            return [request for request in pending if request.has_begun] if needs_pull else pending
-        self._words[PHASE] = Phase.LOAD
-        if actor.version < 0:
-            check_digest(self._digest, actor.loader.schema)
-        self._sync.pull_if_needed(ticket, actor)
-        totals = self._sync.take_totals()
-        self._total_pulls += totals.pulls
-        self._divergence = self._divergence if self._sync.divergence is None else self._sync.divergence
-        pending[0].client.mailbox.words[PULLED_BYTES] += totals.nbytes  # type: ignore[union-attr]
-        return pending
-
-    def _with_probe(self, pending: Sequence[Request]) -> Sequence[Request]:
-        """The requests that do not have to wait for a probe of the newest version, which the head sends with every
-        publish. A worker or the shared memory may have announced the version earlier."""
-        actor, probing, weights = self._actor, self._sync.probing, self._sync.weights
-        if actor is None or probing is None or weights is None or actor.version < 0:
-            return pending
-        known = max(actor.version, probing.newest_probe)
-        if weights.newest() > known:
-            return []
-        return [request for request in pending if request.group.words[NEWEST] <= known]
-
-    def _run(self, requests: Sequence[Request]) -> None:
-        assert self._actor is not None
-        self._words[PHASE] = Phase.ACT
-        self._words[COUNT] += 1
-        failure: am.Failed | None = None
-        try:
-            self._actor.act_on([request.group for request in requests], [request.number for request in requests])
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
-            failure = self._failure(error)
-        self._words[PHASE] = Phase.IDLE
-        self._reply_to(requests, failure)
-        self._words[SERVED_BATCHES] += 1
-        self._words[SERVED_ROWS] += sum(request.group.num_envs for request in requests)
-
-    def _failure(self, error: BaseException) -> am.Failed:
-        """What to tell workers about an error of the agent or the sync rule. Raise the error if memory ran out."""
-        if type(error).__name__ in _OUT_OF_MEMORY:
-            raise error  # the head restarts this process, and workers roll their chunks again
-        return self._failed(error)
-
-    def _reply_to(self, requests: Sequence[Request], failure: am.Failed | None) -> None:
-        actor = self._actor
-        assert actor is not None
-        counts_as = max(actor.version, self._sync.passed)
-        for client, group, number, ticket, _ in requests:
-            client.acted_ticket = max(client.acted_ticket, ticket)
-            client.failure = failure or client.failure
-            assert client.mailbox is not None
-            client.mailbox.words[PULLS] = self._total_pulls
-            client.mailbox.words[DIVERGENCE] = divergence_bits(self._divergence)
-            group.words[VERSION], group.words[COUNTS_AS] = actor.version, counts_as
-            group.words[FAILED] = int(failure is not None)
-            self._fence()
-            group.words[ANSWER] = number
-            group.arrived = 0.0
-            client.notify(group)
+        self._runner.actor, self._runner.options = actor, program.serving

@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from farstep.acting import messages as am
 from farstep.acting.batch_actor import Group
-from farstep.acting.mailbox import HELD, Mailbox
+from farstep.acting.mailbox import ANSWER, CONTINUES, HELD, IS_FIRST, MIN_VERSION, REQUEST, TICKET, Mailbox
 from farstep.acting.requests import answer_frames
 from farstep.core import Link, Received
 from farstep.errors import WireError
 from farstep.wire import messages as m
-from farstep.wire.channels.doorbell import Doorbell
+from farstep.wire.channels.doorbell import Doorbell, Fence
 from farstep.wire.channels.local import LocalLink, is_own_process
 
 if TYPE_CHECKING:
@@ -81,9 +81,42 @@ class Request(NamedTuple):
     min_version: int
 
     @property
+    def num_envs(self) -> int:
+        return self.group.num_envs
+
+    @property
+    def arrived(self) -> float:
+        return self.group.arrived
+
+    @property
     def has_begun(self) -> bool:
         """Whether the server has already acted in the chunk of this request."""
         return self.ticket == self.client.acted_ticket
+
+
+def pending_requests(clients: Iterable[Client], fence: Fence) -> list[Request]:
+    """The requests that wait for a batch."""
+    found = []
+    for client in clients:
+        for group in client.groups:
+            number = group.words[REQUEST]
+            if number != group.words[ANSWER] and number != group.taken:
+                found.append((client, group, number))
+    fence()
+    tickets = [group.words[TICKET] for _, group, _ in found]
+    fence()  # a worker writes the ticket after its version
+    return [
+        Request(client, group, number, ticket, group.words[MIN_VERSION])
+        for (client, group, number), ticket in zip(found, tickets, strict=True)
+    ]
+
+
+def num_expected(clients: Iterable[Client], pending: Sequence[Request]) -> int:
+    """The number of groups that may soon send a request: inside a chunk or, if a chunk begins, any other group."""
+    waiting = {id(request.group) for request in pending}
+    begins = any(request.group.words[IS_FIRST] for request in pending)
+    others = (group for client in clients for group in client.groups if id(group) not in waiting)
+    return sum(begins or bool(group.words[CONTINUES]) for group in others)
 
 
 class Clients:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,15 +63,25 @@ class GraphPolicy(Policy):
         self._addresses: list[int] = []
 
     def __call__(self, obs: Nested, state: Nested, episode_start: Any, rng: Sequence[Any] | None) -> dict[str, Any]:
+        return self.launch(obs, state, episode_start, rng)()
+
+    def launch(
+        self, obs: Nested, state: Nested, episode_start: Any, rng: Sequence[Any] | None
+    ) -> Callable[[], dict[str, Any]]:
         rows = len(episode_start)
-        if self.note != GRAPHS or rows > self._max_batch:
-            return super().__call__(obs, state, episode_start, rng)
-        size, arguments = self._size_for(rows), self._inputs(obs, state, episode_start)
-        if size not in self._graphs or size in self._unchecked:
-            self._prepare(size, arguments)
-        if size not in self._graphs:
-            return super().__call__(obs, state, episode_start, rng)
-        return self._graphs[size].run(arguments, rows)
+        if self.note == GRAPHS and rows <= self._max_batch:
+            size, arguments = self._size_for(rows), self._inputs(obs, state, episode_start)
+            if size not in self._graphs or size in self._unchecked:
+                self._prepare(size, arguments)
+            if (graph := self._graphs.get(size)) is not None:
+                graph.start(arguments, rows)
+                return partial(graph.outputs, rows)
+        out = super().__call__(obs, state, episode_start, rng)
+        return lambda: out
+
+    @property
+    def overlaps(self) -> bool:
+        return self.note == GRAPHS
 
     def accelerate(self, obs: Nested, state: Nested, episode_start: Any) -> None:
         """Capture `act` for batches of this size. If this is not possible, log the reason and stay eager."""
@@ -173,7 +184,8 @@ class GraphPolicy(Policy):
 
     def _replayed(self, graph: _Graph, arguments: tuple[Nested, ...]) -> dict[str, Any]:
         with same_randomness():
-            out = graph.run(arguments, graph.size)
+            graph.start(arguments, graph.size)
+            out = graph.outputs(graph.size)
         return {name: map_leaves(np.array, value) for name, value in out.items()}
 
     def _current_addresses(self) -> list[int]:
@@ -228,14 +240,17 @@ class _Graph:
         self._result = result
         self._outputs = [_Staged.of(tensor, cuda) for tensor in flat(result)]
 
-    def run(self, arguments: tuple[Nested, ...], rows: int) -> dict[str, Any]:
-        """Return the result for some rows: views of memory that the next call overwrites."""
+    def start(self, arguments: tuple[Nested, ...], rows: int) -> None:
+        """Start to compute the result for some rows."""
         for staged, leaf in zip(self._inputs, flat(arguments), strict=True):
             staged.array[:rows] = leaf
             staged.on_gpu.copy_(staged.on_host, non_blocking=True)
         self._replay()
         for staged in self._outputs:
             staged.on_host.copy_(staged.on_gpu, non_blocking=True)
+
+    def outputs(self, rows: int) -> dict[str, Any]:
+        """Wait for the result of `start`, and return it: views of memory that the next start overwrites."""
         self._cuda.synchronize()
         outputs = iter(self._outputs)
         return mapping_of(map_leaves(lambda _: next(outputs).array[:rows], self._result))

@@ -7,7 +7,7 @@ import inspect
 import logging
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -93,6 +93,22 @@ class Policy:
         if self._fast is not None:
             return mapping_of(self._fast(*self._arguments(obs, state, episode_start)))
         return self._eager(obs, state, episode_start, rng)
+
+    def launch(
+        self, obs: Nested, state: Nested, episode_start: Any, rng: Sequence[Any] | None
+    ) -> Callable[[], dict[str, Any]]:
+        """Act as `__call__` does, without waiting for a GPU if possible (see `overlaps`).
+
+        Returns:
+            A function that waits for the outputs. Call it before the next batch, which may overwrite them.
+        """
+        out = self(obs, state, episode_start, rng)
+        return lambda: out
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether `launch` returns before the outputs are computed."""
+        return False
 
     def _eager(self, obs: Nested, state: Nested, episode_start: Any, rng: Sequence[Any] | None) -> dict[str, Any]:
         # Copy, because `act` may change or keep its arguments, and these rows become part of the batch.

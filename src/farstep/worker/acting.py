@@ -15,7 +15,7 @@ from farstep.agents.parameters import ParameterLoader, as_array, leaves_of
 from farstep.agents.policy import Policy, same_randomness
 from farstep.batch import PRIORITY, RESERVED, is_final
 from farstep.config.env import ALL_WEIGHTS, WeightsConfig
-from farstep.core import Array
+from farstep.core import Array, Nested
 from farstep.errors import AgentError, SpaceError, described
 from farstep.rollout.rows import Rows, Slots, with_nan
 from farstep.rollout.seeds import episode_generator
@@ -150,12 +150,21 @@ class Actor:
     def act(self, t: int) -> None:
         """Act on the observations of row `t`, and write the outputs into the same row."""
         rows = self._rows
-        obs = rows[self._obs][t] if isinstance(self._obs, str) else nest(self._obs, {n: a[t] for n, a in rows.items()})
         try:
-            out = self.policy(obs, self._state, rows["episode_start"][t], self._generators(t))
+            out = self.policy(self._observed(t), self._state, rows["episode_start"][t], self._generators(t))
         except Exception as error:
             self._explain(error, [rows[name][t] for name in leaf_names(self._obs)])
             raise
+        self._record(t, out)
+
+    def _observed(self, t: int) -> Nested:
+        """The observations of row `t`, nested as the agent expects them."""
+        rows = self._rows
+        return rows[self._obs][t] if isinstance(self._obs, str) else nest(self._obs, {n: a[t] for n, a in rows.items()})
+
+    def _record(self, t: int, out: dict[str, Any]) -> None:
+        """Write what the policy returned into row `t`."""
+        rows = self._rows
         if self.policy.recurrent:
             if "state" not in out:
                 raise AgentError(f"act returned {list(out)} without 'state'; return the new state in every call.")

@@ -1,0 +1,78 @@
+"""The results of large_policy.py as tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tables import table
+
+ENV_ALONE, POLICY_ON_CPU, POLICY_ON_GPU = "environments", "policy-cpu", "policy-cuda"
+POLICY_ON_HALF, POLICY_IN_BF16 = "policy-half", "policy-bf16"
+"""On the GPU, with half of the environments in a batch; the second one in bfloat16."""
+POLICIES = (POLICY_ON_CPU, POLICY_ON_GPU, POLICY_ON_HALF, POLICY_IN_BF16)
+LIMITS = (ENV_ALONE, *POLICIES)
+"""Names of the cases that measure limits."""
+LIMITING_POLICIES = {"served-cuda": (POLICY_ON_HALF,), "served-bf16": (POLICY_IN_BF16,)}
+"""The policies alone that limit a contender; others are limited by the faster one of CPU and GPU with all
+environments in a batch."""
+VISUAL = ("ViT-S", "ViT-tiny")
+"""Sizes whose environments return images."""
+CONTENDERS = {
+    "local-cpu": "local, CPU",
+    "local-cuda": "local, GPU",
+    "served-cpu": "served, CPU",
+    "served-cuda": "served, GPU",
+    "served-bf16": "served, GPU, bfloat16",
+    "vec-cpu": "make_vec, CPU",
+    "vec-cuda": "make_vec, GPU",
+}
+
+
+def env_case(size: str) -> tuple[str, str]:
+    """The case that measures the environments of a size: once for all sizes with the same environments."""
+    return VISUAL[0] if size in VISUAL else "10k", ENV_ALONE
+
+
+def rates_of(runs: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
+    """Steps per second of the cases that could be measured, by size and contender."""
+    return {(run["size"], run["contender"]): run["steps_per_second"] for run in runs if run["steps_per_second"]}
+
+
+def limit_of(rates: dict[tuple[str, str], float], size: str, name: str) -> float | None:
+    """The smaller one of environments alone and the policy alone; None if one of them was not measured."""
+    policies = LIMITING_POLICIES.get(name, (POLICY_ON_CPU, POLICY_ON_GPU))
+    found = [rates[size, policy] for policy in policies if (size, policy) in rates]
+    return min(rates[env_case(size)], max(found)) if found and env_case(size) in rates else None
+
+
+def described(runs: list[dict[str, Any]], run: dict[str, Any]) -> str:
+    """One line about one case."""
+    found, size, name = run["steps_per_second"], run["size"], run["contender"]
+    if found is None:
+        return f"{size:8} {name:13} {run['reason']}"
+    limit = None if name in LIMITS else limit_of(rates_of(runs), size, name)
+    share = f", {found / limit:.2f} of the limit" if limit else ""
+    return f"{size:8} {name:13} {found:10,.0f} steps/s{share}"
+
+
+def page(document: dict[str, Any]) -> str:
+    """Steps per second of all contenders, and their shares of the limit in brackets."""
+    runs = document["runs"]
+    rates = rates_of(runs)
+    sizes = sorted(dict.fromkeys(run["size"] for run in runs), key=lambda size: size in VISUAL)
+    rows = []
+    for name, label in {ENV_ALONE: "environments alone", **CONTENDERS}.items():
+        cells = [_cell(rates, size, name) for size in sizes]
+        if any(cells):
+            rows.append([label, *cells])
+    return table(["inference", *sizes], rows)
+
+
+def _cell(rates: dict[tuple[str, str], float], size: str, name: str) -> str:
+    if name == ENV_ALONE:
+        found = rates.get(env_case(size))
+        return f"{found:,.0f}" if found else ""
+    if (found := rates.get((size, name))) is None:
+        return ""
+    limit = limit_of(rates, size, name)
+    return f"{found:,.0f} ({found / limit:.2f})" if limit else f"{found:,.0f}"

@@ -1,0 +1,194 @@
+"""Acts on the requests of workers, batch by batch, and pulls weights between two batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+from farstep.acting import messages as am
+from farstep.acting.answers import Answers
+from farstep.acting.batch_actor import BatchActor
+from farstep.acting.batching import next_batch
+from farstep.acting.mailbox import NEWEST, PULLED_BYTES
+from farstep.acting.server_clients import Client, Request, num_expected, pending_requests
+from farstep.config.inference import ServedInference
+from farstep.errors import report_of
+from farstep.rollout.progress import CANCEL, COUNT, PHASE, SERVED_BATCHES, SERVED_ROWS, Phase
+from farstep.rollout.weight_headers import check_digest
+from farstep.wire import messages as m
+from farstep.wire.channels.doorbell import Fence
+from farstep.worker.connection.inbox import TicketCancelled
+from farstep.worker.weights.sources import RemoteWeights
+from farstep.worker.weights.weight_sync import WeightSync
+
+IDLE_S = 0.2
+"""Seconds to wait for messages while there is nothing to do."""
+_OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
+
+
+class BatchRunner:
+    """Acts on the requests of workers.
+
+    Args:
+        clients: The workers.
+        sync: Decides when to pull weights.
+        words: Progress words, as for a worker.
+        is_local: Whether the workers share memory with this process.
+    """
+
+    def __init__(self, clients: Iterable[Client], sync: WeightSync, words: memoryview, is_local: bool) -> None:
+        self._clients, self._sync, self._words, self._is_local = clients, sync, words, is_local
+        self.options = ServedInference()
+        self.total_pulls = 0
+        self._fence = Fence()
+        self.digest = ""
+        """Digest of the parameters that the head publishes."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the agent."""
+        self.actor: BatchActor | None = None
+        self.probe_error: Exception | None = None
+        """What the agent raised when it was compared with a new version."""
+        self._divergence: float | None = None
+        """The last running divergence of the current weights."""
+
+    def run(self, until: float) -> float:
+        """Act on pending requests.
+
+        On the GPU, the next batch starts before the answers to the last one are written, so that the GPU need not wait
+        for that.
+
+        Args:
+            until: When to handle messages, which may close a mailbox; no batch starts before another is answered then.
+
+        Returns:
+            For how many seconds to wait for messages.
+        """
+        if self.actor is None or self._sync.weights is None:
+            return IDLE_S
+        requests, wait_s = self._next_batch(self.actor)
+        if not requests:
+            return wait_s
+        answers = self._start(self.actor, requests)
+        while True:
+            self._finish(self.actor, answers)
+            may_overlap = self._is_local and self.actor.policy.overlaps and time.monotonic() < until
+            following = self._next_batch(self.actor, may_pull=False)[0] if may_overlap else []
+            next_answers = self._start(self.actor, following) if following else None
+            self._send(self.actor, answers)
+            if next_answers is None:
+                return 0.0
+            answers = next_answers
+
+    def _next_batch(self, actor: BatchActor, may_pull: bool = True) -> tuple[Sequence[Request], float]:
+        """Return the requests to act on now, and, if there are none, for how many seconds to wait for messages.
+
+        Args:
+            may_pull: Whether to pull weights first if the sync rule decides to. Otherwise there is no batch then.
+        """
+        now = time.monotonic()
+        pending = pending_requests(self._clients, self._fence)
+        for request in pending:
+            request.group.arrived = request.group.arrived or now
+        try:
+            admitted = self._update_weights(actor, pending, may_pull)
+        except TicketCancelled:
+            return [], IDLE_S  # the head has replaced the agent
+        except EOFError:
+            raise  # the head closed the connection
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            self._send(actor, self._answers_to(actor, pending, self._failure(error)))
+            return [], 0.0
+        finally:
+            self._words[PHASE] = Phase.IDLE
+        options, possible = self.options, len(admitted)
+        if options.window_ms:
+            possible += num_expected(self._clients, pending)
+        batch, wait_s = next_batch(admitted, possible, now, options.max_batch, options.window_ms / 1000)
+        return batch, min(IDLE_S, wait_s) if admitted else IDLE_S
+
+    def _update_weights(self, actor: BatchActor, pending: Sequence[Request], may_pull: bool) -> Sequence[Request]:
+        """Pull weights between two batches if the sync rule decides to. Return the requests that may be answered now.
+
+        While a worker is inside a chunk that must have one version, the weights stay as they are. If they should
+        change, chunks that have not begun wait for the end of that chunk.
+        """
+        if self.probe_error is not None:
+            self._words[PHASE] = Phase.ACT
+            raise self.probe_error
+        pending = self._with_probe(actor, pending)
+        if not pending:
+            return []
+        ticket = m.Ticket(0, 0, 1, max(request.min_version for request in pending))
+        if isinstance(weights := self._sync.weights, RemoteWeights):
+            weights.announced = max(weights.announced, *(request.group.words[NEWEST] for request in pending))
+        if any(client.holds(self._words[CANCEL]) for client in self._clients):
+            needs_pull = self._sync.needs_pull(ticket, actor)
+            return [request for request in pending if request.has_begun] if needs_pull else pending
+        if not may_pull:
+            return [] if self._sync.needs_pull(ticket, actor) else pending
+        self._words[PHASE] = Phase.LOAD
+        if actor.version < 0:
+            check_digest(self.digest, actor.loader.schema)
+        self._sync.pull_if_needed(ticket, actor)
+        totals = self._sync.take_totals()
+        self.total_pulls += totals.pulls
+        self._divergence = self._divergence if self._sync.divergence is None else self._sync.divergence
+        pending[0].client.mailbox.words[PULLED_BYTES] += totals.nbytes  # type: ignore[union-attr]
+        return pending
+
+    def _with_probe(self, actor: BatchActor, pending: Sequence[Request]) -> Sequence[Request]:
+        """The requests that do not have to wait for a probe of the newest version, which the head sends with every
+        publish. A worker or the shared memory may have announced the version earlier."""
+        probing, weights = self._sync.probing, self._sync.weights
+        if probing is None or weights is None or actor.version < 0:
+            return pending
+        known = max(actor.version, probing.newest_probe)
+        if weights.newest() > known:
+            return []
+        return [request for request in pending if request.group.words[NEWEST] <= known]
+
+    def _start(self, actor: BatchActor, requests: Sequence[Request]) -> Answers:
+        """Start to act on requests."""
+        self._words[PHASE] = Phase.ACT
+        self._words[COUNT] += 1
+        for request in requests:
+            request.client.acted_ticket = max(request.client.acted_ticket, request.ticket)
+        answers = self._answers_to(actor, requests)
+        try:
+            answers.batch = actor.start(
+                [request.group for request in requests], [request.number for request in requests]
+            )
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            answers.failure = self._failure(error)
+        return answers
+
+    def _finish(self, actor: BatchActor, answers: Answers) -> None:
+        """Wait until the policy has acted."""
+        try:
+            if answers.batch is not None:
+                actor.finish(answers.batch)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            answers.failure = self._failure(error)
+        self._words[PHASE] = Phase.IDLE
+        self._words[SERVED_BATCHES] += 1
+        self._words[SERVED_ROWS] += sum(request.num_envs for request in answers.requests)
+
+    def _answers_to(self, actor: BatchActor, requests: Sequence[Request], failure: am.Failed | None = None) -> Answers:
+        return Answers(requests, actor.version, max(actor.version, self._sync.passed), failure)
+
+    def _failure(self, error: BaseException) -> am.Failed:
+        """What to tell workers about an error of the agent or the sync rule. Raise the error if memory ran out."""
+        if type(error).__name__ in _OUT_OF_MEMORY:
+            raise error  # the head restarts this process, and workers roll their chunks again
+        return failed(error, self._words)
+
+    def _send(self, actor: BatchActor, answers: Answers) -> None:
+        answers.send(actor.output_names, self.total_pulls, self._divergence, self._fence)
+
+
+def failed(error: BaseException, words: memoryview) -> am.Failed:
+    """What to tell workers about an error in the current phase."""
+    report = report_of(error)
+    return am.Failed(report.message, report.traceback, Phase(words[PHASE]).label, report.kind)
