@@ -248,13 +248,16 @@ def test_worker_is_returning_until_it_is_connected(parked: Park) -> None:
     assert not world.worker.is_returning
 
 
-def test_worker_that_dies_while_it_connects_has_ended(parked: Park) -> None:
+def test_worker_that_dies_while_it_connects_has_ended(parked: Park, monkeypatch: pytest.MonkeyPatch) -> None:
     world = parked(dump=FAILS)
     world.park()
     world.problem()
     world.unpark()
-    world.worker.advance()
+    with monkeypatch.context() as patch:  # otherwise it may connect during this call of advance
+        patch.setattr(world.worker.process, "resume", lambda: None)
+        world.worker.advance()
     *_, listener = world.worker.fds()
+    world.worker.process.resume()
     assert is_readable(listener, 30)
     os.kill(world.pid, signal.SIGKILL)
     assert is_readable(world.worker.process.exit_fd, 30)
