@@ -41,3 +41,15 @@ def test_wait_for_an_acting_server_is_that_of_the_workers_per_request() -> None:
         (server,) = stats["acting"]
         assert server["wait_ms"] == pytest.approx(1000 * stats["time"]["workers"]["inference"] / 16, rel=0.1)
         assert server["wait_ms"] > 0
+
+
+@pytest.mark.slow  # real processes
+def test_rows_per_second_of_acting_servers_are_those_of_their_workers() -> None:
+    agent = TableAgent()
+    with cluster(envs=4, workers=2, inference="served") as env:
+        for _ in range(2):
+            within(lambda: env.collect(agent, 16))
+        stats = env.stats()
+        (server,) = stats["acting"]
+        assert server["rows_per_second"] == pytest.approx(sum(stats["workers"]["steps_per_second"]), rel=0.01)
+        assert server["rows_per_second"] > 0

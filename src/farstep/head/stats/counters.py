@@ -12,7 +12,6 @@ import numpy as np
 
 from farstep.batch import Batch
 from farstep.head.members.membership import State
-from farstep.head.members.worker_records import WorkerRecord
 from farstep.head.server import Server
 from farstep.head.stats.learner_times import LearnerTimes
 from farstep.head.stats.rates import Rate
@@ -48,8 +47,6 @@ class Counters:
         self._lag_sum = self._lag_rows = self._lag_max = 0
         self._lags: list[Counter[int]] = [Counter() for _ in range(num_workers)]
         self._oldest: int | None = None
-        self._served: dict[int, tuple[Rate, int]] = {}
-        """For each acting server, the rate of its rows, and its rows at the last snapshot."""
 
     def received(self, worker: int, nbytes: int, steps: int) -> None:
         """Count the bytes and the environment steps of an accepted chunk."""
@@ -143,27 +140,25 @@ class Counters:
         return sum(max((self.pulls[worker] for worker in clients), default=0) for clients in server.clients())
 
     def _acting(self, server: Server, now: float) -> list[dict[str, Any]]:
-        """What each acting server has done, and how long its workers have waited."""
-        pairs = zip(server.servers, server.clients(), strict=True)
-        return [self._served_by(record, [server.records[i] for i in clients], now) for record, clients in pairs]
-
-    def _served_by(self, record: WorkerRecord, clients: Sequence[WorkerRecord], now: float) -> dict[str, Any]:
-        """What an acting server has done for its workers, from their progress words."""
-        rows, batches = int(record.words[SERVED_ROWS]), int(record.words[SERVED_BATCHES])
-        requests, waited = (sum(int(client.words[i]) for client in clients) for i in (REQUESTS, WAITED_US))
-        rate, before = self._served.get(record.worker, (Rate(), 0))
-        rate.add(max(0, rows - before), now)
-        self._served[record.worker] = (rate, rows)
-        return {
-            "host": record.host,
-            "pid": record.pid,
-            "rows": rows,
-            "batches": batches,
-            "batch_size": rows / batches if batches else 0.0,
-            "wait_ms": waited / requests / 1000 if requests else 0.0,
-            "rows_per_second": rate.per_second(now),
-            "restarts": record.incarnation,
-        }
+        """What each acting server has done for its workers, from their progress words."""
+        rates, found = self.workers.rates(now), []
+        for record, clients in zip(server.servers, server.clients(), strict=True):
+            rows, batches = int(record.words[SERVED_ROWS]), int(record.words[SERVED_BATCHES])
+            words = [server.records[worker].words for worker in clients]
+            requests, waited = (sum(int(each[i]) for each in words) for i in (REQUESTS, WAITED_US))
+            found.append(
+                {
+                    "host": record.host,
+                    "pid": record.pid,
+                    "rows": rows,
+                    "batches": batches,
+                    "batch_size": rows / batches if batches else 0.0,
+                    "wait_ms": waited / requests / 1000 if requests else 0.0,
+                    "rows_per_second": sum(rates[worker] for worker in clients),
+                    "restarts": record.incarnation,
+                }
+            )
+        return found
 
 
 def members_snapshot(server: Server, times: WorkerTimes, now: float) -> dict[str, Any]:

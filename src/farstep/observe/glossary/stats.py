@@ -317,8 +317,7 @@ STATS_GROUPS = (
             ),
             _workers(
                 "acting/<server>/rows_per_second",
-                "rows per second over the last 10 s, or between the last two calls of `stats()` if they are further "
-                "apart",
+                "rows per second of its workers over the last 10 s",
                 unit="rows/s",
             ),
             _head("acting/<server>/restarts", "how many times it was restarted", kind="counter", unit="restarts"),
