@@ -175,8 +175,8 @@ RULES: tuple[Rule, ...] = (
         "time",
         "A worker was restarted, and the other workers and the learner each wait for at least 30 % of their time. "
         "farstep train does not warn",
-        'env.events(["lost", "stuck"]) or events.jsonl gives the reason. With num_chunks (stream, --num-chunks), '
-        "batches do not wait for a worker that restarts.",
+        'env.events(["lost", "stuck"]) or events.jsonl gives the reason. With num_chunks (an argument of stream; '
+        "--num-chunks), batches do not wait for a worker that restarts.",
         find.replaced_worker,
         "The status page and events.jsonl of the run folder give the reason. With --num-chunks (async-ppo, impala), "
         "batches do not wait for a worker that restarts.",
@@ -186,8 +186,8 @@ RULES: tuple[Rule, ...] = (
         "time",
         "One worker takes at least twice as long as the others. The others and the learner each wait for at least 30 % "
         "of their time",
-        "Give its host fewer environments, or look for other programs there. With num_chunks (stream, --num-chunks) or "
-        "a trigger with n below the number of workers, batches do not wait for this worker.",
+        "Give its host fewer environments, or look for other programs there. With num_chunks (an argument of stream; "
+        "--num-chunks) or a trigger with n below the number of workers, batches do not wait for this worker.",
         find.straggler,
         "Give its host fewer environments, or look for other programs there. With --num-chunks (async-ppo, impala), "
         "batches do not wait for this worker.",
@@ -207,7 +207,8 @@ RULES: tuple[Rule, ...] = (
         "taking turns",
         "time",
         "The share of time in which workers wait for the learner, plus the share in which the learner waits for "
-        "rollouts, is at least 130 %. So for at least 30 % of the time, both wait at once",
+        "rollouts, is at least 130 %. So for at least 30 % of the time, both wait at once; for example, some workers "
+        "have finished, and the learner waits for the others",
         "Use stream instead of collect (async-ppo instead of ppo), so that workers roll while the learner updates. If "
         "you already use stream, raise max_staleness (async-ppo: --staleness-threshold, impala: --max-staleness).",
         find.both_wait,

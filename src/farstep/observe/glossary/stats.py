@@ -64,13 +64,14 @@ STATS_GROUPS = (
     Namespace(
         "dropped/",
         "Chunks and tickets dropped, by cause. A cause is listed once its count is above 0. In a workflow, `stale` "
-        "also counts chunks in the buffer that became older than `max_staleness` before their consumer was called, and "
+        "also counts chunks in the buffer that became older than `max_staleness` before their consumer was called; "
         "`cancelled` also counts chunks in the buffer that a consumer had not read when the workflow ended.",
         (
             *(metric for name, metric in METRICS.items() if name.startswith("dropped/")),
             _workflow(
                 "dropped/worker_left",
-                "chunks in the incomplete window of a trigger when their worker left",
+                "chunks of a worker that left before the trigger had all steps that it takes from a worker at once "
+                "(a [window](workflows.md#triggers))",
                 kind="counter",
                 unit="chunks",
                 when="in a workflow, once a node has left",
@@ -89,7 +90,9 @@ STATS_GROUPS = (
                 "parked workers ([elasticity](elasticity.md)), including those whose process was killed",
                 unit="workers",
             ),
-            _launcher("workers/on_disk", "parked workers that are on disk (`park_method`)", unit="workers"),
+            _launcher(
+                "workers/on_disk", 'parked workers whose memory is on disk (`park_method="criu"`)', unit="workers"
+            ),
             _launcher("workers/disk_bytes", "size of these workers on disk", unit="bytes"),
             _head("workers/lost", "workers that are being ended", unit="workers"),
             METRICS["workers/restarts"],
@@ -173,7 +176,7 @@ STATS_GROUPS = (
     ),
     Namespace(
         "nodes/",
-        "A list with one entry per node of a cluster; empty on this machine.",
+        "A list with one entry per node of a cluster; empty if workers run on this machine.",
         (
             _launcher("nodes/<node>/host", "name of the host", kind="info"),
             _launcher("nodes/<node>/pid", "process id of the node daemon", kind="info"),
@@ -408,7 +411,7 @@ STATS_GROUPS = (
     ),
     Namespace(
         "limiter/",
-        "The limiter of that buffer.",
+        "The [limiter](buffer.md#limiters) of that buffer.",
         (
             _workflow("limiter/ratio", "rows sampled per row inserted so far"),
             _workflow(

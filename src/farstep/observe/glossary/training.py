@@ -21,8 +21,8 @@ NAMESPACES = (
         (
             _loop(
                 "step",
-                "environment steps so far, the x axis of plots; includes the steps that move staggered environments "
-                "to their offsets",
+                "environment steps so far, the x axis of plots; with [staggered resets](stagger.md), includes the "
+                "steps that only move environments to their first positions",
                 kind="counter",
                 unit="steps",
                 label="steps",
@@ -30,8 +30,8 @@ NAMESPACES = (
             _loop("update", "updates so far", kind="counter", unit="updates"),
             _loop(
                 "seconds",
-                "training time so far, including the time before a resume, without the start of workers and the last "
-                "evaluation",
+                "training time so far, including earlier parts of a resumed run. The start of workers and the "
+                "evaluation at the end are not included",
                 kind="counter",
                 unit="seconds",
             ),
@@ -87,7 +87,7 @@ NAMESPACES = (
                 "lag/versions_mean",
                 "mean staleness of these rows",
                 unit="versions",
-                healthy="without AAPS: 0 with ppo, up to the staleness bound with async-ppo and impala",
+                healthy="without [AAPS](aaps.md): 0 with ppo, up to the staleness bound with async-ppo and impala",
                 label="staleness",
             ),
             _loop("lag/versions_max", "staleness of the oldest of these rows", unit="versions", label="oldest row"),
@@ -111,7 +111,7 @@ NAMESPACES = (
                 "rows sampled per environment step since learning began: how often each row is used",
                 unit="samples/step",
                 when="aride",
-                healthy="`--samples-per-step`, within one batch",
+                healthy="close to `--samples-per-step` after the first updates",
             ),
             _learner("replay/episodes", "complete episodes in the buffer", unit="episodes", when="aride"),
         ),
@@ -119,8 +119,8 @@ NAMESPACES = (
     Namespace(
         "time/",
         "Time that each phase of the learner took since the previous line. The sum of the phases is at most "
-        "`time/step`. Lines of evaluations at the end of a run have no `time/step`. A name after *RLinf* is that of "
-        "the same phase in the framework RLinf.",
+        "`time/step`. An evaluation at the end of a run has a line of its own, without `time/step`. A name after "
+        "*RLinf* is that of the same phase in the framework RLinf.",
         (
             _loop("time/step", "time since the previous line", unit="seconds"),
             _loop(

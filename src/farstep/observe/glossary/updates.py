@@ -17,7 +17,10 @@ UPDATES = (
         "The *behavior policy* is the one that acted. The *proximal policy* is the learner's policy at the start of "
         "the update. The *current policy* is the one that is being optimized. Each of them gives the action of a row a "
         "probability. The *ratio* of a row is the quotient current / proximal of these probabilities (with "
-        "`--no-decoupled`: current / behavior). The *weight* is proximal / behavior. V-trace calls the weight *rho*.",
+        "`--no-decoupled`: current / behavior). The *weight* is proximal / behavior. V-trace calls the weight *rho*. "
+        "impala and aride make one optimizer step per batch, so for them proximal and current policy are the same.\n\n"
+        "During [critic warm-up](ppo.md#critic-warm-up), the first updates of a run train only the critic's own "
+        "layers.",
         (
             _learner(
                 "train/actor/policy_loss",
@@ -164,7 +167,7 @@ UPDATES = (
             _learner("train/actor/lr", "learning rate of the policy; 0 during critic warm-up", when=ON_POLICY),
             _learner(
                 "train/actor/epsilon",
-                "probability of a random action; with `--exploration ladder`, that of slot 0",
+                "probability of a random action; with `--exploration ladder`, that of environment 0",
                 unit="fraction",
                 when="dqn, apex",
             ),
