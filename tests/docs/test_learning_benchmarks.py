@@ -96,6 +96,33 @@ def test_stopped_run_is_stored_as_not_reached_and_continued(
     assert (stored["steps"], stored["reached"]) == (12288, True) and "stopped" not in stored
 
 
+@pytest.mark.parametrize(
+    ("returns", "reached", "steps"), [([500, 110, 480, 500], True, 30), ([500, 500, 500, 470], False, 40)], ids=str
+)
+def test_apex_on_cartpole_is_judged_by_its_evaluations(returns: list[int], reached: bool, steps: int) -> None:
+    case = {"env": "CartPole-v1", "learner": "apex", "num_envs": 16, "seed": 1}
+    metrics = [
+        {"step": step, "seconds": step / 10, "env/return_mean": 430.0, "eval/step": step}
+        | {"eval/return_mean": float(mean), "eval/return_std": 0.0}
+        for step, mean in zip((10, 20, 30, 40), returns, strict=True)
+    ]
+    run = defaults.outcome(case, metrics)
+    assert (run["reached"], run["steps"], run["seconds"]) == (reached, steps, steps / 10)
+    assert not defaults.outcome(case | {"learner": "dqn"}, metrics)["reached"], "its training returns count"
+    assert "apex`: until no later evaluation is lower" in defaults.summary({"runs": [run]}, "CartPole-v1")
+
+
+@pytest.mark.parametrize(("learner", "has_target"), [("apex", False), ("dqn", True)])
+def test_run_that_is_judged_by_evaluations_has_no_target_return(
+    learner: str, has_target: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["defaults.py"])
+    case = {"env": "CartPole-v1", "learner": learner, "num_envs": 16, "seed": 1}
+    training = defaults.training_of(case, defaults.parse_options())
+    assert ("--target-return" in training.options) is has_target
+    assert (training.total_steps < 1_000_000) is not has_target
+
+
 def test_counters_of_a_continued_run_are_added_up() -> None:
     lines = [{"pulls": pulls, "bytes": size} for pulls, size in ((2, 10), (4, 30), (4, 20), (6, 40))]
     # A new process begins with the third line: its pulls do not show it, its bytes do.
