@@ -82,9 +82,9 @@ class DQNConfig:
     """Environment steps, over all environments, during which epsilon decreases (annealed)."""
     epsilon_alpha: float = 7.0
     """Exponent of the ladder."""
-    huber_delta: float | None = 1.0
+    huber_delta: float | None = 10.0
     """Huber loss: TD errors above this enter the loss linearly. If it is far below the returns, rare failures count
-    little. None: squared error."""
+    little, and the return can collapse again and again. None: squared error."""
     max_grad_norm: float = 10.0
     """Largest norm of the gradient; larger gradients are scaled down to it."""
     net: QNetConfig = DEFAULT_NET
@@ -120,6 +120,9 @@ class ApexConfig(DQNConfig):
     epsilon ** (1 + epsilon_alpha) (ladder)."""
     epsilon: float = 0.4
     """Probability of a random action at the start (annealed), or in the first environment (ladder)."""
+    huber_delta: float | None = 1.0
+    """Huber loss: TD errors above this enter the loss linearly. If it is far below the returns, rare failures count
+    little, and the return can collapse again and again. None: squared error."""
     replay: ReplayConfig = APEX_REPLAY
     """the replay buffer and the loop"""
 

@@ -61,6 +61,13 @@ def test_loss_is_weighted_and_priorities_are_absolute_errors(huber_delta: float 
     assert moved[1, 1] < 0, "the value of the second action was too high"
 
 
+def test_errors_of_the_size_of_a_failure_enter_the_default_loss_squared() -> None:
+    learner = DQN(agent_of([[0.0, 0.0], [0.0, 0.0]]), DQNConfig(net=NET), seed=1)
+    rows = {"obs": [[1.0, 0.0]], "action": [0], "reward": [-8.0], "discount": [0.0], "next_obs": [[1.0, 0.0]]}
+    metrics, _ = learner.step(batch_of([1.0], **rows))
+    assert float(metrics["critic/value_loss"]) == pytest.approx(8.0**2 / 2)
+
+
 def test_target_network_changes_only_every_target_update() -> None:
     agent = agent_of([[1.0, 0.0], [0.0, 1.0]])
     learner = DQN(agent, DQNConfig(target_update_every=3, tau=1.0, net=NET), seed=1)
