@@ -12,7 +12,7 @@ _launcher, _workflow = partial(Metric, source="launcher"), partial(Metric, sourc
 
 _WORKER_PARTS = {
     "env": ("stepping and resetting environments, and recording rows", "time/env/env_interact_step"),
-    "inference": ("in `act`, and evaluating [probes](aaps.md)", "time/rollout/predict"),
+    "inference": ("in `act` or waiting for an acting server, and evaluating [probes](aaps.md)", "time/rollout/predict"),
     "tickets": (
         "waiting for a ticket, because the learner has not requested more rows or has no room for them",
         "time/rollout/tickets",
@@ -70,8 +70,8 @@ STATS_GROUPS = (
             *(metric for name, metric in METRICS.items() if name.startswith("dropped/")),
             _workflow(
                 "dropped/worker_left",
-                "chunks of a worker that left before the trigger had all steps that it takes from a worker at once "
-                "(a [window](workflows.md#triggers))",
+                "chunks that a trigger did not take, because their worker left before it had collected a whole "
+                "[window](workflows.md#triggers)",
                 kind="counter",
                 unit="chunks",
                 when="in a workflow, once a node has left",
@@ -191,12 +191,18 @@ STATS_GROUPS = (
         (
             _workers(
                 "pulls/total",
-                "how often workers pulled weights, summed over workers",
+                "how often workers pulled weights, summed over workers; with "
+                "[served inference](large_policies.md#versions), summed over acting servers",
                 kind="counter",
                 unit="pulls",
                 logged_as="sync/pulls_per_worker",
             ),
-            _workers("pulls/per_worker/<worker>", "how often one worker pulled weights", kind="counter", unit="pulls"),
+            _workers(
+                "pulls/per_worker/<worker>",
+                "how often one worker, or its acting server, pulled weights",
+                kind="counter",
+                unit="pulls",
+            ),
         ),
     ),
     Namespace(
@@ -259,8 +265,9 @@ STATS_GROUPS = (
         (
             _workers(
                 "divergence/<worker>",
-                "KL divergence of a worker's policy from the learner's, as the worker measured it before its last "
-                "chunk; after a pull, the divergence that remained (0 if not measured)",
+                "[running KL divergence](aaps.md#how-it-is-measured) of a worker's policy from the learner's before "
+                "the worker's last chunk. If the worker pulled before this chunk: the divergence of the pulled "
+                "weights, for example because they are rounded (0 if not measured)",
                 unit="nats",
                 logged_as="sync/divergence_mean",
             ),
@@ -314,8 +321,8 @@ STATS_GROUPS = (
             _workers("acting/<server>/batch_size", "mean number of rows per call of `act`", unit="rows"),
             _workers(
                 "acting/<server>/wait_ms",
-                "mean time per request for which a worker of this server waited for actions; the time in which it "
-                "stepped other environments meanwhile does not count. A restarted worker counts from 0",
+                "mean time per request in which a worker of this server was idle until it got its actions. Time in "
+                "which it stepped its other environments does not count. A restarted worker counts from 0",
                 unit="ms",
             ),
             _workers(

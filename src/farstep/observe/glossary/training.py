@@ -80,8 +80,9 @@ NAMESPACES = (
     ),
     Namespace(
         "lag/",
-        "Staleness of the rows that arrived since the previous line of metrics. The staleness of a row is the "
-        "learner's version when the row arrived, minus the version that chose its action.",
+        "Staleness of the rows that the learner got since the previous line of metrics. The staleness of a row is the "
+        "newest version when the learner got the row (replay learners: when the row entered the buffer), minus the "
+        "version that chose its action.",
         (
             _loop(
                 "lag/versions_mean",
@@ -119,8 +120,8 @@ NAMESPACES = (
     Namespace(
         "time/",
         "Time that each phase of the learner took since the previous line. The sum of the phases is at most "
-        "`time/step`. An evaluation at the end of a run has a line of its own, without `time/step`. A name after "
-        "*RLinf* is that of the same phase in the framework RLinf.",
+        "`time/step`. An evaluation at the end of a run has a line of its own, without `time/step`. The "
+        "framework RLinf has some of these phases too: brackets contain its name for the phase.",
         (
             _loop("time/step", "time since the previous line", unit="seconds"),
             _loop(
@@ -213,22 +214,22 @@ NAMESPACES = (
         (
             _workers(
                 "sync/pulls_per_worker",
-                "how often a worker has pulled weights since the process started, averaged over workers",
+                "number of pulls since the process started (`pulls/total`), divided by the number of workers",
                 kind="counter",
                 unit="pulls",
                 label="pulls per worker",
             ),
             _workers(
                 "sync/divergence_mean",
-                "KL divergence of the workers' policies from the learner's, as each measured it at its last chunk; "
-                "mean over workers",
+                "[running KL divergence](aaps.md#how-it-is-measured) of a worker's policy from the learner's before "
+                "the worker's last chunk; mean over workers",
                 unit="nats",
                 when=_KL,
                 healthy="below the threshold",
             ),
             _workers(
                 "sync/divergence_max",
-                "largest KL divergence of a worker's policy from the learner's",
+                "largest running KL divergence of a worker's policy from the learner's",
                 unit="nats",
                 when=_KL,
             ),

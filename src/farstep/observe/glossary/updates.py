@@ -179,8 +179,8 @@ UPDATES = (
             ),
             _learner(
                 "train/actor/kept_fraction",
-                "sampled steps that change the policy. Steps of episodes that do not pass `--filter-quantile` do not; "
-                "with `--gate positive`, steps without a positive advantage do not either",
+                "sampled steps that change the policy. `--filter-quantile` excludes all steps of some episodes, and "
+                "`--gate positive` excludes steps without a positive advantage",
                 unit="fraction",
                 when="aride",
             ),
