@@ -262,6 +262,19 @@ def test_training_continues_if_its_output_is_not_read(tmp_path: Path) -> None:
     assert list(RunFolder(tmp_path / "run").checkpoints.iterdir())
 
 
+@pytest.mark.parametrize("cluster", [[], ["--launcher", "slurm", "--debug", "--nodes", "2"]], ids=["local", "cluster"])
+def test_workers_without_an_environment_are_named(
+    cluster: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*TRAIN, *cluster, "--num-envs", "2", "--num-steps", "32", "--total-steps", "64"]
+    workers, found, where = ("--workers-per-node", 1, " per node") if cluster else ("--workers", 2, "")
+    for wanted in (found, 20):
+        status, output, error = said(capsys, *options, workers, str(wanted), "--folder", str(tmp_path))
+        assert status == 0, error
+        line = f"workers: {found}{where}, not 20 ({workers}): a worker needs an environment; raise --num-envs\n"
+        assert (line in output) == (wanted == 20) and ("workers:" in output) == (wanted == 20), output
+
+
 def test_to_train_needs_a_learner(capsys: pytest.CaptureFixture[str]) -> None:
     needed = "farstep: 'farstep train' needs a learner: ppo, async-ppo, impala, dqn, apex, sac, aride.\n"
     assert said(capsys, "train") == (2, "", needed)

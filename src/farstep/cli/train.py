@@ -92,6 +92,8 @@ def main(arguments: Sequence[str]) -> int:
             sys.stderr.write(f"farstep: stopped by {signal_name} before training began\n")
             return _EXIT_STATUS[signal_name]
         _print_now(f"run: {folder.path}\n{_normalized(options.learner.net, learner.agent)}")
+        if surplus := _surplus_workers(options):
+            _print_now(surplus)
         if isinstance(learner, PPO | AsyncPPO) and learner.agent.sees_images:
             used = _sizes_in_use(learner, env)
             _print_now(f"observations are images, with other defaults (--help): {used}")
@@ -164,6 +166,18 @@ def _cluster(options: Options[Any, Any]) -> ClusterEnv:
     if isinstance(nodes, EngineConfig):
         return ClusterEnv(run.env_config(envs_per_node=run.envs_per_node(nodes.nodes), info_keys=info_keys), nodes)
     return ClusterEnv(run.env_config(info_keys=info_keys), replace(run.launch_config(), **vars(nodes)))
+
+
+def _surplus_workers(options: Options[Any, Any]) -> str:
+    """Return a line about workers that are not started because they would have no environment; "" if there are none."""
+    run, nodes = options.run, options.nodes
+    option, wanted, num_envs, where = "--workers", run.workers, run.num_envs, ""
+    if isinstance(nodes, EngineConfig):
+        option, wanted, where = "--workers-per-node", nodes.workers_per_node, " per node"
+        num_envs = run.envs_per_node(nodes.nodes)
+    if wanted is None or wanted <= num_envs:
+        return ""
+    return f"workers: {num_envs}{where}, not {wanted} ({option}): a worker needs an environment; raise --num-envs"
 
 
 def _folder(name: str, options: Options[Any, Any], on_failure: ExitStack) -> RunFolder:
