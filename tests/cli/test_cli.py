@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -217,6 +218,61 @@ def test_sigint_ends_a_command_with_its_usual_status(
 def test_slow_imports_happen_where_sigint_is_handled() -> None:
     script = "import sys, farstep.cli; sys.exit('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=120, check=False).returncode == 0
+
+
+def unread(*arguments: str, **env: str) -> tuple[int, str]:
+    """Return the status of a command whose output is a pipe without a reader, and what it writes to stderr."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "farstep", *arguments]
+    try:
+        done = subprocess.run(
+            command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False, env=os.environ | env
+        )
+    finally:
+        os.close(writer)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("command", ["--version", "metrics", "metrics --help", "train ppo --help"])
+def test_command_ends_quietly_if_its_output_is_not_read(command: str) -> None:
+    assert unread(*command.split()) == (141, "")
+
+
+def test_command_ends_quietly_if_its_unbuffered_output_is_not_read() -> None:
+    assert unread("metrics", PYTHONUNBUFFERED="1") == (141, "")
+
+
+def test_training_continues_if_its_output_is_not_read(tmp_path: Path) -> None:
+    options = [
+        "--total-steps",
+        "64",
+        "--num-envs",
+        "1",
+        "--num-steps",
+        "64",
+        "--folder",
+        str(tmp_path),
+        "--name",
+        "run",
+    ]
+    status, error = unread(*CARTPOLE, *options)
+    assert status == 0, error
+    assert error == "the program that read the output of this run has ended; training continues without printing\n"
+    assert list(RunFolder(tmp_path / "run").checkpoints.iterdir())
+
+
+@pytest.mark.parametrize("cluster", [[], ["--launcher", "slurm", "--debug", "--nodes", "2"]], ids=["local", "cluster"])
+def test_workers_without_an_environment_are_named(
+    cluster: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*TRAIN, *cluster, "--num-envs", "2", "--num-steps", "32", "--total-steps", "64"]
+    workers, found, where = ("--workers-per-node", 1, " per node") if cluster else ("--workers", 2, "")
+    for wanted in (found, 20):
+        status, output, error = said(capsys, *options, workers, str(wanted), "--folder", str(tmp_path))
+        assert status == 0, error
+        line = f"workers: {found}{where}, not 20 ({workers}): a worker needs an environment; raise --num-envs\n"
+        assert (line in output) == (wanted == 20) and ("workers:" in output) == (wanted == 20), output
 
 
 def test_to_train_needs_a_learner(capsys: pytest.CaptureFixture[str]) -> None:

@@ -395,6 +395,15 @@ def test_status_page_says_that_the_job_is_queued(cluster: SlurmCluster, tmp_path
         env.close()
 
 
+def test_job_that_can_never_start_ends_the_launch(
+    cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farstep.launch.engines.slurm._HOPELESS_S", 1.0)
+    with pytest.raises(LaunchError, match=r"is PENDING \(Partition\w+: .* request fewer nodes.*9 nodes are missing"):
+        within(start(tmp_path, nodes=9).launch)
+    eventually(lambda: not live_jobs(cluster))
+
+
 def test_what_sbatch_says_is_in_the_error(cluster: SlurmCluster, tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"sbatch failed: .*[Ii]nvalid partition"):
         start(tmp_path, partition="no-such-partition").launch()

@@ -369,3 +369,19 @@ def test_a_lost_engine_ends_a_run_that_needs_more_nodes_although_budget_is_left(
     eventually(lambda: groups[1].status.engine_lost)
     with pytest.raises(LaunchError, match=r"its controller is gone, and 2 nodes are missing"):
         groups.request_missing(2, 0.1)
+
+
+def test_nodes_that_can_never_be_provided_end_only_a_launch_that_needs_them(
+    engine: Fake, make: Callable[..., Groups]
+) -> None:
+    groups = make(nodes=4, here=0, min_nodes=2)
+    engine.jobs[0].stands = RequestStatus("job", 4, hopeless=2)
+    eventually(lambda: groups[0].status.hopeless == 2)
+    groups.request_missing(4, 0.0)
+    engine.jobs[0].stands = RequestStatus("job of 4 is too large", 4, hopeless=3)
+    eventually(lambda: groups[0].status.hopeless == 3)
+    with pytest.raises(LaunchError, match="job of 4 is too large, and 3 nodes are missing"):
+        groups.request_missing(4, 1.0)
+    for number in range(2):
+        groups[0].joined(f"node {number}")
+    groups.request_missing(4, 2.0)

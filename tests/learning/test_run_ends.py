@@ -82,6 +82,18 @@ def test_a_run_that_is_done_stays_as_it_is(tmp_path: Path, caplog: pytest.LogCap
     assert run(3 * ROWS, resume=True) == 3
 
 
+def test_run_names_the_limits_that_it_has_reached(caplog: pytest.LogCaptureFixture) -> None:
+    steps, target = "32 of 32 steps (raise --total-steps)", "--target-return 5 (raise it, or pass --target-return None)"
+    for total, goal, reached in ((ROWS, 9.0, steps), (2 * ROWS, 5.0, target), (ROWS, 5.0, f"{steps} and {target}")):
+        caplog.clear()
+        with make_env("CartPole-v1", 4, launcher="in-process") as env:
+            training, _ = make_training(env, CONFIG, total, target_return=goal)
+            training.progress.steps, training.progress.episodes = ROWS, 100
+            training.progress.returns.extend([6.0] * 100)
+            assert training.run().updates == 0
+        assert caplog.messages == [f"nothing to do: the run has reached {reached}"]
+
+
 def test_a_run_names_the_commands_that_come_next_and_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

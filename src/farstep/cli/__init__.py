@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import select
 import sys
 from collections.abc import Callable, Sequence
+from typing import TextIO
 
 from farstep.errors import ConfigError, FarstepError, LaunchError, WorkerError, unknown_name
 from farstep.rollout.nested_launch import refuse_nested_launch
@@ -50,8 +52,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments without the name of the program; None: the arguments of this process.
 
     Returns:
-        The exit status: 0 on success, 1 after an error, 130 after Ctrl-C, or the status of the command.
+        The exit status: 0 on success, 1 after an error, 130 after Ctrl-C, 141 if the program that reads the output
+        ended first, or the status of the command.
     """
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # otherwise Python flushes after this function, and prints a traceback if that fails
+    except BrokenPipeError:
+        if not _is_unread(sys.stdout):
+            raise
+        from farstep.observe.terminal.console import discard_output
+
+        discard_output(sys.stdout)
+        return 141  # the status of a program that SIGPIPE has ended
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """Return whether a stream is a pipe whose reader has ended."""
+    poll = select.poll()
+    poll.register(stream, select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None and _imports_from_here(arguments):
         sys.path.append("")  # append, so that no file in the current folder shadows an installed module

@@ -55,7 +55,7 @@ from farstep.observe.loggers import (
 from farstep.observe.run_folder import RunFolder, run_name
 from farstep.observe.run_status import number
 from farstep.observe.status import LiveSource, StatusPage
-from farstep.observe.terminal.console import LiveDisplay, PlainLines, console_logger
+from farstep.observe.terminal.console import LiveDisplay, PlainLines, console_logger, continue_unread
 from farstep.observe.terminal.panel import SHOWN_EVENTS
 
 _EXIT_STATUS = {"SIGINT": 130, "SIGTERM": 143}
@@ -91,17 +91,18 @@ def main(arguments: Sequence[str]) -> int:
             signal_name = str(stopped) or "SIGINT"
             sys.stderr.write(f"farstep: stopped by {signal_name} before training began\n")
             return _EXIT_STATUS[signal_name]
-        sys.stdout.write(f"run: {folder.path}\n{_normalized(options.learner.net, learner.agent)}\n")
+        _print_now(f"run: {folder.path}\n{_normalized(options.learner.net, learner.agent)}")
+        if surplus := _surplus_workers(options):
+            _print_now(surplus)
         if isinstance(learner, PPO | AsyncPPO) and learner.agent.sees_images:
             used = _sizes_in_use(learner, env)
-            sys.stdout.write(f"observations are images, with other defaults (--help): {used}\n")
-        sys.stdout.flush()
+            _print_now(f"observations are images, with other defaults (--help): {used}")
         try:
             progress = train(learner, name, options, env, folder, page)
         except Stopped as stopped:
             _print_now(f"stopped by {stopped}; continue with: farstep train {name} --resume {_quoted(folder)}")
             return _EXIT_STATUS[str(stopped)]
-    sys.stdout.write(_summary(progress, folder))
+    _print_now(_summary(progress, folder))
     return 0
 
 
@@ -165,6 +166,18 @@ def _cluster(options: Options[Any, Any]) -> ClusterEnv:
     if isinstance(nodes, EngineConfig):
         return ClusterEnv(run.env_config(envs_per_node=run.envs_per_node(nodes.nodes), info_keys=info_keys), nodes)
     return ClusterEnv(run.env_config(info_keys=info_keys), replace(run.launch_config(), **vars(nodes)))
+
+
+def _surplus_workers(options: Options[Any, Any]) -> str:
+    """Return a line about workers that are not started because they would have no environment; "" if there are none."""
+    run, nodes = options.run, options.nodes
+    option, wanted, num_envs, where = "--workers", run.workers, run.num_envs, ""
+    if isinstance(nodes, EngineConfig):
+        option, wanted, where = "--workers-per-node", nodes.workers_per_node, " per node"
+        num_envs = run.envs_per_node(nodes.nodes)
+    if wanted is None or wanted <= num_envs:
+        return ""
+    return f"workers: {num_envs}{where}, not {wanted} ({option}): a worker needs an environment; raise --num-envs"
 
 
 def _folder(name: str, options: Options[Any, Any], on_failure: ExitStack) -> RunFolder:
@@ -293,9 +306,12 @@ def _quoted(folder: RunFolder) -> str:
     return shlex.quote(str(folder.path))
 
 
-def _print_now(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+def _print_now(text: str) -> None:
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        continue_unread(sys.stdout)
 
 
 class _Remarks:
@@ -391,5 +407,5 @@ def _summary(progress: Progress, folder: RunFolder) -> str:
     run = _quoted(folder)
     return (
         f"{progress.steps:,} steps in {progress.seconds:.0f} s{mean}\n"
-        f"eval:  farstep eval {run}\nwatch: farstep watch {run}\nplot:  farstep plot {run}\n"
+        f"eval:  farstep eval {run}\nwatch: farstep watch {run}\nplot:  farstep plot {run}"
     )

@@ -231,11 +231,15 @@ class Groups:
 
         Raises:
             LaunchError: Fewer than the minimum number of nodes are left, and no replacement is possible: the restart
-                budget is used up, the engine is lost, or there have never been enough nodes.
+                budget is used up, the engine is lost, or there have never been enough nodes, or can never be.
         """
         expected = self.expected()
         connected = sum(group.connected for group in self._groups)
         self._complete = self._complete or connected >= self._config.fewest_nodes
+        hopeless = [group for group in self._groups if group.status.hopeless and not group.is_cancelled]
+        never = sum(group.status.hopeless for group in hopeless)
+        if hopeless and not self._complete and expected - never < self._config.fewest_nodes:
+            raise _missing(never, hopeless[0])
         missing = wanted - expected
         if not self._groups or missing <= 0:
             return

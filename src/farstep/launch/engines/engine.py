@@ -52,6 +52,8 @@ class RequestStatus:
     """Places whose node daemons have ended; None if the engine does not name nodes."""
     restarting: Sequence[str] = ()
     """Places whose node daemons have not started yet, or will be restarted."""
+    hopeless: int = 0
+    """How many of these nodes the engine can never provide, e.g. because they exceed a limit."""
     engine_lost: bool = False
     """Whether the engine is lost (`EngineLost`). Then only nodes that are connected to the head count."""
 

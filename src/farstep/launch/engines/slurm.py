@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -33,11 +34,14 @@ _ENDED = {
 }
 _WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING"}
 NEVER_STARTS = "it requests more than it may get, so it would wait forever"
+_REMEDY = "request fewer nodes, cores or minutes, or choose another partition, account or QOS"
 _NEVER = {
     *("PartitionNodeLimit", "PartitionTimeLimit", "PartitionConfig", "BadConstraints", "InvalidAccount", "InvalidQOS"),
     *(f"{scope}Max{limit}PerJobLimit" for scope in ("Assoc", "QOS") for limit in ("Cpu", "Node", "WallDuration")),
 }
 """SLURM's reasons for pending jobs that never start."""
+_HOPELESS_S = 30.0
+"""Seconds for which SLURM must give such a reason before the job counts as hopeless."""
 _HELD = "requeued held"
 """SLURM's reason ends with this if a job stays in the queue until an administrator releases it."""
 _STEP = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--label")
@@ -217,6 +221,8 @@ class Jobs(Group):
         self._ended: dict[str, int] = {}
         """Jobs that were cancelled, failed or timed out, with their number of nodes; 0 after the nodes were requested
         again."""
+        self._never_since: dict[str, float] = {}
+        """Jobs that never start according to SLURM, and since when SLURM says so (`time.monotonic`)."""
 
     def submit(self, script: str, nodes: int) -> None:
         with _Command(["sbatch", "--parsable"]) as sbatch:
@@ -257,11 +263,13 @@ class Jobs(Group):
         answer = _run(["squeue", *options, "--format=%A|%T|%D|%P|%N|%r"], missing="")
         lines = [line.split("|", 5) for line in answer.splitlines() if line.count("|") >= 5]
         states = {number.strip(): rest for number, *rest in lines}
-        parts, nodes, ended, restarting = [], 0, [], []
+        parts, nodes, hopeless, ended, restarting = [], 0, 0, [], []
         for number in self._sizes:
             state, count, partition, hosts, reason = states.get(number, ("over", "0", "", "", ""))
             size = self._size(number, state, held := int(count.partition("-")[0]))  # a range: take its minimum
-            parts.append(f"SLURM job {number} is {state}{_in_words(reason, partition)}")
+            never = state in _WAITING and _never_starts(reason, partition)
+            hopeless += size if self._is_hopeless(number, never) else 0
+            parts.append(f"SLURM job {number} is {state}{_in_words(reason, never)}")
             if hosts and state not in _WAITING:
                 self._started.add(number)
             nodes += 0 if state in _ENDED else size
@@ -275,7 +283,14 @@ class Jobs(Group):
                 # The first node failed, and with it `srun` and all daemons of the job, but SLURM keeps the other nodes
                 # allocated. (If no node failed, the daemons may be disconnected only temporarily.)
                 self._cancel(number, "has lost all of its node daemons")
-        return RequestStatus("; ".join(parts), nodes, ended=ended, restarting=restarting)
+        return RequestStatus("; ".join(parts), nodes, ended=ended, restarting=restarting, hopeless=hopeless)
+
+    def _is_hopeless(self, number: str, never: bool) -> bool:
+        """Whether SLURM has long said that a job never starts. Wait a little, because a reason may be temporary."""
+        if not never:
+            self._never_since.pop(number, None)
+            return False
+        return time.monotonic() - self._never_since.setdefault(number, time.monotonic()) >= _HOPELESS_S
 
     def _size(self, number: str, state: str, held: int) -> int:
         """Number of nodes that a job has or requests. This also records the sizes of jobs to request again."""
@@ -324,12 +339,16 @@ class Jobs(Group):
             self._guardian.unregister(number)
 
 
-def _in_words(reason: str, partition: str) -> str:
+def _never_starts(reason: str, partition: str) -> bool:
+    in_another = "," in partition and reason.startswith("Partition")  # SLURM tries the partitions one by one
+    return reason in _NEVER and not in_another
+
+
+def _in_words(reason: str, never: bool) -> str:
     """Return SLURM's reason for the state of a job, in parentheses."""
     if reason in ("", "None"):
         return ""
-    in_another = "," in partition and reason.startswith("Partition")  # SLURM tries the partitions one by one
-    return f" ({reason}: {NEVER_STARTS})" if reason in _NEVER and not in_another else f" ({reason})"
+    return f" ({reason}: {NEVER_STARTS}; {_REMEDY})" if never else f" ({reason})"
 
 
 def _run(command: Sequence[str], missing: str | None = None) -> str:

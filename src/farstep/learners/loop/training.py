@@ -189,11 +189,8 @@ class Training:
             Stopped: SIGINT or SIGTERM was received; a checkpoint was written.
             CheckpointError: The last checkpoint could not be written; the message names the one to resume from.
         """
-        if self._done():
-            self._warn(
-                f"nothing to do: the run has {self.progress.steps:,} of {self._limits.total_steps:,} steps, or has "
-                "reached its target return; raise --total-steps or --target-return to train for longer"
-            )
+        if reached := self._reached_limits():
+            self._warn(f"nothing to do: the run has reached {' and '.join(reached)}")
             return self.progress
         self._is_finished = False
         self._start = time.monotonic() - self.progress.seconds
@@ -273,7 +270,7 @@ class Training:
         progress.returns.extend(iteration.returns)
         progress.lengths.extend(iteration.lengths)
         self._log(iteration)
-        if self.stopping or self._done():
+        if self.stopping or self._reached_limits():
             return False
         if self._schedule.due(progress.updates, time.monotonic()):
             self._save_if_possible()
@@ -320,11 +317,15 @@ class Training:
     def _warn(self, text: str) -> None:
         self._env.emit_event("warned", text)
 
-    def _done(self) -> bool:
-        progress, limits = self.progress, self._limits
+    def _reached_limits(self) -> list[str]:
+        """Return the limits that end the run, with how to raise each."""
+        progress, limits, reached = self.progress, self._limits, []
+        if progress.steps >= limits.total_steps:
+            reached.append(f"{progress.steps:,} of {limits.total_steps:,} steps (raise --total-steps)")
         mean = float(np.mean(progress.returns)) if progress.returns else None
-        latest = {RETURN: mean, EPISODES: progress.episodes}
-        return progress.steps >= limits.total_steps or reached_target(limits.target_return, latest)
+        if reached_target(limits.target_return, {RETURN: mean, EPISODES: progress.episodes}):
+            reached.append(f"--target-return {limits.target_return:g} (raise it, or pass --target-return None)")
+        return reached
 
     # ---- evaluation ----
 

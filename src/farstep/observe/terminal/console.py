@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import io
 import logging
 import os
@@ -18,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -29,6 +28,8 @@ from farstep.event import Event
 from farstep.observe.diagnosis import Diagnosis
 from farstep.observe.run_status import RunStatus, line
 from farstep.observe.terminal.panel import panel
+
+log = logging.getLogger("farstep")
 
 _LINE_EVERY_S = 5.0
 _REFRESH_S = 0.25
@@ -62,15 +63,24 @@ def console_logger(
     return PlainLines(total_steps, console, target_return=target_return)
 
 
+def discard_output(stream: IO[str]) -> None:
+    """Discard what is written to a stream from now on, because its reader has ended."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, stream.fileno())
+    os.close(devnull)
+
+
+def continue_unread(stream: IO[str]) -> None:
+    """Discard what is written to a stream whose reader has ended, with a warning, so that training continues."""
+    discard_output(stream)
+    log.warning("the program that read the output of this run has ended; training continues without printing")
+
+
 class OutputConsole(Console):
-    """A console that raises if the reader of its output has ended; rich's own console would end the process."""
+    """A console that discards its output when the reader has ended; rich's own console would end the process."""
 
     def on_broken_pipe(self) -> None:
-        """Discard all further output, and raise, so that training continues without this logger."""
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, self.file.fileno())
-        os.close(devnull)
-        raise BrokenPipeError(errno.EPIPE, "the program that read the output has ended")
+        continue_unread(self.file)
 
 
 class PlainLines:
