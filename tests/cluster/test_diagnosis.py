@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +13,10 @@ import pytest
 
 import farstep
 from farstep.buffer import SampleToInsertRatio, Uniform
+from farstep.head.warnings import slow_calls
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent
 from farstep.workflow.triggers import DataKeyTrigger, ObjectKeyTrigger, TimeTrigger
-from tests.cluster.checks import DEADLINE_S, cluster, in_process, within
+from tests.cluster.checks import DEADLINE_S, cluster, eventually, in_process, within
 from tests.cluster.flows import full
 from tests.cluster.tables import ENDLESS
 
@@ -55,6 +58,39 @@ def test_a_run_that_has_just_begun_says_so() -> None:
         env.collect(TableAgent(), steps=4)
         found = env.diagnose()
     assert found.cause == "unknown" and not found.is_problem and "at least 5 s" in found.text
+
+
+class GatedStepEnv(CountingEnv):
+    """Waits in its fourth step until the file is there."""
+
+    def __init__(self, gate: str) -> None:
+        super().__init__(length=None)
+        self._gate, self._steps = Path(gate), 0
+
+    def step(self, action: Any) -> Any:
+        self._steps += 1
+        while self._steps == 4 and not self._gate.exists():
+            time.sleep(0.01)
+        return super().step(action)
+
+
+def test_first_rollout_that_takes_long_shows_its_progress(
+    tmp_path: Path, short_windows: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slow_calls, "FIRST_S", 0.5)
+    gate, done = tmp_path / "gate", r"worker 0 has taken 3 of 8 steps in each of its 2 environments \(.* s per step"
+    with cluster(GatedStepEnv, envs=2, workers=1, env_kwargs={"gate": str(gate)}) as env:
+        collecting = threading.Thread(target=env.collect, args=[TableAgent(), 8])
+        collecting.start()
+        try:
+            eventually(lambda: re.search(done, env.diagnose().text))
+            found = env.diagnose()
+            eventually(lambda: any(re.search(done, event.text) for event in env.events("warned")))
+        finally:
+            gate.touch()
+            collecting.join(DEADLINE_S)
+    assert found.cause == "unknown" and re.search("needs about .* s more", found.text)
+    assert found.numbers["steps_done"] == 3 and "shorter chunks" in found.remedy
 
 
 def test_a_straggler_is_named(tmp_path: Path, short_windows: None) -> None:

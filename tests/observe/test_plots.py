@@ -184,6 +184,19 @@ def test_throughput_is_that_of_a_window(tmp_path: Path, monkeypatch) -> None:
     np.testing.assert_allclose(max(speed.lines, key=lambda line: line.get_linewidth()).get_ydata(), ys)
 
 
+def test_evaluations_are_drawn_where_they_started(tmp_path: Path, monkeypatch) -> None:
+    """An evaluation is logged when it finishes; training went on meanwhile."""
+    run = RunFolder.create(tmp_path, "run", {})
+    rows = [{"step": step, "seconds": step / 100, "env/return_mean": 0.0} for step in (1000, 2000, 3000)]
+    rows[2] |= {"eval/step": 1500, "eval/return_mean": 7.0}
+    run.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    figures = as_drawn(monkeypatch)
+    plot([run.path], tmp_path / "a.png")
+    by_steps, by_time, *_ = figures[0].axes
+    dots = [[list(line.get_xdata()) for line in axes.lines if 7.0 in line.get_ydata()] for axes in (by_steps, by_time)]
+    assert dots == [[[1500.0]], [[15.0]]]
+
+
 def test_counters_are_drawn_as_what_was_added(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path, "run", {})
     rows: list[dict[str, float]] = [{}, {"dropped/stale": 2}, {"dropped/stale": 2, "dropped/cancelled": 3}, {}]

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from farstep.errors import ConfigError, RunError
 from farstep.observe.files import read_rows
 from farstep.observe.run_folder import RunFolder
+from farstep.observe.run_status import EVALUATION, EVALUATION_STEP
 
 Numbers = NDArray[np.float64]
 Curve = tuple[Numbers, Numbers]
@@ -56,6 +57,18 @@ class Run:
         xs, ys = np.array(points, np.float64).reshape(-1, 2).T
         return (_without_restarts(xs) if x == "seconds" else xs), ys
 
+    def evaluations(self, x: str = "step") -> Curve:
+        """Return the mean return of evaluations by `step` or `seconds`, each where it started."""
+        rows = [row for row in self.rows if row.get(EVALUATION) is not None]
+        points = [(row.get(EVALUATION_STEP, row["step"]), row[EVALUATION]) for row in rows]
+        starts, returns = np.array(points, np.float64).reshape(-1, 2).T
+        if x == "step":
+            return starts, returns
+        steps, seconds = self.curve("seconds")
+        if not len(steps):  # no time was logged
+            return starts[:0], returns[:0]
+        return np.interp(starts, steps, _without_restarts(seconds)), returns
+
     def speed(self, updates: int) -> Curve:
         """Return the steps per second over the latest `updates` updates, at each update."""
         steps, seconds = self.curve("seconds", "step")
@@ -97,7 +110,7 @@ class Group:
 
     def curves(self, y: str, x: str = "step") -> list[Curve]:
         """Return the curves of the runs that have at least one point."""
-        found = [run.curve(y, x) for run in self.runs]
+        found = [run.evaluations(x) if y == EVALUATION else run.curve(y, x) for run in self.runs]
         return [curve for curve in found if len(curve[0])]
 
     def increases(self, prefix: str) -> list[Curve]:

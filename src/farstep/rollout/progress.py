@@ -6,8 +6,10 @@ memory; a remote worker sends them once a second (`messages.Progress`).
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 
 from farstep.errors import WireError
@@ -22,7 +24,10 @@ SERVED_ROWS, SERVED_BATCHES = range(6, 8)
 REQUESTS, WAITED_US = range(6, 8)
 """Indices of the words of a worker with an acting server: how many times it has requested actions, and for how many
 microseconds it has waited for them."""
-EPISODES = 8
+CHUNK_STEP, CHUNK_STEPS, CHUNK_US = range(8, 11)
+"""Indices of the words of the chunk that a worker is rolling: how many steps it has taken, of how many (0: it rolls
+none), and in how many microseconds. If steps are fast, they are updated at some steps only."""
+EPISODES = 11
 """Index of the first of the words for environments, one each: its episode plus one, or 0 if unknown."""
 BEAT_S = 1.0
 """Seconds between two `Progress` messages of a worker without shared memory."""
@@ -49,6 +54,41 @@ class Phase(IntEnum):
 
 STEP, ACT, RESET = int(Phase.STEP), int(Phase.ACT), int(Phase.RESET)
 """Phases as plain integers for the innermost loops, because storing an enum takes a microsecond."""
+
+
+@dataclass(frozen=True)
+class ChunkProgress:
+    """How far a worker is with the chunk that it is rolling."""
+
+    worker: int
+    num_envs: int
+    step: int
+    """Steps that it has taken in each of its environments."""
+    steps: int
+    """Steps of the chunk."""
+    seconds: float
+    """Seconds that the steps took."""
+
+    @classmethod
+    def of(cls, worker: int, num_envs: int, words: Sequence[int]) -> ChunkProgress | None:
+        """Read the words of a worker. Return None if it rolls no chunk of several steps."""
+        step, steps, seconds = words[CHUNK_STEP], words[CHUNK_STEPS], words[CHUNK_US] / 1e6
+        return cls(worker, num_envs, step, steps, seconds) if 0 <= step < steps > 1 and seconds >= 0 else None
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the chunk is complete; infinity before its first step is complete."""
+        return self.seconds / self.step * (self.steps - self.step) if self.step else math.inf
+
+    def __str__(self) -> str:
+        envs = f"each of its {self.num_envs} environments" if self.num_envs > 1 else "its environment"
+        if not self.step:
+            return f"worker {self.worker} has not completed the first of {self.steps:,} steps in {envs}"
+        all_envs = f" of all {self.num_envs}" if self.num_envs > 1 else ""
+        return (
+            f"worker {self.worker} has taken {self.step:,} of {self.steps:,} steps in {envs} "
+            f"({self.seconds / self.step:.2g} s per step{all_envs}), and needs about {self.seconds_left:,.0f} s more"
+        )
 
 
 class ProgressBoard:

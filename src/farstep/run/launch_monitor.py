@@ -28,9 +28,10 @@ class LaunchMonitor:
         kl_threshold: float | None = None,
         metrics: Sequence[Mapping[str, float]] = (),
     ) -> list[Diagnosis]:
-        """Return the diagnoses of `RunMonitor.diagnoses`, with the same arguments."""
+        """Return the diagnoses of `RunMonitor.diagnoses`, with these arguments."""
         from farstep.observe.diagnosis import RunMonitor  # not at launch: `farstep.observe` imports the terminal
 
         if self._monitor is None:
             self._monitor = RunMonitor(self._server.events, *self._at_launch)
-        return self._monitor.diagnoses(stats, machine_use(self._server.local_pids()), kl_threshold, metrics)
+        machine, chunk = machine_use(self._server.local_pids()), self._server.slowest_chunk()
+        return self._monitor.diagnoses(stats, machine, kl_threshold, metrics, chunk)

@@ -12,7 +12,7 @@ import numpy as np
 
 from farstep.acting.client import ServedActor
 from farstep.rollout.blocks import Layout
-from farstep.rollout.progress import ACT, CANCEL, COUNT, PHASE
+from farstep.rollout.progress import ACT, CANCEL, CHUNK_STEP, CHUNK_STEPS, CHUNK_US, COUNT, PHASE
 from farstep.rollout.rows import Rows
 from farstep.schema import space_schema
 from farstep.wire import messages as m
@@ -103,6 +103,8 @@ class Roller:
             target = rows.row[name][0]
             target[...] = np.frombuffer(frame, target.dtype).reshape(target.shape)
         self._timer.begin_roll()
+        self._began = time.monotonic()
+        self._show_progress(0, steps)
         self._rolled, self._next_measured = 0, 0
         try:
             self._begin(ticket, rows, acting, index)
@@ -114,6 +116,7 @@ class Roller:
                 acting.add_priorities(rows, steps)
             ends = host.finish(steps)
         finally:
+            self._show_progress(0, 0)
             if isinstance(acting, ServedActor):
                 acting.release()
             self._timer.end_roll(self._rolled, acting, self._next_measured)
@@ -163,6 +166,7 @@ class Roller:
                     words[PHASE] = ACT
                     words[COUNT] += 1
                     if t == measured:
+                        self._show_progress(t, ticket.steps)
                         acting.timed_act(t)
                         measured = self._timer.next_measured(t)
                     else:
@@ -191,6 +195,7 @@ class Roller:
             for group in range(len(groups) if ticket.steps else 0):
                 request(0, group)
             for t in range(ticket.steps):
+                self._show_progress(t, ticket.steps)
                 if t == due:
                     due = self._send_rows(t)
                 for group, part in enumerate(groups):
@@ -214,6 +219,12 @@ class Roller:
             raise
         finally:
             self._rolled = t
+
+    def _show_progress(self, step: int, steps: int) -> None:
+        """Write how many steps of the chunk are done (see `ChunkProgress`)."""
+        words = self._words
+        words[CHUNK_STEP], words[CHUNK_STEPS] = step, steps
+        words[CHUNK_US] = int((time.monotonic() - self._began) * 1e6)
 
     def _send_rows(self, t: int) -> int:
         self._timer.lap("env")

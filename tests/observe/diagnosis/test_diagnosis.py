@@ -15,6 +15,7 @@ from farstep.head.events import EventLog
 from farstep.observe.diagnosis import Diagnosis, RunMonitor, Snapshot, Window, all_diagnoses, diagnose, with_options
 from farstep.observe.diagnosis.causes import CAUSES, RULES
 from farstep.resources import MachineUse, ProcessUse
+from farstep.rollout.progress import ChunkProgress
 
 GIB = 2**30
 SECONDS = 10.0
@@ -263,6 +264,22 @@ def test_too_little_data_is_said() -> None:
     assert [each.cause for each in (short, silent, nothing)] == ["unknown"] * 3
     assert "at least 5 s" in short.text and "few or no chunks" in silent.text
     assert not any(each.is_problem for each in (short, silent, nothing))
+
+
+def test_chunk_in_progress_shows_that_a_run_is_slow_and_not_stuck() -> None:
+    start = Snapshot(time_s=0.0, stats={})
+
+    def found(*chunk: float) -> Diagnosis:
+        progress = ChunkProgress(*chunk)  # type: ignore[arg-type]
+        return diagnose(Window(start, Snapshot(time_s=18.0, stats={}, slowest_chunk=progress)))
+
+    slow = found(1, 4, 9, 256, 18.0)
+    assert slow.text == (
+        "Too little data: workers have completed few or no chunks in the last 18 s; worker 1 has taken 9 of 256 steps "
+        "in each of its 4 environments (2 s per step of all 4), and needs about 494 s more."
+    )
+    assert "--num-steps" in with_options(slow).remedy and "--" not in slow.remedy
+    assert found(0, 1, 0, 256, 0.1).text.endswith("has not completed the first of 256 steps in its environment.")
 
 
 def test_time_in_which_workers_are_released_is_not_missing() -> None:

@@ -92,6 +92,18 @@ def test_page_says_that_a_run_reached_its_target(tmp_path: Path) -> None:
         assert source.read()["progress"]["target_return"] == 5.0
 
 
+def test_evaluations_are_shown_where_they_started(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "run", {"run": {"total_steps": 100}})
+    logger, metrics = JsonlLogger(folder.metrics_file), {"eval/return_mean": 7.0, "eval/step": 40}
+    logger.log(60, metrics)
+    logger.close()
+    with farstep.ClusterEnv(DESCRIBED, farstep.InProcessConfig()) as env:
+        source = status_page_of(env).source
+        source.log(60, metrics)
+        assert source.read()["series"]["evaluation"] == [[40, 7.0]]
+    assert FolderSource(folder).read()["series"]["evaluation"] == [[40, 7.0]]
+
+
 def test_closed_run_starts_no_page() -> None:
     env = farstep.ClusterEnv(DESCRIBED, farstep.InProcessConfig())
     env.launch()

@@ -100,10 +100,17 @@ def _nothing_found(window: Window) -> Diagnosis:
             numbers={"seconds": window.seconds},
         )
     if not _knows_times(window):
+        text = f"Too little data: workers have completed few or no chunks in the last {window.seconds:.0f} s"
+        if (chunk := window.after.slowest_chunk) is None:
+            return Diagnosis(cause="unknown", text=f"{text}.", numbers={"seconds": window.seconds})
         return Diagnosis(
             cause="unknown",
-            text=f"Too little data: workers have completed few or no chunks in the last {window.seconds:.0f} s.",
-            numbers={"seconds": window.seconds},
+            text=f"{text}; {chunk}.",
+            numbers={"seconds": window.seconds, "steps_done": chunk.step, "steps_of_chunk": chunk.steps},
+            remedy="If this is too slow: roll shorter chunks (steps), add workers or nodes, or make the environment "
+            "faster.",
+            options_remedy="If this is too slow: roll shorter chunks (--num-steps), add workers (--workers, on a "
+            "cluster --workers-per-node or --nodes), or make the environment faster.",
         )
     return Diagnosis(
         cause="healthy",

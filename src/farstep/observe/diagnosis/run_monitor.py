@@ -16,6 +16,7 @@ from farstep.observe.diagnosis.diagnosis import Diagnosis, all_diagnoses
 from farstep.observe.diagnosis.run_window import MIN_WINDOW_S, Snapshot, Window
 from farstep.observe.glossary import METRICS
 from farstep.resources import MachineUse
+from farstep.rollout.progress import ChunkProgress
 
 _WINDOW_S = 30.0
 """Seconds that a diagnosis looks back; longer if the last one was made earlier."""
@@ -40,6 +41,7 @@ class RunMonitor:
         machine: MachineUse,
         kl_threshold: float | None = None,
         metrics: Sequence[Mapping[str, float]] = (),
+        slowest_chunk: ChunkProgress | None = None,
     ) -> list[Diagnosis]:
         """Diagnose the run since the oldest call of the last half minute; before a second call, since its launch.
 
@@ -48,6 +50,7 @@ class RunMonitor:
             machine: What the processes of the run have used.
             kl_threshold: As in `Snapshot`.
             metrics: As in `Snapshot`.
+            slowest_chunk: As in `Snapshot`.
 
         Returns:
             The most important diagnosis, then further causes that are independent of it.
@@ -63,6 +66,7 @@ class RunMonitor:
             kl_threshold=kl_threshold,
             restarts=Counter(event.worker for event in restarts if event.worker is not None),
             machine=machine,
+            slowest_chunk=slowest_chunk,
             metrics=metrics,
         )
         before = self._before(now)

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from farstep.resources import MachineUse
+from farstep.rollout.progress import ChunkProgress
 
 MIN_WINDOW_S = 5.0
 """Seconds of a window from which shares of time mean something."""
@@ -31,6 +32,8 @@ class Snapshot:
     """Whether a node was lost, or connected after such a loss, since the snapshot with which this one is compared."""
     machine: MachineUse | None = None
     """Processes and memory of the head's machine; None: not measured."""
+    slowest_chunk: ChunkProgress | None = None
+    """The chunk in progress that takes longest to complete; None: no worker rolls one."""
     metrics: Sequence[Mapping[str, float]] = ()
     """Metrics of the latest updates, as `farstep train` logs them, oldest first."""
 

@@ -16,7 +16,7 @@ from farstep.observe.diagnosis import Diagnosis
 from farstep.observe.event_files import read_events
 from farstep.observe.files import read_rows
 from farstep.observe.run_folder import RunFolder
-from farstep.observe.run_status import EVALUATION, RETURN, RunStatus, phase_label, reached_target
+from farstep.observe.run_status import EVALUATION, EVALUATION_STEP, RETURN, RunStatus, phase_label, reached_target
 from farstep.observe.status import view
 from farstep.observe.status.openmetrics import exposition
 from farstep.observe.status.series import Series
@@ -104,9 +104,10 @@ class LiveSource:
         with self._lock:
             if self._status is not None:
                 self._status.update(step, metrics, time.monotonic())
-            for name, series in ((RETURN, self._returns), (EVALUATION, self._evaluations)):
-                if name in metrics:
-                    series.add(step, metrics[name])
+            if RETURN in metrics:
+                self._returns.add(step, metrics[RETURN])
+            if EVALUATION in metrics:
+                self._evaluations.add(metrics.get(EVALUATION_STEP, step), metrics[EVALUATION])
 
     def diagnosed(self, diagnosis: Diagnosis) -> None:
         """Show this diagnosis from now on, unless the run waits for its launch or for slots."""
@@ -253,9 +254,10 @@ class FolderSource:
         latest: dict[str, Any] = {}
         for row in rows:
             latest |= row
-            for name, series in ((RETURN, returns), (EVALUATION, evaluations)):
-                if row.get(name) is not None:
-                    series.add(row["step"], row[name])
+            if row.get(RETURN) is not None:
+                returns.add(row["step"], row[RETURN])
+            if row.get(EVALUATION) is not None:
+                evaluations.add(row.get(EVALUATION_STEP, row["step"]), row[EVALUATION])
         for before, row in pairwise(row for row in rows if row.get("seconds") is not None):
             if row["seconds"] > before["seconds"]:
                 speed = (row["step"] - before["step"]) / (row["seconds"] - before["seconds"])
