@@ -319,6 +319,24 @@ def test_a_version_with_nan_is_refused_and_the_last_one_stays() -> None:
         assert version_in_main_memory(store) == 0
 
 
+def test_an_interrupted_version_is_published_again() -> None:
+    def interrupt(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    agent = Module(size=200_000)  # so large that unchanged counters are trusted
+    with shared(agent) as store, serving(store, Module(size=200_000)) as server:
+        server.load()
+        change(agent)
+        store.publish(agent)
+        assert not store.changed(agent)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(FakeGpuMemory, "synchronize", interrupt)
+            store.publish(agent)
+        assert store.changed(agent), "the copy on the GPU is gone"
+        store.publish(agent)
+        assert_loaded(server, 2, agent)
+
+
 @pytest.mark.parametrize("end", ["close", "kill"])
 def test_memory_is_freed_when_no_server_has_it_open(end: str) -> None:
     agent = Module()

@@ -106,12 +106,13 @@ class ParameterStore:
 
     def changed(self, agent: Agent) -> bool:
         """Whether the agent's parameters differ from the published ones."""
-        leaves = self._leaves(agent)
+        leaves, direct = self._leaves(agent), self._only_copy()
+        if direct is None and self._is_host_stale():
+            return True  # a later version was being written to the GPU when the user interrupted the program
         counters = self._changes.counters(leaves)
         if self._changes.same_counters(counters) and self._changes.trusted(self.schema.nbytes):
             return False
         self.schema.check(leaves)
-        direct = self._only_copy()
         is_changed = self._differs(leaves) if direct is None else not direct.equals(leaves)
         if not is_changed:
             self._changes.note(counters)
@@ -204,8 +205,11 @@ class ParameterStore:
 
     def _only_copy(self) -> DirectWeights | None:
         """The current version on the GPU, if it is not in main memory."""
-        is_stale = self._direct is not None and unpack_word(self._word[0])[0] < self.version == self._direct.version
-        return self._direct if is_stale else None
+        is_on_gpu = self._direct is not None and self._direct.version == self.version
+        return self._direct if is_on_gpu and self._is_host_stale() else None
+
+    def _is_host_stale(self) -> bool:
+        return unpack_word(self._word[0])[0] < self.version
 
     @contextlib.contextmanager
     def _new_host_copy(self, version: int) -> Iterator[list[Array]]:
