@@ -87,6 +87,7 @@ class ActingServer:
         self._inbox = Inbox(link, words)
         self._sync = WeightSync(words)
         self._weights = WeightMessages(link, self._inbox, self._sync)
+        self._weights.server_number = identity[0]
         self._clients = Clients(link, address, network, self._answer)
         self._program: Program | None = None
         self._payload = b""

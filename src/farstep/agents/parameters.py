@@ -7,6 +7,7 @@ or an iterator over these. This module imports neither torch nor jax: it recogni
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -212,13 +213,17 @@ class ParameterSchema:
         """Size of the flat buffer in bytes."""
         return sum(-(-size // _ALIGN) * _ALIGN for size in self._sizes)
 
+    @cached_property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Where each leaf starts and stops in the flat buffer, in bytes."""
+        aligned = (-(-size // _ALIGN) * _ALIGN for size in self._sizes)
+        starts = itertools.accumulate(aligned, initial=0)
+        return [(start, start + size) for start, size in zip(starts, self._sizes, strict=False)]
+
     def views(self, buffer: Any, offset: int = 0) -> list[Array]:
         """Return the leaves as arrays that view `buffer`."""
-        arrays = []
-        for shape, dtype, size in zip(self.shapes, self.dtypes, self._sizes, strict=True):
-            arrays.append(np.ndarray(shape, np.dtype(dtype), buffer, offset))
-            offset += -(-size // _ALIGN) * _ALIGN
-        return arrays
+        leaves = zip(self.shapes, self.dtypes, self.ranges, strict=True)
+        return [np.ndarray(shape, np.dtype(dtype), buffer, offset + start) for shape, dtype, (start, _) in leaves]
 
     def ordered(self, leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
         """Sort the leaves as in the schema; if the names differ, return the leaves unchanged."""
@@ -317,17 +322,22 @@ class ParameterLoader:
         setter = getattr(agent, "set_parameters", None)
         self._set = setter if callable(setter) else None
         self._leaves = [leaf for _, leaf in leaves]
-        self._targets = [] if self._set else self._find_targets(leaves)
+        pairs = [] if self._set else list(zip(self._find_own(leaves), self._leaves, strict=True))
+        self._targets = [_writable(own, leaf) for own, leaf in pairs]
+        is_exact = not self._set and all(_same_dtype(own, leaf) for own, leaf in pairs)
+        self.own = [(name, own) for name, (own, _) in zip(self.schema.names, pairs, strict=True)] if is_exact else None
+        """The agent's own tensors or arrays that new values are written to, with names; None: `set_parameters` writes
+        them, or the agent converts them to another dtype."""
 
-    def _find_targets(self, leaves: list[tuple[str, Any]]) -> list[Any]:
-        """Return the tensors or arrays of the agent that new values are written to."""
+    def _find_own(self, leaves: list[tuple[str, Any]]) -> list[Any]:
+        """Return the agent's own tensors or arrays."""
         if is_torch_module(self._agent):
             module = sys.modules["torch"].nn.Module
             # Include all names of tied tensors, like a state_dict.
             own = dict(module.named_parameters(self._agent, remove_duplicate=False))
             own.update(module.named_buffers(self._agent, remove_duplicate=False))
             if all(name in own for name, _ in leaves):
-                return [_writable(own[name], leaf) for name, leaf in leaves]
+                return [own[name] for name, _ in leaves]
         again = self._current()
         for (name, leaf), (_, second) in zip(leaves, again, strict=True):
             if is_tensor(leaf):
@@ -341,7 +351,7 @@ class ParameterLoader:
                     f"for {name!r} ({type(leaf).__module__}.{type(leaf).__name__}). Add "
                     "set_parameters(parameters), which takes what get_parameters() returns."
                 )
-        return [_writable(leaf, leaf) for _, leaf in leaves]
+        return [leaf for _, leaf in leaves]
 
     def _current(self) -> list[tuple[str, Any]]:
         """Return the agent's current leaves that are sent to workers."""
@@ -405,9 +415,13 @@ def _writable(own: Any, leaf: Any) -> Any:
     """Return where to write new values of `leaf`: a view of the agent's memory, or a tensor that converts the dtype."""
     if not is_tensor(own):
         return own
-    same = is_tensor(leaf) and own.dtype == leaf.dtype
+    same = _same_dtype(own, leaf)
     numbers = all(not is_tensor(entry) or _bits(entry) is entry for entry in (own, leaf))
     return as_array(_bits(own)) if own.device.type == "cpu" and (same or numbers) else own.detach()
+
+
+def _same_dtype(own: Any, leaf: Any) -> bool:
+    return is_tensor(own) == is_tensor(leaf) and bool(own.dtype == leaf.dtype)
 
 
 def _to_tensor(array: Array, like: Any) -> Any:

@@ -83,7 +83,9 @@ class Collector:
         """The divergence above which workers pull weights; None: they do not pull by divergence."""
         self._warnings = UserWarnings(rule, env_config.weights, env_config.label, events.emit)
         self._continuity = Continuity(self.server.records)
-        self.publisher = Publisher(self.server, env_config, rule, self.counters, self._warnings, self.end)
+        # With a lower precision, servers load weights into a float32 policy in main memory.
+        on_gpu = serving is not None and serving.device == "cuda" and serving.dtype == "float32"
+        self.publisher = Publisher(self.server, env_config, rule, self.counters, self._warnings, self.end, on_gpu)
         copies = self._num_workers // (config.most_nodes if isinstance(config, EngineConfig) else 1)
         start = ResetRequest([seed] * self.server.records[-1].stop, None, None)
         self.choice = InferenceChoice(self.publisher, self._warnings, copies, events.emit, start, is_auto)

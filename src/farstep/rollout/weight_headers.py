@@ -8,9 +8,20 @@ from farstep.agents.parameters import ParameterSchema
 from farstep.errors import AgentError
 
 # The shared memory starts with one word: the current version and the index of its buffer. The buffers follow; each
-# buffer starts with its version.
+# buffer starts with its version. The version on the GPU (see `head/weights/direct.py`) may be newer.
 PAGE = 4096
 HEADER = 64
+NEWEST = 1
+"""Word: the newest version, in a buffer or on the GPU."""
+ON_GPU = 2
+"""Word: the version on the GPU plus 1; 0: none."""
+IS_RETIRED = 3
+"""Word: whether the memory on the GPU may no longer be opened."""
+GPU_LOCK = 2**20
+"""Byte of the file that is locked while the memory on the GPU is read or written."""
+OPENED_LOCK = GPU_LOCK + 1
+"""Acting server `k` locks byte `OPENED_LOCK + k` of the file while it has the memory on the GPU open."""
+OPENED_BYTES = 2**20
 _INDEX_BITS = 16
 
 

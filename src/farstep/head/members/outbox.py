@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from farstep.errors import typed_shortage
@@ -31,6 +31,8 @@ class Outbox:
         """What a worker gets before its first ticket (agent, parameters, layout): numbers in the order of announcement,
         messages, frames and descriptors."""
         self._num_announced = 0
+        self.before_parameters: Callable[[], None] = lambda: None
+        """Called before `Parameters` are sent to a worker or an acting server."""
         self.is_served = any(record.is_server for record in records)
         """Whether acting servers act for workers."""
 
@@ -96,6 +98,8 @@ class Outbox:
                     if isinstance(message, (m.SendBase, m.Parameters)):
                         continue
                     frames = [b""] if isinstance(message, m.SendAgent) else frames
+                if isinstance(message, m.Parameters):
+                    self.before_parameters()
                 if not record.is_server or not isinstance(message, m.SetLayout):
                     self.send(record, message, frames, fds)
 

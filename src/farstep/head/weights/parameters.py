@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import logging
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,10 +25,13 @@ from farstep.agents.parameters import (
 from farstep.config.env import ALL_WEIGHTS, WeightsConfig
 from farstep.core import Agent, Array, BytesLike
 from farstep.errors import AgentError
-from farstep.rollout.weight_headers import HEADER, PAGE, digest, pack_word, stride
+from farstep.head.weights.direct import DirectWeights
+from farstep.rollout.weight_headers import HEADER, NEWEST, PAGE, digest, pack_word, stride, unpack_word
 from farstep.wire.channels.memory import SharedMemory
 from farstep.wire.delta import encode, word_bytes
 from farstep.wire.messages import Parameters
+
+log = logging.getLogger(__name__)
 
 
 class ParameterStore:
@@ -63,12 +69,33 @@ class ParameterStore:
         """For each worker without shared memory, the version sent last and its bytes, to compute deltas."""
         self._differences: dict[int, list[bytes]] = {}
         """For each earlier version, the encoded delta to the current version."""
+        self._direct: DirectWeights | None = None
+        """The newest version on the GPU; None: all versions pass through main memory."""
         self.version = first_version - 1
         self._write(leaves)
 
     def message(self) -> Parameters:
         """The message that announces the shared memory to workers."""
-        return Parameters(self._agent_id, self.schema.nbytes, self._buffers, digest(self.schema))
+        on_gpu = None if self._direct is None else self._direct.message
+        return Parameters(self._agent_id, self.schema.nbytes, self._buffers, digest(self.schema), on_gpu)
+
+    def share_gpu(self, agent: Agent, servers: Sequence[int]) -> None:
+        """From now on, store versions also on the GPU of the agent, if it is on one.
+
+        Args:
+            agent: The agent of the current version, unchanged.
+            servers: Numbers of the acting servers, which are all readers.
+        """
+        if self._config != ALL_WEIGHTS:
+            log.info("weights of agent %d pass through main memory: the option weights is set", self._agent_id)
+            return
+        leaves = self._leaves(agent)
+        try:
+            self._direct = DirectWeights(self.memory, self.schema, leaves, servers)
+        except Exception as error:
+            log.info("weights of agent %d pass through main memory: %s", self._agent_id, error)
+            return
+        self._direct.write(self.version, leaves)
 
     def publish(self, agent: Agent) -> int:
         """Store the agent's parameters as a new version, even if unchanged, and return its number."""
@@ -79,17 +106,25 @@ class ParameterStore:
 
     def changed(self, agent: Agent) -> bool:
         """Whether the agent's parameters differ from the published ones."""
-        leaves = self._leaves(agent)
+        leaves, direct = self._leaves(agent), self._only_copy()
+        if direct is None and self._is_host_stale():
+            return True  # a later version was being written to the GPU when the user interrupted the program
         counters = self._changes.counters(leaves)
         if self._changes.same_counters(counters) and self._changes.trusted(self.schema.nbytes):
             return False
         self.schema.check(leaves)
+        is_changed = self._differs(leaves) if direct is None else not direct.equals(leaves)
+        if not is_changed:
+            self._changes.note(counters)
+        return is_changed
+
+    def _differs(self, leaves: list[tuple[str, Any]]) -> bool:
+        """Whether parameters differ from the copy in main memory."""
         current = self.schema.views(self.memory.map, self._start(self._index) + HEADER)
         for old, source, leaf in zip(current, self.schema.sources, leaves, strict=True):
             new = as_stored(*leaf)
             if new.dtype != source or not np.array_equal(old, rounded(new, old.dtype)):
                 return True
-        self._changes.note(counters)
         return False
 
     def check(self, agent: Agent) -> None:
@@ -151,26 +186,54 @@ class ParameterStore:
         return PAGE + index * self._stride
 
     def _write(self, leaves: list[tuple[str, Any]]) -> None:
-        index, counters = self._lock_free_buffer(), self._changes.counters(leaves)
+        counters, direct, version = self._changes.counters(leaves), self._direct, self.version + 1
+        suffices = direct is not None and direct.is_used_by_all()
+        if direct is None or not suffices or not direct.write(version, leaves):
+            with self._new_host_copy(version) as views:
+                self._copy(leaves, views)
+            if direct is not None and not suffices:
+                direct.write(version, leaves)
+        self.version = self._word[NEWEST] = version
+        self._differences.clear()
+        self._changes.note(counters)
+
+    def refresh_host(self) -> None:
+        """Copy the current version to main memory, for a new reader, if it is only on the GPU."""
+        if (direct := self._only_copy()) is not None:
+            with self._new_host_copy(self.version) as views:
+                direct.copy_to(views)
+
+    def _only_copy(self) -> DirectWeights | None:
+        """The current version on the GPU, if it is not in main memory."""
+        is_on_gpu = self._direct is not None and self._direct.version == self.version
+        return self._direct if is_on_gpu and self._is_host_stale() else None
+
+    def _is_host_stale(self) -> bool:
+        return unpack_word(self._word[0])[0] < self.version
+
+    @contextlib.contextmanager
+    def _new_host_copy(self, version: int) -> Iterator[list[Array]]:
+        """Context manager: yield a free buffer in main memory to write a version into; then make it current."""
+        index = self._lock_free_buffer()
         try:
             start = self._start(index)
-            views = self.schema.views(self.memory.map, start + HEADER)
-            for view, source, (name, leaf) in zip(views, self.schema.sources, leaves, strict=True):
-                array = self._checked(name, leaf, source)
-                view[...] = rounded(array, view.dtype)
-                if view.dtype != array.dtype and not np.array_equal(np.isinf(widened(view, source)), np.isinf(array)):
-                    raise AgentError(
-                        f"parameter {name!r} has values that are too large for half precision; {self._consequence}. "
-                        f"Set weights.half to {'False' if self._config.half == 'bfloat16' else repr('bfloat16')}."
-                    )
-            self._word[start // 8] = self.version + 1
+            yield self.schema.views(self.memory.map, start + HEADER)
+            self._word[start // 8] = version
         finally:
             fcntl.lockf(self.memory.fd, fcntl.LOCK_UN, 1, index)
-        self.version += 1
-        self._differences.clear()
         self._index = index
-        self._word[0] = pack_word(self.version, index)
-        self._changes.note(counters)
+        self._word[0] = pack_word(version, index)
+
+    def _copy(self, leaves: list[tuple[str, Any]], views: list[Array]) -> None:
+        """Copy parameters to main memory. Raise `AgentError` if one cannot be published."""
+        for view, source, (name, leaf) in zip(views, self.schema.sources, leaves, strict=True):
+            array = self._checked(name, leaf, source)
+            view[...] = rounded(array, view.dtype)
+            if view.dtype != array.dtype and not np.array_equal(np.isinf(widened(view, source)), np.isinf(array)):
+                raise AgentError(
+                    f"parameter {name!r} has values that are too large for half precision; {self._consequence}. "
+                    f"Set weights.half to {'False' if self._config.half == 'bfloat16' else repr('bfloat16')}."
+                )
 
     def _lock_free_buffer(self) -> int:
         for index in range(self._buffers):
@@ -183,5 +246,11 @@ class ParameterStore:
             return index
         raise AssertionError("every worker holds at most one buffer, so one is free")
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        """Free the memory. Return False if an acting server still reads from the GPU; then call again later."""
+        if self._direct is not None:
+            if not self._direct.free():
+                return False
+            self._direct = None
         self.memory.close()
+        return True

@@ -39,6 +39,7 @@ class Publisher:
         counters: Counts the bytes of probes.
         warnings: Warns the user about how workers call and compare the agent.
         cancel_session: Called before another agent is adopted.
+        serves_on_gpu: Whether acting servers act on GPUs.
     """
 
     def __init__(
@@ -49,8 +50,9 @@ class Publisher:
         counters: Counters,
         warnings: UserWarnings,
         cancel_session: Callable[[], None],
+        serves_on_gpu: bool = False,
     ) -> None:
-        self._server, self._rule = server, rule
+        self._server, self._rule, self._serves_on_gpu = server, rule, serves_on_gpu
         self._weights, self._transfer = env_config.weights, env_config.transfer
         self._counters, self._warnings = counters, warnings
         self._cancel_session = cancel_session
@@ -73,6 +75,9 @@ class Publisher:
         self._answers: dict[int, m.AgentReady | WorkerError] = {}
         """For each worker, its answer to the agent that was sent last: ready, or the error."""
         self._store: ParameterStore | None = None
+        self._retired: set[ParameterStore] = set()
+        """Stores that are no longer used, but whose memory may not be freed yet."""
+        server.outbox.before_parameters = self._refresh_host
         self._base_hash = ""
         """Content hash of the base that workers have; empty if none."""
         self._base_fd = -1
@@ -97,12 +102,24 @@ class Publisher:
 
     def close(self) -> None:
         """Free the parameters; workers must have ended."""
-        if self._store is not None:
-            self._store.close()
-            self._store = None
+        self._retire()
+        self._store = None
         self._close_base()
         self._agent = self.prober = None
         self.version = 0
+
+    def _retire(self) -> None:
+        """Stop using the current store, and free all memory that acting servers no longer use."""
+        if self._store is not None:
+            self._retired.add(self._store)
+        self._free_retired()
+
+    def _free_retired(self) -> None:
+        self._retired = {store for store in self._retired if not store.close()}
+
+    def _refresh_host(self) -> None:
+        if self._store is not None:
+            self._store.refresh_host()
 
     def row_schema(self) -> Schema:
         """Arrays of a row with the current agent."""
@@ -129,6 +146,7 @@ class Publisher:
         with self._server.locked():
             self._server.raise_failure()  # another thread may have closed the server
             assert self._store is not None
+            self._free_retired()
             self.version = self._store.publish(agent)
             self._announce()
             late = () if self.prober is None else self.prober.late_requests([request for request, _ in probes])
@@ -238,6 +256,8 @@ class Publisher:
             self._warnings.forget()
             self._announce_base(base)
             outbox = self._server.outbox
+            if self._serves_on_gpu and outbox.is_served and self._server.shares_memory:
+                store.share_gpu(agent, [record.worker for record in self._server.servers])
             outbox.announce(m.SendAgent(self.agent_id, self._base_hash, outbox.is_served), [payload])
             self._server.outbox.announce(store.message(), fds=[store.memory.fd])
             self._announce()
@@ -277,8 +297,7 @@ class Publisher:
         with self._server.locked():
             self._agent = self.prober = None
             self._server.outbox.retract(m.SendAgent, m.Parameters, m.Newest)
-            if self._store is not None:
-                self._store.close()
+            self._retire()
 
     def _all_answered(self) -> bool:
         """Whether all present workers have answered, and at least one has (all nodes may be absent for a while)."""

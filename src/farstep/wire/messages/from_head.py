@@ -57,6 +57,15 @@ class SendAgent(msgspec.Struct, tag="send-agent"):
     """Whether an acting server acts for the worker, and has got the agent instead."""
 
 
+class GpuParameters(msgspec.Struct):
+    """Memory on a GPU in which the head also stores parameters."""
+
+    gpu: str
+    """UUID of the GPU."""
+    handle: bytes
+    """CUDA IPC handle of the memory."""
+
+
 class Parameters(msgspec.Struct, tag="parameters"):
     """Head to worker, after `AgentReady`: where to pull parameters from.
 
@@ -71,6 +80,8 @@ class Parameters(msgspec.Struct, tag="parameters"):
     """Number of sets for which the shared memory has room."""
     digest: str
     """A hash of names, shapes and dtypes. If the worker's own hash differs, it rejects the agent."""
+    on_gpu: GpuParameters | None = None
+    """Where acting servers on the learner's GPU find versions; None: only in main memory."""
 
 
 class SetLayout(msgspec.Struct, tag="set-layout"):

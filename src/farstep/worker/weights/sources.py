@@ -12,9 +12,11 @@ from farstep.agents.parameters import ParameterLoader
 from farstep.config.env import ALL_WEIGHTS, WeightsConfig
 from farstep.core import BytesLike
 from farstep.errors import WireError
-from farstep.rollout.weight_headers import HEADER, PAGE, stride, unpack_word
+from farstep.rollout.weight_headers import HEADER, NEWEST, PAGE, stride, unpack_word
 from farstep.wire.channels.memory import mapped
 from farstep.wire.delta import decode, word_bytes
+from farstep.wire.messages import GpuParameters
+from farstep.worker.weights.gpu_weights import GpuWeights
 
 
 class Weights(Protocol):
@@ -40,17 +42,29 @@ class SharedWeights:
     Locks within one process do not conflict, and closing any descriptor of the file releases them. This is safe even
     for a worker inside the head's process: both run in one thread, so the head neither writes nor closes anything while
     the worker loads.
+
+    Args:
+        fd: Descriptor of the memory; closed by `close`.
+        nbytes: Size of one set of parameters.
+        buffers: Number of sets.
+        on_gpu: Where the head also stores parameters, for an acting server on a GPU; None: nowhere else.
+        number: Number of this acting server.
     """
 
-    def __init__(self, fd: int, nbytes: int, buffers: int) -> None:
+    def __init__(
+        self, fd: int, nbytes: int, buffers: int, on_gpu: GpuParameters | None = None, number: int = -1
+    ) -> None:
         self._fd, self._nbytes = fd, nbytes
         self._map = mapped(fd, PAGE + buffers * stride(nbytes), prot=mmap.PROT_READ)
         self._word = self._map.cast("q")
+        self._on_gpu = None if on_gpu is None else GpuWeights(on_gpu, nbytes, number, fd, self._word)
 
     def newest(self) -> int:
-        return unpack_word(self._word[0])[0]
+        return self._word[NEWEST]
 
     def load(self, loader: ParameterLoader) -> tuple[int, int]:
+        if self._on_gpu is not None and (loaded := self._on_gpu.load(loader)) is not None:
+            return loaded, self._nbytes
         while True:
             version, index = unpack_word(self._word[0])
             fcntl.lockf(self._fd, fcntl.LOCK_SH, 1, index)
@@ -59,12 +73,17 @@ class SharedWeights:
                 # Read the word again: the head may have reused the buffer before it was locked.
                 if self._word[start // 8] != version or unpack_word(self._word[0])[0] != version:
                     continue
-                loader.load(loader.schema.views(self._map, start + HEADER))
+                arrays = loader.schema.views(self._map, start + HEADER)
+                loader.load(arrays)
+                if self._on_gpu is not None:
+                    self._on_gpu.verify(loader, version, arrays)
                 return version, self._nbytes
             finally:
                 fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, index)
 
     def close(self) -> None:
+        if self._on_gpu is not None:
+            self._on_gpu.close()
         os.close(self._fd)
 
 

@@ -32,6 +32,8 @@ class WeightMessages:
         """The agent whose weights are used; -1: none."""
         self.config = ALL_WEIGHTS
         """In what form the head sends weights."""
+        self.server_number = -1
+        """Number of this acting server; -1: this is a worker."""
 
     def handle(self, message: m.SendBase | m.Parameters | m.Newest, received: Received) -> None:
         """Handle one message from the head. `Parameters` of another agent are ignored."""
@@ -42,7 +44,8 @@ class WeightMessages:
                 for fd in received.fds:
                     os.close(fd)
             case m.Parameters() if received.fds:
-                self._sync.weights = SharedWeights(received.fds[0], message.nbytes, message.buffers)
+                shared = (received.fds[0], message.nbytes, message.buffers, message.on_gpu, self.server_number)
+                self._sync.weights = SharedWeights(*shared)
             case m.Parameters():
                 self._sync.weights = RemoteWeights(partial(self._request, message.agent), self.config)
             case m.Newest():
