@@ -44,6 +44,11 @@ class Broken(CountingEnv):
         super().__init__(size=3)  # type: ignore[call-arg]
 
 
+def passes_all(**kwargs: Any) -> CountingEnv:
+    """Passes arguments that the environment may not have."""
+    return CountingEnv(**kwargs)
+
+
 def outdated() -> gymnasium.Env[Any, Any]:
     """Makes an environment that is not there."""
     return gymnasium.make("NoSuchEnv-v0")
@@ -103,6 +108,8 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
         ([*TRAIN, "--device", "cuda:x"], ["device", "cuda:x"]),
         (["train", "ppo", "--env", "json:loads", "--env-type", "vector", *VIDEO], ["vector", "rendered"]),
         (["train", "ppo", "--env", "Pong-v5", "--env-type", "envpool", *VIDEO], ["envpool", "rendered"]),
+        (["train", "ppo", "--env", "farstep.testing:CountingEnv", *INSIDE, *VIDEO], ["no argument render_mode"]),
+        (["train", "ppo", "--env", "tests.cli.test_cli:passes_all", *INSIDE, *VIDEO], ["render_mode='rgb_array'"]),
         (["train", "ppo", "--env", "tests.cli.test_cli:OddActions", *INSIDE], ["no policy for the action space"]),
         (["train", "async-ppo", "--env", "CartPole-v1", "--staleness-threshold", "-1"], ["--staleness-threshold"]),
         (["train", "ppo", "--resume", "nowhere"], ["nowhere", "does not exist"]),

@@ -1,10 +1,11 @@
-"""Prevents launches inside a worker.
+"""Prevents launches inside a worker, and while the head imports a module that workers import.
 
 Otherwise, a module that launches on import would start workers endlessly: each worker imports the module again.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,20 @@ def mark_worker_process() -> None:
     os.environ[_VARIABLE] = str(os.getpid())
 
 
+def import_as_worker(module: str) -> None:
+    """Import a module in the head as workers do. Ignore its errors, because workers report them with their traceback.
+
+    Raises:
+        LaunchError: Importing the module launches.
+    """
+    try:
+        importlib.import_module(module)
+    except LaunchError:
+        raise
+    except (Exception, SystemExit):
+        return
+
+
 def refuse_nested_launch() -> None:
     """Refuse to launch inside a worker, or inside a process that a worker started.
 
@@ -30,7 +45,9 @@ def refuse_nested_launch() -> None:
             module.
     """
     frames = list(_frames())
-    in_process = any(frame.f_globals.get("__name__") == _LOOP for frame in frames)
+    in_process = any(
+        frame.f_globals.get("__name__") == _LOOP or frame.f_code is import_as_worker.__code__ for frame in frames
+    )
     if not in_process and _VARIABLE not in os.environ:
         return
     if (module := _imported_module(frames)) is not None:

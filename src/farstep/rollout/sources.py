@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
@@ -18,6 +20,7 @@ from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_i
 
 from farstep.config.env import EnvConfig, is_dotted_path
 from farstep.errors import ConfigError, described, install_extra
+from farstep.rollout.nested_launch import import_as_worker
 
 
 @dataclass(frozen=True)
@@ -59,26 +62,31 @@ class Source:
         return [name for name in dict.fromkeys(found) if by_value.isdisjoint(_with_packages(name))]
 
     def check(self, load: bool = False) -> None:
-        """Check what can be checked without building an environment and without importing a user's module.
+        """Check what can be checked without building an environment.
 
-        An id is not checked if a user's module may register it: one with a module or a namespace, or one beside
-        a wrapper that does not belong to Gymnasium.
+        An id is not checked if a module that has not been imported may register it: one with a module or a namespace,
+        or one beside a wrapper that does not belong to Gymnasium.
 
         Args:
-            load: Also import an environment of Gymnasium or Atari, which finds missing packages.
+            load: Also import the environment's module and the modules of wrappers, as workers do. This finds missing
+                packages, unknown names and wrong arguments of factories.
 
         Raises:
-            ConfigError: As `build` does, if a module does not exist or an id is certainly not registered.
+            ConfigError: As `build` does, if a name does not exist, an id is certainly not registered, or a factory does
+                not accept the arguments.
         """
         name = self.env_name
         paths = [wrapper[0] if isinstance(wrapper, (tuple, list)) else wrapper for wrapper in self.wrappers]
         for path in paths:
-            _check_path(path)
+            _check_path(path, load)
         if self.type == "envpool":
             with _advice(name, self.env_kwargs):
                 _find_module("envpool")
         elif isinstance(name, str) and (":" in name if self.type == "gymnasium" else _is_path(name)):
-            _check_path(name, is_id=self.type == "gymnasium")
+            _check_path(name, load, is_id=self.type == "gymnasium")
+            if load and self.type != "gymnasium":
+                with _advice(name, self.env_kwargs):
+                    _check_arguments(name, [*self.env_kwargs, *(["num_envs"] if self.is_vector else [])])
         elif isinstance(name, str) and self.type == "gymnasium":
             with _advice(name, self.env_kwargs):
                 if load:
@@ -173,14 +181,34 @@ def _load(name: str) -> None:
         load_env_creator(entry_point)
 
 
-def _check_path(path: str | Callable[..., Any], is_id: bool = False) -> None:
+def _check_path(path: str | Callable[..., Any], load: bool, is_id: bool = False) -> None:
     """Raise `ConfigError` if the module of a dotted path (or of an id `module:Id`) does not exist; if the module was
-    imported before, also if it lacks the attribute."""
-    if isinstance(path, str):
-        with _advice(path, {}):
-            _find_module(module := _module_of(path))
-            if module in sys.modules and not is_id:
-                _callable(path)
+    imported before, or is imported here (`load`), also if it lacks the attribute or the id."""
+    if not isinstance(path, str):
+        return
+    with _advice(path, {}):
+        _find_module(module := _module_of(path))
+        if load:
+            import_as_worker(module)
+        if module in sys.modules and not is_id:
+            _callable(path)
+        elif module in sys.modules and load:
+            _check_id(path.partition(":")[2])
+
+
+def _check_arguments(path: str, names: Sequence[str]) -> None:
+    """Raise `TypeError` if a callable in an imported module certainly does not accept arguments with these names."""
+    if _module_of(path) not in sys.modules:
+        return
+    try:
+        # Not the signature of a wrapped function: the function that wraps it may accept further arguments.
+        signature = inspect.signature(_callable(path), follow_wrapped=False)
+    except (TypeError, ValueError):  # e.g. a function in C
+        return
+    try:
+        signature.bind_partial(**dict.fromkeys(names))
+    except TypeError as error:
+        raise TypeError(f"{_callable(path).__qualname__}() {error}") from None
 
 
 def _find_module(name: str) -> None:
@@ -314,9 +342,11 @@ def _callable(path: str | Callable[..., Any]) -> Callable[..., Any]:
     if callable(path):
         return path
     module, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
-    found = getattr(importlib.import_module(module), attribute, None)
+    found = getattr(imported := importlib.import_module(module), attribute, None)
     if found is None:
-        raise ConfigError(f"{path!r} does not exist: the module {module!r} has no {attribute!r}.")
+        near = difflib.get_close_matches(attribute, [name for name in dir(imported) if name[0] != "_"], n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{path!r} does not exist: the module {module!r} has no {attribute!r}.{hint}")
     if not callable(found):
         raise ConfigError(f"{path!r} is a {type(found).__name__}, not a callable.")
     return found  # type: ignore[no-any-return]

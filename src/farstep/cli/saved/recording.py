@@ -89,7 +89,15 @@ def _environment(run: RunConfig) -> Env:
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # frames need no screen, but SDL would fail without one
     config = run.env_config(envs_per_node=1, stagger=None, inference=None)
     kwargs = {**config.env_kwargs, "render_mode": "rgb_array"}
-    return Source.of(run.env_config(envs_per_node=1, stagger=None, inference=None, env_kwargs=kwargs)).build()
+    try:
+        return Source.of(run.env_config(envs_per_node=1, stagger=None, inference=None, env_kwargs=kwargs)).build()
+    except (ConfigError, TypeError) as error:  # a TypeError of the user's own code
+        if "unexpected keyword argument 'render_mode'" not in str(error):
+            raise
+        raise ConfigError(
+            f"a video needs an environment that accepts render_mode='rgb_array'; {run.env!r} has no argument "
+            "render_mode. Add it, and return the image from render() as an array (height, width, 3) of uint8."
+        ) from error
 
 
 def _frames(
