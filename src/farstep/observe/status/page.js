@@ -98,7 +98,7 @@ function showNumbers(data) {
     ["return", number(metrics["env/return_mean"] ?? data.series.return.at(-1)?.[1])],
     ["evaluation", number(metrics["eval/return_mean"])],
     ["workers", workers ? `${alive} of ${workers.state.length}` : number(alive)],
-    ["restarts", number(workers ? workers.restarts : metrics["workers/restarts"])],
+    ["restarts", number(workers ? Math.max(workers.restarts, metrics["workers/restarts"] ?? 0) : metrics["workers/restarts"])],
     ["version", number(weights ? weights.version : metrics["train/actor/current_version"])],
   ].filter(([, value]) => value !== "–");
   byId("numbers").replaceChildren(...numbers.map(([name, value]) =>
