@@ -213,12 +213,16 @@ class Started:
     host: str
 
 
+UNKNOWN_STATUS = 256
+"""Status of a process whose exit status cannot be known; an exit status is at most 255."""
+
+
 @dataclass(frozen=True)
 class Ended:
     """How a worker process ended."""
 
     status: int
-    """Exit status, or minus the number of the signal that killed it."""
+    """Exit status, or minus the number of the signal that killed it; or `UNKNOWN_STATUS`."""
     note: str = ""
     """Additional cause known to the launcher, e.g. that memory ran out."""
     blameless: bool = False
@@ -227,6 +231,8 @@ class Ended:
 
     def __str__(self) -> str:
         note = f"; {self.note}" if self.note else ""
+        if self.status == UNKNOWN_STATUS:
+            return f"ended{note}"
         if self.status >= 0:
             return f"exited with status {self.status}{note}"
         names = {each.value: each.name for each in signal.Signals}

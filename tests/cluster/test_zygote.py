@@ -137,6 +137,8 @@ def test_workers_continue_without_their_zygote(recwarn) -> None:
             assert_sound(env.collect(agent, steps=8))
         counts = {key: value for key, value in env.stats()["workers"].items() if not isinstance(value, list) and value}
         assert counts == {"alive": 2, "restarts": 1}
+        (lost,) = env.events("lost")
+    assert "a worker ended; its exit status is unknown, because" in lost.text
 
 
 def test_a_stopped_zygote_is_replaced() -> None:

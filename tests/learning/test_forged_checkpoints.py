@@ -65,7 +65,7 @@ def is_possible(way: Way, kind: str) -> bool:
         case (("learner", "optimizer", "adam", "exp_avg"), "negative"):
             return True
         case (
-            ("learner", "optimizer", "adam", "critic_step") | ("learner", "updates"),
+            ("learner", "optimizer", "adam", "critic_step") | ("learner", "updates") | ("progress", "restarts"),
             "removed",
         ):  # checkpoints of older versions do not have these
             return True

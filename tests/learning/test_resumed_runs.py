@@ -13,7 +13,7 @@ from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.impala import ImpalaConfig
 from farstep.learners.networks.nets import NetConfig
 from farstep.learners.ppo import PPOConfig
-from farstep.testing import CountingEnv
+from farstep.testing import CountingEnv, FaultyEnv
 from tests.learning.tasks import Config, Rows, make_env, make_training
 
 VERSION = "train/actor/current_version"
@@ -48,3 +48,17 @@ def test_a_run_goes_on_counting_in_other_episodes(which: str, tmp_path: Path) ->
     assert now["update"] == last["update"] + 1 and now[VERSION] == last[VERSION] + 1
     assert now["step"] > last["step"] >= 800 and second.rows[-1]["step"] >= 1600
     assert all(np.isfinite(list(row.values())).all() for row in second.rows)
+
+
+def test_restarts_before_a_resume_count(tmp_path: Path) -> None:
+    checkpoints, rows = tmp_path / "checkpoints", Rows()
+    make = partial(FaultyEnv, "exit", "step", marker=str(tmp_path / "died-once"))
+    for total_steps in (16, 32):
+        with make_env(make, 1, workers=1) as env:
+            training, _ = make_training(env, PPOConfig(num_steps=16), total_steps, checkpoints=checkpoints, sink=rows)
+            if rows.rows:
+                training.resume()
+            training.run()
+            here = env.stats()["workers"]["restarts"]
+    assert here == 0
+    assert [row["workers/restarts"] for row in rows.rows] == [1, 1]

@@ -38,7 +38,10 @@ def test_train_writes_checkpoints_and_evaluations_and_resume_appends(tmp_path: P
     assert main([*resume, "--total-steps", "128"]) == 0
     both = events_of(tmp_path / "run")
     assert both[: len(first)] == first
-    assert [event.kind for event in both[len(first) :]] == [event.kind for event in first]
+    resumed = [event for event in both[len(first) :] if event.kind == "loaded"]
+    assert [event.text for event in resumed] == ["resumed from checkpoint 000001 at step 64"]
+    rest = [event.kind for event in both[len(first) :] if event.kind != "loaded"]
+    assert rest == [event.kind for event in first]
     assert all(a.time < b.time for a, b in pairwise(both))
 
 

@@ -113,7 +113,7 @@ def test_a_plot_shows_return_throughput_and_staleness(tmp_path: Path, monkeypatc
     assert [axes.get_title(loc="left") for axes in figures[0].axes] == [
         "Return",
         "Return over time",
-        "Mean speed in steps/s",
+        "Recent speed in steps/s",
         "Staleness in versions",
     ]
     assert by_steps.get_xlabel() == speed.get_xlabel() == lag.get_xlabel() == "environment steps"
@@ -153,7 +153,7 @@ def test_there_is_no_panel_for_what_did_not_happen(tmp_path: Path, monkeypatch) 
         plot([run.path], tmp_path / "a.png")
     assert [titles(figure) for figure in figures] == [
         ["Return"],
-        ["Return", "Return over time", "Mean speed in steps/s"],
+        ["Return", "Return over time", "Recent speed in steps/s"],
         ["Return", "Staleness in versions"],
         ["Return"],
         ["Return", "Worker restarts so far"],

@@ -18,7 +18,7 @@ from functools import partial
 import zmq
 
 from farstep.config.launch import EngineConfig
-from farstep.core import Ended, Launcher, Received, Started
+from farstep.core import UNKNOWN_STATUS, Ended, Launcher, Received, Started
 from farstep.errors import UNKNOWN_HOST, ConfigError, LaunchError, WireError, counted
 from farstep.event import Emit
 from farstep.launch.acting_plan import ActingPlan
@@ -447,7 +447,7 @@ class ClusterLauncher(Launcher):
         self._forget_node(node)
         self.groups[node.group].left(node.place, for_good=True)
         for worker in node.workers.values():
-            worker.end(Ended(1, f"its {node} {why}", blameless=True))
+            worker.end(Ended(UNKNOWN_STATUS, f"its {node} {why}", blameless=True))
 
     def _relay_keys(self, name: str) -> n.RelayKeys | None:
         """Keys for the daemon of a new node, if daemons are to relay."""

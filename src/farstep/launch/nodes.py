@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from farstep.core import Ended, Received
+from farstep.core import UNKNOWN_STATUS, Ended, Received
 from farstep.errors import WireError
 from farstep.rollout.progress import PHASE, Phase, check_words, copy_words
 from farstep.wire import node_messages as n
@@ -84,7 +84,7 @@ class Node:
                     worker.send_suspended()
             elif worker.poll() is None and now - worker.sent_at > _UNREPORTED_S:
                 if worker.seen or worker.killed:
-                    worker.end(Ended(1, "its end was not reported"))
+                    worker.end(Ended(UNKNOWN_STATUS, "its end was not reported"))
                 else:
                     worker.sent_at = now
                     self.send(worker.start_message)

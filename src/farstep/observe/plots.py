@@ -166,7 +166,7 @@ class _Drawing:
         self._clock(axes)
 
     def _throughput(self, axes: Any) -> None:
-        self._heading(axes, METRICS[SPEED].title)
+        self._heading(axes, f"Recent speed in {METRICS[SPEED].unit}")  # `rate/` is the mean since the start
         for position, group in enumerate(self._groups):
             self._line(axes, self._speeds(group, 1), self._speeds(group), self._style(position))
         axes.yaxis.set_major_formatter(_thousands)

@@ -221,6 +221,17 @@ class RunFolder:
                 stream.flush()
             yield
 
+    def is_locked(self) -> bool | None:
+        """Return whether a process trains in the folder; None if this is unknown."""
+        try:
+            with open(self.path / ".lock", "rb", opener=no_follow) as stream:
+                fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # no process has locked the folder yet, or its file system has no locks
+            return None
+        return False
+
     def _open_lock(self) -> IO[bytes]:
         path = self.path / ".lock"
         try:

@@ -236,6 +236,11 @@ def test_a_remedy_of_one_case_names_options_too(pulls: float, change: str) -> No
     assert with_options(found).remedy.startswith(f"{change} --kl-threshold")
 
 
+def test_remedies_that_name_workers_name_the_option_of_a_cluster_too() -> None:
+    named = [rule.options_remedy for rule in RULES if re.search(r"--workers\b(?!-)", rule.options_remedy)]
+    assert named and all("--workers-per-node" in remedy for remedy in named)
+
+
 def test_remedy_of_a_case_is_not_replaced_by_the_options_of_its_rule() -> None:
     found = diagnose(window(metrics=updates(train__actor__clip_fraction=0.8, lag__versions_mean=5.0)))
     assert found.remedy.startswith("Use the decoupled loss") and with_options(found) == found

@@ -183,6 +183,23 @@ def test_workers_without_a_node_stand_below_what_is_known_about_it(window: Brows
         server.close()
 
 
+def test_idle_run_of_queued_workers_is_plain(window: Browser) -> None:
+    run = SimulatedRun(4, nodes=1)
+    run.data["workers"] |= {"state": ["alive", "queued", "queued", "queued"]}
+    run.data["series"] |= {"rate": [[0, 0.0], [1, 0.0]]}
+    run.data["metrics"] |= {"workers/restarts": 5.0}  # two of them before the run was resumed
+    server = PageServer(run)
+    try:
+        window.open(server.url)
+        assert "1 rolling, 3 waiting for a node." in window.text("#cluster-text")
+        assert window.script("return [...document.querySelectorAll('#rates text')].map((each) => each.textContent)")[
+            :3
+        ] == ["0", "0.5", "1"]
+        assert "restarts\n5" in window.text("#numbers")
+    finally:
+        server.close()
+
+
 def test_workers_are_reached_by_keyboard_and_tracebacks_by_one_click(window: Browser) -> None:
     server = PageServer(SimulatedRun(200, nodes=2))
     try:

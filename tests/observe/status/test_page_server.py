@@ -69,6 +69,12 @@ def get(
         connection.close()
 
 
+def is_plain(headers: dict[str, str]) -> bool:
+    """Whether an answer is plain text that scripts of other origins cannot read."""
+    shared = [name for name in headers if name.lower().startswith("access-control")]
+    return headers["Content-Type"].startswith("text/plain") and not shared
+
+
 def test_page_is_self_contained_and_allows_nothing_else(server: PageServer) -> None:
     status, headers, body = get(server)
     assert status == 200 and b"<!doctype html>" in body
@@ -93,15 +99,18 @@ def test_data_and_metrics_are_plain_answers(server: PageServer) -> None:
 @pytest.mark.parametrize("path", ["/", "/data", "/events", "/metrics"])
 def test_wrong_token_gets_nothing(server: PageServer, source: CountingSource, path: str) -> None:
     for token in ("", "x", "%C3%A9", server.url.rpartition("=")[2][:-1]):
-        status, _, body = get(server, path, token=token)
-        assert (status, body) == (403, b"")
+        status, headers, body = get(server, path, token=token)
+        assert status == 403 and is_plain(headers)
+        assert body == b"This page needs the complete address that farstep printed, with its token.\n"
     assert source.reads == 0
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[::2]:80"])
 def test_other_host_gets_nothing(server: PageServer, source: CountingSource, host: str) -> None:
     """The name of an attacker's site may resolve to this machine (DNS rebinding)."""
-    assert get(server, "/data", Host=host)[::2] == (421, b"")
+    status, headers, body = get(server, "/data", Host=host)
+    assert status == 421 and is_plain(headers)
+    assert body == b"This page needs an address with the host 127.0.0.1 or localhost, as farstep printed it.\n"
     assert source.reads == 0
 
 
@@ -126,7 +135,9 @@ def test_other_origin_gets_nothing(server: PageServer, source: CountingSource, h
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE"])
 def test_server_is_read_only(server: PageServer, source: CountingSource, method: str) -> None:
-    assert get(server, "/data", method)[0] == 501
+    status, headers, body = get(server, "/data", method)
+    assert status == 501 and is_plain(headers)
+    assert body == b"Server does not support this operation.\n"
     assert source.reads == 0
 
 

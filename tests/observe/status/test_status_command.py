@@ -15,6 +15,8 @@ import farstep
 from farstep.cli import main
 from farstep.cluster_env import status_page_of
 from farstep.errors import ClosedError, RunError
+from farstep.event import Event, EventKind
+from farstep.observe.event_files import EventFile
 from farstep.observe.loggers import JsonlLogger
 from farstep.observe.run_folder import RunFolder
 from farstep.observe.status import FolderSource, PageServer
@@ -102,6 +104,36 @@ def test_evaluations_are_shown_where_they_started(tmp_path: Path) -> None:
         source.log(60, metrics)
         assert source.read()["series"]["evaluation"] == [[40, 7.0]]
     assert FolderSource(folder).read()["series"]["evaluation"] == [[40, 7.0]]
+
+
+@pytest.mark.parametrize(
+    ("texts", "ended"),
+    [
+        ([], "killed"),
+        (["SIGINT: stopping after this update, with a checkpoint"], "stopped by SIGINT"),
+        (["the run failed: no memory", "SIGTERM: stopping after this update"], "stopped by SIGTERM"),
+        (["SIGINT: stopping after this update", "the run failed: no memory"], "failed"),
+        (["the run failed: no memory", "resumed from checkpoint 000001 at step 10"], "killed"),
+    ],
+)
+def test_page_from_files_says_how_the_run_ended_and_how_to_continue(
+    folder: RunFolder, texts: list[str], ended: str
+) -> None:
+    assert FolderSource(folder).read()["state"] == "from the files of the run folder"
+    with folder.lock():
+        assert FolderSource(folder).read()["state"] == "running; from the files of the run folder"
+    events = EventFile(folder.events_file)
+    for number, text in enumerate(texts, 1):
+        kind: EventKind = "loaded" if text.startswith("resumed") else "warned"
+        events.write(Event(time=number, kind=kind, text=text))
+    events.close()
+    assert FolderSource(folder).read()["state"] == f"{ended}, without a checkpoint"
+    (folder.checkpoints / "000001").mkdir()
+    assert FolderSource(folder).read()["state"] == f"{ended}; continue with: farstep train ppo --resume {folder.path}"
+    logger = JsonlLogger(folder.metrics_file, 10)
+    logger.log(30, {"seconds": 2.0})
+    logger.close()
+    assert FolderSource(folder).read()["state"] == "ended"
 
 
 def test_closed_run_starts_no_page() -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from farstep.core import UNKNOWN_STATUS
 from farstep.launch.daemon.child import Child, is_readable, memory_file
 from farstep.worker.zygote import ENDED, FORKED, NOT_FORKED, READY, REFUSED
 
@@ -136,7 +137,8 @@ class ForkedProcess:
             if self._status is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.pid, signal.SIGKILL)  # processes that its environments started
-                self._status, self.note = 1, "its exit status is unknown, because the process that forked it has ended"
+                self._status = UNKNOWN_STATUS
+                self.note = "its exit status is unknown, because the process that forked it has ended"
         return self._status
 
     def _has_ended(self) -> bool:

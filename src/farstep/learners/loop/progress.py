@@ -31,6 +31,8 @@ class Progress:
     """Lengths of the last 100 episodes, in steps."""
     next_evaluation: int = 0
     """Number of environment steps at which the next evaluation is due."""
+    restarts: int = 0
+    """Restarts of workers after failures, including earlier parts of a resumed run."""
 
     def state(self) -> dict[str, object]:
         """Return the counters for a checkpoint."""
@@ -67,3 +69,4 @@ class _SavedProgress(msgspec.Struct, forbid_unknown_fields=True):
     returns: Annotated[list[Finite], msgspec.Meta(max_length=LAST_EPISODES)]
     lengths: Annotated[list[Count], msgspec.Meta(max_length=LAST_EPISODES)]
     next_evaluation: Count
+    restarts: Count = 0

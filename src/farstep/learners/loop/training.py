@@ -174,6 +174,8 @@ class Training:
         self.timer, self._worker_timer = Timer(), WorkerTimer()
         self._schedule = CheckpointSchedule(limits.checkpoint_every)
         self._stagger_steps = 0
+        self._restarts_before = 0
+        """Restarts of workers in earlier parts of a resumed run."""
         self._in_warmup = False
         self._start = self._reported_s = 0.0
 
@@ -283,6 +285,7 @@ class Training:
 
     def _log(self, iteration: Iteration) -> None:
         progress, stats, lags = self.progress, self._env.stats(), iteration.lags
+        progress.restarts = self._restarts_before + stats["workers"]["restarts"]
         report: dict[str, float] = {
             "update": progress.updates,
             "train/actor/current_version": stats["versions"]["current"],
@@ -295,7 +298,7 @@ class Training:
             "bytes/weights_sent": stats["bytes"]["weights_sent"],
             "bytes/probes_sent": stats["bytes"]["probes_sent"],
             "workers/alive": stats["workers"]["alive"],
-            "workers/restarts": stats["workers"]["restarts"],
+            "workers/restarts": progress.restarts,
         }
         if progress.returns:
             report["env/return_mean"] = float(np.mean(progress.returns))
@@ -439,6 +442,9 @@ class Training:
             env = {"version": saved.version, "workers": [], "inference": saved.inference}
             self._env.resume(self._learner.agent, env, [])
         torch.set_rng_state(saved.torch)
+        found = self.newest_checkpoint
+        assert found is not None
+        self._env.emit_event("loaded", f"resumed from checkpoint {found.number:06d} at step {found.step:,}")
 
     def _restore(self, loaded: checkpoint.Loaded) -> _Saved:
         """Restore everything except the environments. If the state does not fit, raise `Refused` without changes."""
@@ -458,7 +464,7 @@ class Training:
             if isinstance(error, Refused):
                 raise
             raise Refused(f"the learner raised {type(error).__name__}: {error}") from error
-        self.progress, self._journal = progress, journal
+        self.progress, self._journal, self._restarts_before = progress, journal, progress.restarts
         self.newest_checkpoint = CheckpointMarker(int(loaded.folder.name), progress.steps)
         return saved
 

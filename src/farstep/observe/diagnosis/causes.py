@@ -224,7 +224,8 @@ RULES: tuple[Rule, ...] = (
         "stream instead of collect, both work at the same time.",
         find.slow_learner,
         "Make updates faster (fewer --update-epochs, larger minibatches, more --threads, --device cuda), or use fewer "
-        "--workers. With async-ppo instead of ppo, workers roll while the learner updates.",
+        "workers (--workers, on a cluster --workers-per-node). With async-ppo instead of ppo, workers roll while the "
+        "learner updates.",
     ),
     Rule(
         "slow policy",

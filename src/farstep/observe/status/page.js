@@ -3,7 +3,7 @@
 const byId = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 const STATES = {
-  alive: "rolling", starting: "starting", queued: "waits for a node", parked: "parked", released: "released until the next rollout",
+  alive: "rolling", starting: "starting", queued: "waiting for a node", parked: "parked", released: "released until the next rollout",
   lost: "lost, being replaced", stopped: "stopped",
 };
 const TIMES = {
@@ -56,7 +56,7 @@ function show(data) {
   showSlots(data.slots);
   const curves = [["training (mean of the last 100 episodes)", data.series.return], ["evaluation", data.series.evaluation]];
   chart(byId("returns"), curves, "steps");
-  chart(byId("rates"), [["recent steps per second", data.series.rate]], "seconds", [0]);
+  chart(byId("rates"), [["recent steps per second", data.series.rate]], "seconds", 0);
   showTimes(data.times);
   showLags(data.lags);
   showWeights(data);
@@ -98,7 +98,7 @@ function showNumbers(data) {
     ["return", number(metrics["env/return_mean"] ?? data.series.return.at(-1)?.[1])],
     ["evaluation", number(metrics["eval/return_mean"])],
     ["workers", workers ? `${alive} of ${workers.state.length}` : number(alive)],
-    ["restarts", number(workers ? workers.restarts : metrics["workers/restarts"])],
+    ["restarts", number(workers ? Math.max(workers.restarts, metrics["workers/restarts"] ?? 0) : metrics["workers/restarts"])],
     ["version", number(weights ? weights.version : metrics["train/actor/current_version"])],
   ].filter(([, value]) => value !== "–");
   byId("numbers").replaceChildren(...numbers.map(([name, value]) =>
@@ -209,14 +209,14 @@ function showSlots(slots) {
   byId("slots").replaceChildren(bars([["used", share, percent(share)]]), ...lines.map((text) => element("p", {}, text)));
 }
 
-function chart(box, curves, unit, include = []) {
+function chart(box, curves, unit, floor = null) {
   const drawn = curves.filter(([, points]) => points.length > 1);
   if (!drawn.length) {
     box.replaceChildren(element("p", { class: "key" }, "no data yet"));
     return;
   }
   const all = drawn.flatMap(([, points]) => points);
-  const [left, right] = range(all.map(([x]) => x)), [low, high] = range([...include, ...all.map(([, y]) => y)]);
+  const [left, right] = range(all.map(([x]) => x)), [low, high] = range(all.map(([, y]) => y), floor);
   const width = 460, height = 230, margin = { left: 52, right: 8, top: 8, bottom: 20 };
   const x = (value) => margin.left + (value - left) / (right - left) * (width - margin.left - margin.right);
   const y = (value) => height - margin.bottom - (value - low) / (high - low) * (height - margin.top - margin.bottom);
@@ -242,9 +242,9 @@ function chart(box, curves, unit, include = []) {
   box.replaceChildren(svg, ...keys);
 }
 
-function range(values) {
-  const low = Math.min(...values), high = Math.max(...values);
-  return low === high ? [low - 1, high + 1] : [low, high];
+function range(values, floor = null) {
+  const low = floor ?? Math.min(...values), high = Math.max(low, ...values);
+  return low === high ? [floor ?? low - 1, high + 1] : [low, high];
 }
 
 function line(svg, x1, y1, x2, y2) {

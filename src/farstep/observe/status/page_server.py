@@ -47,6 +47,8 @@ MAX_CLIENTS = 32
 SERVER_NAME = "farstep"
 _LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 _OTHER_SITES = ("cross-site", "same-site")
+_NEEDS_TOKEN = "This page needs the complete address that farstep printed, with its token.\n"
+_NEEDS_LOCAL_NAME = "This page needs an address with the host 127.0.0.1 or localhost, as farstep printed it.\n"
 
 
 class Source(Protocol):
@@ -202,6 +204,8 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _TIMEOUT_S
     protocol_version = "HTTP/1.1"
     server_version, sys_version = SERVER_NAME, ""
+    error_message_format, error_content_type = "%(explain)s.\n", "text/plain; charset=utf-8"
+    """Of errors that the base class answers, such as another method than GET."""
 
     def do_GET(self) -> None:
         self.close_connection = True
@@ -212,25 +216,26 @@ class _Handler(BaseHTTPRequestHandler):
             "/events": self._events,
             "/metrics": self._metrics,
         }
-        if (status := self._refused(parse_qs(url.query).get("token", [""])[0])) is not None:
-            self._answer(status, b"", "text/plain")
+        if (refusal := self._refused(parse_qs(url.query).get("token", [""])[0])) is not None:
+            status, text = refusal
+            self._answer(status, text.encode(), "text/plain")
         elif (answer := answers.get(url.path)) is None:
             self._answer(HTTPStatus.NOT_FOUND, b"", "text/plain")
         else:
             answer()
 
-    def _refused(self, token: str) -> HTTPStatus | None:
-        """Return the status of a refusal; None if the request has the token and no other site has caused it."""
+    def _refused(self, token: str) -> tuple[HTTPStatus, str] | None:
+        """Return status and text of a refusal; None if the request has the token and no other site has caused it."""
         host = self.headers.get("Host", "")
         if host.rpartition(":")[0] not in _LOCAL_NAMES and host not in _LOCAL_NAMES:
-            return HTTPStatus.MISDIRECTED_REQUEST  # a name of another site that resolves to this machine
+            return HTTPStatus.MISDIRECTED_REQUEST, _NEEDS_LOCAL_NAME  # a name of another site that resolves here
         origin = self.headers.get("Origin")
         if (origin is not None and origin != f"http://{host}") or (
             self.headers.get("Sec-Fetch-Site") in _OTHER_SITES and self.headers.get("Sec-Fetch-Mode") != "navigate"
         ):
-            return HTTPStatus.FORBIDDEN
+            return HTTPStatus.FORBIDDEN, ""
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
-            return HTTPStatus.FORBIDDEN
+            return HTTPStatus.FORBIDDEN, _NEEDS_TOKEN
         return None
 
     def _page(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import threading
 import time
 from collections import deque
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
+from farstep.checkpoint.folder import numbered
 from farstep.errors import FarstepError, RunError
 from farstep.event import Event
 from farstep.observe.diagnosis import Diagnosis
@@ -263,9 +265,11 @@ class FolderSource:
                 speed = (row["step"] - before["step"]) / (row["seconds"] - before["seconds"])
                 rates.add(row["seconds"], speed)
         target = run.get("target_return")
+        total_steps, is_at_target = run.get("total_steps"), reached_target(target, latest)
+        is_complete = is_at_target or (total_steps is not None and latest.get("step", 0) >= total_steps)
         return {
             "live": False,
-            "state": "from the files of the run folder",
+            "state": self._state(is_complete, events),
             "time": events[-1].time if events else None,
             "run": {
                 "title": f"{self._config.get('algorithm', '')} on {run.get('env', '')}",
@@ -273,8 +277,8 @@ class FolderSource:
             },
             "progress": {
                 "steps": latest.get("step", 0),
-                "total_steps": run.get("total_steps"),
-                "target_return": target if reached_target(target, latest) else None,
+                "total_steps": total_steps,
+                "target_return": target if is_at_target else None,
             },
             "series": {"return": returns.rounded(), "evaluation": evaluations.rounded(), "rate": rates.rounded()},
             "metrics": view.metrics_view(latest),
@@ -282,6 +286,21 @@ class FolderSource:
             "events": view.events_view(events),
             "times": {"learner": view.times_view(_phases(rows))},
         }
+
+    def _state(self, is_complete: bool, events: Sequence[Event]) -> str:
+        """Return whether the run goes on, or how it ended and how to continue it."""
+        folder = self._folder
+        if (is_locked := folder.is_locked()) is None:
+            return "from the files of the run folder"
+        if is_locked:
+            return "running; from the files of the run folder"
+        if is_complete:
+            return "ended"
+        state = view.ending(events)
+        if not numbered(folder.checkpoints):
+            return f"{state}, without a checkpoint"
+        learner, path = self._config.get("algorithm", "LEARNER"), shlex.quote(str(folder.path))
+        return f"{state}; continue with: farstep train {learner} --resume {path}"
 
     def metrics(self) -> str:
         return exposition({}, self.read()["metrics"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -144,6 +145,18 @@ def events_view(events: Sequence[Event]) -> list[dict[str, Any]]:
         }
         for event in reversed(events[-SHOWN_EVENTS:])
     ]
+
+
+def ending(events: Sequence[Event]) -> str:
+    """Return how a run ended that has not reached its last step."""
+    for event in reversed(events):
+        if event.text.startswith("the run failed: "):
+            return "failed"
+        if event.kind == "warned" and (found := re.match("(SIG[A-Z]+): stopping ", event.text)):
+            return f"stopped by {found[1]}"
+        if event.kind == "loaded" and event.text.startswith("resumed "):
+            break
+    return "killed"
 
 
 def metrics_view(metrics: Mapping[str, Any]) -> dict[str, float]:
