@@ -36,7 +36,7 @@ from farstep.launch.acting_plan import ActingPlan
 from farstep.launch.launchers import launcher_for
 from farstep.rollout.nested_launch import refuse_nested_launch
 from farstep.rollout.program import Program
-from farstep.rollout.progress import ChunkProgress, check_words, copy_words
+from farstep.rollout.progress import check_words, copy_words
 from farstep.wire import messages as m
 
 log = logging.getLogger("farstep")
@@ -240,7 +240,7 @@ class Server:
                         nodes_are_missing = bool(self.supervisor.launcher.waiting())
                         is_needed = starting or self.tickets.in_flight or nodes_are_missing
                         if is_needed and warning.is_unusual(now, nodes_are_missing=nodes_are_missing):
-                            chunk = self.slowest_chunk()
+                            chunk = self.supervisor.slowest_chunk()
                             progress = "" if chunk is None else f"; {chunk}"
                             warning.warn(f" for {self.supervisor.whereabouts()}{progress}", now)
                     self._pump(min(left, self._tick_s))
@@ -253,13 +253,6 @@ class Server:
             return self._first_wait
         with self.locked():
             return self.supervisor.whereabouts()
-
-    def slowest_chunk(self) -> ChunkProgress | None:
-        """Return the progress of the chunk that takes longest to complete; None if no worker rolls one."""
-        with self.locked():
-            ready = [record for record in self.records if record.ready]
-            found = (ChunkProgress.of(record.worker, record.num_envs, record.words) for record in ready)
-            return max(filter(None, found), key=lambda chunk: chunk.seconds_left, default=None)
 
     def unconnected_nodes(self) -> str:
         """Describe the nodes that are not connected; empty if all are connected."""

@@ -33,5 +33,6 @@ class LaunchMonitor:
 
         if self._monitor is None:
             self._monitor = RunMonitor(self._server.events, *self._at_launch)
-        machine, chunk = machine_use(self._server.local_pids()), self._server.slowest_chunk()
-        return self._monitor.diagnoses(stats, machine, kl_threshold, metrics, chunk)
+        with self._server.locked():
+            chunk = self._server.supervisor.slowest_chunk()
+        return self._monitor.diagnoses(stats, machine_use(self._server.local_pids()), kl_threshold, metrics, chunk)

@@ -92,8 +92,7 @@ class Worker:
         self._lock_step: LockStepWorker | None = None
         """Set if `make_vec` steps the environments without messages."""
         self._timer = WorkerTimer()
-        self._index = 0
-        """Number of chunks started so far (see `messages.Chunk.index`)."""
+        self._index = 0  # of chunks started so far (see `messages.Chunk.index`)
         self._bounds = BoundsCheck()
 
     # ---- the loop ----

@@ -17,7 +17,7 @@ from farstep.head.event_loop import EventLoop
 from farstep.head.members import membership
 from farstep.head.members.worker_records import WorkerRecord
 from farstep.head.warnings.pending_workers import PendingWorker, describe
-from farstep.rollout.progress import BEAT_S, COUNT, SLOT, Phase, check_words
+from farstep.rollout.progress import BEAT_S, COUNT, SLOT, ChunkProgress, Phase, check_words
 from farstep.wire.messages import Stop, encode
 
 log = logging.getLogger("farstep")
@@ -159,6 +159,12 @@ class Supervisor:
         """What the head is waiting for: nodes, and workers that are starting or still working."""
         pending = [found for record in self.records if (found := self._pending(record)) is not None]
         return describe(pending, self.launcher.waiting())
+
+    def slowest_chunk(self) -> ChunkProgress | None:
+        """The progress of the chunk that takes longest to complete; None if no worker rolls one."""
+        ready = [record for record in self.records if record.ready and not record.is_server]
+        found = (ChunkProgress.of(record.worker, record.num_envs, record.words) for record in ready)
+        return max(filter(None, found), key=lambda chunk: chunk.seconds_left, default=None)
 
     def _pending(self, record: WorkerRecord) -> PendingWorker | None:
         """What a worker is doing; None if it has no work or no node."""
