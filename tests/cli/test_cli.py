@@ -17,7 +17,8 @@ import pytest
 from gymnasium import spaces
 
 import farstep
-from farstep.cli import main
+from farstep.cli import LEARNERS, main
+from farstep.cli.options.algorithms import ALGORITHMS
 from farstep.observe.glossary import EXPOSED, METRICS, STATS
 from farstep.observe.run_folder import RunFolder
 from farstep.testing import CountingEnv
@@ -284,7 +285,19 @@ def test_workers_without_an_environment_are_named(
 
 def test_to_train_needs_a_learner(capsys: pytest.CaptureFixture[str]) -> None:
     needed = "farstep: 'farstep train' needs a learner: ppo, async-ppo, impala, dqn, apex, sac, aride.\n"
-    assert said(capsys, "train") == (2, "", needed)
+    assert said(capsys, "train") == (1, "", needed)
+
+
+def test_learner_is_checked_before_torch_is_imported(tmp_path: Path) -> None:
+    assert tuple(ALGORITHMS) == LEARNERS
+    script = (
+        "import sys; from farstep.cli import main; statuses = main(['train']), main(['train', 'poo', '--env', 'X'])\n"
+        "assert statuses == (1, 1) and not {'torch', 'gymnasium'} & sys.modules.keys()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0 and "unknown learner 'poo'. Did you mean 'ppo'?" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("learner", ["ppo", "async-ppo", "impala", "dqn", "apex"])
@@ -350,7 +363,7 @@ def test_what_torch_is_needed_for_says_so(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    status, _, error = said(capsys, command, "runs/NAME")
+    status, _, error = said(capsys, command, "ppo" if command == "train" else "runs/NAME")
     assert status == 1
     assert f"'farstep {command}' needs the package torch" in error and "pip install torch" in error
 

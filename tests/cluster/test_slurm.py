@@ -405,8 +405,9 @@ def test_job_that_can_never_start_ends_the_launch(
 
 
 def test_what_sbatch_says_is_in_the_error(cluster: SlurmCluster, tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"sbatch failed: .*[Ii]nvalid partition"):
-        start(tmp_path, partition="no-such-partition").launch()
+    known = r"(?s)sbatch failed: .*[Ii]nvalid partition.*unknown partition 'mian'\. Did you mean 'main'\? Known: main\."
+    with pytest.raises(LaunchError, match=known):
+        start(tmp_path, partition="mian").launch()
 
 
 def test_what_a_node_says_is_in_the_error(cluster: SlurmCluster, tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ Options: 'farstep COMMAND --help', for example 'farstep train ppo --help' or
 'farstep train ppo --launcher slurm --help'. Version: 'farstep --version'.
 """
 _COMMANDS = ("train", "eval", "watch", "plot", "status", "metrics", "doctor", "slurm", "kubernetes", "coordinator")
+LEARNERS = ("ppo", "async-ppo", "impala", "dqn", "apex", "sac", "aride")
+"""The keys of `ALGORITHMS`, whose module imports torch."""
 _LAUNCHING = ("train", "eval", "doctor")
 
 
@@ -118,6 +120,7 @@ def _command(arguments: Sequence[str]) -> Callable[[Sequence[str]], int]:
     if name not in _COMMANDS:
         raise FarstepError(unknown_name("command", name, _COMMANDS))
     if name == "train":
+        _check_learner(arguments[1:])
         from farstep.cli.options.env_check import check_named_env
 
         check_named_env(arguments[1:])
@@ -127,3 +130,10 @@ def _command(arguments: Sequence[str]) -> Callable[[Sequence[str]], int]:
         require("torch", "torch", f"'farstep {name}'", "nn")
     command: Callable[[Sequence[str]], int] = importlib.import_module(f"farstep.cli.{name}").main
     return command
+
+
+def _check_learner(arguments: Sequence[str]) -> None:
+    if not arguments:
+        raise ConfigError(f"'farstep train' needs a learner: {', '.join(LEARNERS)}.")
+    if not arguments[0].startswith("-") and arguments[0] not in LEARNERS:
+        raise ConfigError(unknown_name("learner", arguments[0], LEARNERS))

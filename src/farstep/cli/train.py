@@ -63,9 +63,6 @@ _EXIT_STATUS = {"SIGINT": 130, "SIGTERM": 143}
 
 def main(arguments: Sequence[str]) -> int:
     """Parse the options, train, and print a summary. Return the exit status."""
-    if not arguments:
-        sys.stderr.write(f"farstep: 'farstep train' needs a learner: {', '.join(ALGORITHMS)}.\n")
-        return 2
     if arguments[0] in ("-h", "--help"):
         sys.stdout.write(f"usage: farstep train LEARNER [options]\nlearners: {', '.join(ALGORITHMS)}\n")
         sys.stdout.write("--resume and --config need no LEARNER: the run or the file names it.\n")

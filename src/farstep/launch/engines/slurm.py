@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from farstep.config.launch import SlurmConfig
-from farstep.errors import LaunchError, counted
+from farstep.errors import LaunchError, counted, unknown_name
 from farstep.event import Emit, traceback_of
 from farstep.launch.addresses import own_addresses
 from farstep.launch.daemon.guardian import Guardian
@@ -94,13 +94,24 @@ class SlurmEngine:
         try:
             for size, script in self._scripts(nodes, together, bootstrap.decode()):
                 jobs.submit(script, size)
-        except BaseException:
+        except BaseException as error:
             jobs.cancel()
+            if isinstance(error, LaunchError) and "invalid partition" in str(error).lower():
+                raise LaunchError(f"{error}\n{self._unknown_partitions()}".rstrip()) from None
             raise
         for before in self._jobs:
             before.set_replaced()
         self._jobs.append(jobs)
         return jobs
+
+    def _unknown_partitions(self) -> str:
+        """Return an error message for each partition that SLURM does not list; "" if `sinfo` fails."""
+        wanted = self._config.partition or self._config.slurm_partition or ""
+        try:
+            known = set(_run(["sinfo", "--noheader", "--format=%R"]).split())
+        except (LaunchError, OSError):
+            return ""
+        return "\n".join(unknown_name("partition", name, known) for name in wanted.split(",") if name not in known)
 
     def _scripts(self, nodes: int, together: Sequence[int], bootstrap: str) -> Iterator[tuple[int, str]]:
         """The batch scripts to submit, each with its number of nodes. `job_sizes` explains `together`."""
