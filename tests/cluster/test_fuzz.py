@@ -31,7 +31,7 @@ from farstep.errors import WireError
 from farstep.head.request import Request
 from farstep.head.tickets.records import IssuedTicket
 from farstep.launch.cluster import ClusterLauncher
-from farstep.rollout.progress import Phase
+from farstep.rollout.progress import EPISODES, Phase
 from farstep.schema import ArraySpec
 from farstep.testing import CountingEnv, TableAgent
 from farstep.wire import messages as m
@@ -337,11 +337,11 @@ def test_a_worker_without_shared_memory_is_held_to_its_channels(monkeypatch: pyt
         collector = collector_for(env, agent)
         server, refused = collector.server, []
         monkeypatch.setattr(server.supervisor, "reject", lambda record, error: refused.append(str(error)))
-        version = collector.publisher.agent_id
+        version, words = collector.publisher.agent_id, EPISODES + 2
         cases: list[tuple[Any, list[bytes], bool, str]] = [
-            (m.Progress([0] * 10), [], False, "Progress outside of the heartbeat connection"),
-            (m.Progress([0] * 9), [], True, "9 progress words; expected 10"),
-            (m.Progress([int(Phase.QUEUED)] + [0] * 9), [], True, "the phase 8"),
+            (m.Progress([0] * words), [], False, "Progress outside of the heartbeat connection"),
+            (m.Progress([0] * 9), [], True, f"9 progress words; expected {words}"),
+            (m.Progress([int(Phase.QUEUED)] + [0] * (words - 1)), [], True, "the phase 8"),
             (m.Reply(0), [b""], True, "Reply on the heartbeat connection"),
             (m.Reply(99), [b""], False, "a reply to call 99"),
             (m.RequestSend(1, 1), [], False, "max_senders"),

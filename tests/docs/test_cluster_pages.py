@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import farstep
 from farstep.cli import doctor, main
 from farstep.config.launch import EngineConfig, SlurmConfig, SSHConfig
+from tests.engines.guarded import require, require_root
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ["cluster.md", "slurm.md", "ssh.md"]
@@ -51,6 +54,19 @@ def test_the_code_makes_a_cluster(page: str) -> None:
     for code in blocks(page, "python"):
         exec(code, names)
     assert isinstance(names["env"], farstep.ClusterEnv)
+
+
+@pytest.mark.slow
+def test_the_command_of_the_page_starts_a_slurm_cluster() -> None:
+    require("slurm-wlm", "slurmctld", "slurmd")
+    require("munge", "munged")
+    require_root("SLURM's daemons")
+    (command,) = [block for block in blocks("slurm.md", "bash") if "SlurmCluster" in block]
+    script = command.replace("python -c", f"{shlex.quote(sys.executable)} -c", 1)
+    ended = subprocess.run(
+        ["bash", "-c", script], input="sinfo -h -o %D", capture_output=True, text=True, timeout=120, cwd=DOCS.parent
+    )
+    assert (ended.returncode, ended.stdout) == (0, "2\n"), ended.stderr
 
 
 @pytest.mark.parametrize("page", OWN)
