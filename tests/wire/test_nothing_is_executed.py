@@ -56,6 +56,7 @@ ALLOWED = {
     ("learners/replay/recorded_episodes.py", "load"): "a file that the user names, without pickles",
     ("worker/zygote.py", "_import_all"): "modules that the head names in the bootstrap",
     ("worker/zygote.py", "_use_threads"): "a library that this process has loaded already",
+    ("rollout/nested_launch.py", "import_as_worker"): "the module of an environment or wrapper that the user names",
     ("rollout/sources.py", "_callable"): FROM_THE_HEAD,
 }
 TRUSTS_NOBODY = ("head", "buffer", "launch", "wire", "sync")
