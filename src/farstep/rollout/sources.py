@@ -264,7 +264,7 @@ def _advice(source: str | EnvSpec | Callable[..., Any], kwargs: Mapping[str, Any
         raise ConfigError(
             f"{described(error)} A worker knows only environments that its imported modules register. If your script "
             f"registers {name!r}, move the registration to a separate module and name that module "
-            f"('your_module:{name}'), or pass the class with type='factory'."
+            f"('your_module:{str(name).rpartition(':')[2]}'), or pass the class with type='factory'."
         ) from error
     except gymnasium.error.DependencyNotInstalled as error:
         raise ConfigError(explain_missing(name, error)) from error
