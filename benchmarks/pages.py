@@ -46,10 +46,16 @@ IMAGES = DOCS / "images"
 RESULTS = BENCHMARKS / "results"
 
 
+def throughput_results(document: Mapping[str, Any]) -> tables.Results:
+    return runs_in(document, lambda run: tables.Case(run["env"], run["num_envs"], run["sampler"]))
+
+
 def throughput_summary(document: Mapping[str, Any]) -> str:
-    return tables.summary(
-        runs_in(document, lambda run: tables.Case(run["env"], run["num_envs"], run["sampler"])),
-    )
+    return tables.summary(throughput_results(document))
+
+
+def stepping_summary(document: Mapping[str, Any]) -> str:
+    return tables.stepping_summary(throughput_results(document))
 
 
 def buffer_summary(document: Mapping[str, Any]) -> str:
@@ -95,6 +101,7 @@ SECTIONS = (
     Section(README, "throughput", "throughput.json", throughput_summary),
     Section(README, "throughput-pong", "throughput-pong.json", throughput_summary),
     Section(README, "throughput-pong-seeds", "throughput-pong-seeds.json", throughput_summary),
+    Section(README, "stepping", "stepping.json", stepping_summary),
     Section(README, "scaling", "scaling-16-cores.json", scaling.summary),
     Section(README, "scale", "scale-16-cores.json", scale.summary),
     Section(README, "buffer", "buffer.json", buffer_summary),

@@ -113,6 +113,20 @@ def summary(results: Results) -> str:
     )
 
 
+def stepping_summary(results: Results) -> str:
+    """Stepping alone: steps per second divided by those of `SyncVectorEnv`."""
+    rates = {
+        case: {name: found for name, done in runs.items() if (found := rates_of(done))}
+        for case, runs in results.items()
+    }
+    names = list(dict.fromkeys(name for found in rates.values() for name in found))
+    rows = [
+        [name, *(pair(found[name].over(found["steps-sync"])) if name in found else "-" for found in rates.values())]
+        for name in names
+    ]
+    return table(["contender", *(f"{case.env} N={case.num_envs}" for case in rates)], rows)
+
+
 def load(others_cores: Sequence[float]) -> str:
     """A sentence about the load of the machine by other processes; empty without runs."""
     if not others_cores:
