@@ -19,7 +19,7 @@ import importlib.abc, os, pathlib, sys, time
 import gymnasium
 
 class Blocking(importlib.abc.MetaPathFinder):
-    """Never finishes importing the agent's module."""
+    """Never finishes importing the agent's module in a worker."""
 
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
@@ -27,7 +27,8 @@ class Blocking(importlib.abc.MetaPathFinder):
             while True:
                 time.sleep(0.05)
 
-sys.meta_path.insert(0, Blocking())
+if "FARSTEP_WORKER" in os.environ:  # the head imports this module, too
+    sys.meta_path.insert(0, Blocking())
 
 def make():
     return gymnasium.make("CartPole-v1")
