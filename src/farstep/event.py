@@ -24,6 +24,8 @@ EventKind = Literal[
     "warned",
 ]
 EVENT_KINDS: tuple[EventKind, ...] = get_args(EventKind)
+RUN_FAILED, RUN_STOPPING, RUN_RESUMED = "the run failed: ", ": stopping after this update", "resumed from checkpoint "
+"""Parts of texts by which the page of a run folder finds out how a run ended; a signal's name precedes the second."""
 
 
 def check_kind(kind: EventKind) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import SupportsFloat
 
 from farstep.errors import ConfigError, FarstepError, WorkerError, described, typed_shortage
-from farstep.event import EVENT_KINDS, Emit, Event, EventKind, check_kind, traceback_of
+from farstep.event import EVENT_KINDS, RUN_FAILED, Emit, Event, EventKind, check_kind, traceback_of
 
 log = logging.getLogger("farstep")
 MAX_EVENTS = 1_000
@@ -135,7 +135,7 @@ class EventLog:
             worker, node, traceback = error.where.worker, error.where.host, error.evidence
         elif isinstance(error, FarstepError):  # that of a launcher quotes the logs of nodes after its first line
             traceback = rest.strip() or (traceback_of(error.__cause__) if error.__cause__ else "")
-        self.emit("warned", f"the run failed: {first}", worker=worker, node=node, traceback=traceback, logged=False)
+        self.emit("warned", f"{RUN_FAILED}{first}", worker=worker, node=node, traceback=traceback, logged=False)
 
     @contextlib.contextmanager
     def emitting_failure(self) -> Iterator[None]:

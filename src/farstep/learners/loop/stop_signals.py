@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from farstep.event import Emit
+from farstep.event import RUN_STOPPING, Emit
 
 _GRACE_S = 10.0
 """Maximum seconds to wait for the rollout in progress, if the run can resume exactly."""
@@ -67,8 +67,8 @@ class StopSignals:
         if self._received is not None:
             raise KeyboardInterrupt
         self._received = signal.Signals(number)
-        consequence = "stopping after this update, with a checkpoint; a second signal stops at once, without one"
-        self._emit("warned", f"{self._received.name}: {consequence}")
+        consequence = f"{RUN_STOPPING}, with a checkpoint; a second signal stops at once, without one"
+        self._emit("warned", f"{self._received.name}{consequence}")
         if self._waits:
             signal.setitimer(signal.ITIMER_REAL, _GRACE_S)
         else:

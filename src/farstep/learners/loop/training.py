@@ -19,6 +19,7 @@ from farstep.checkpoint.checks import Count, check_torch_generator, converted
 from farstep.checkpoint.files import Refused
 from farstep.cluster_env import ClusterEnv, check_saved
 from farstep.errors import CheckpointError
+from farstep.event import RUN_RESUMED
 from farstep.learners.loop.checkpoint_schedule import CheckpointSchedule
 from farstep.learners.loop.diagnosing import RunDiagnosis
 from farstep.learners.loop.evaluation import EvaluationResult, Evaluator
@@ -444,7 +445,7 @@ class Training:
         torch.set_rng_state(saved.torch)
         found = self.newest_checkpoint
         assert found is not None
-        self._env.emit_event("loaded", f"resumed from checkpoint {found.number:06d} at step {found.step:,}")
+        self._env.emit_event("loaded", f"{RUN_RESUMED}{found.number:06d} at step {found.step:,}")
 
     def _restore(self, loaded: checkpoint.Loaded) -> _Saved:
         """Restore everything except the environments. If the state does not fit, raise `Refused` without changes."""

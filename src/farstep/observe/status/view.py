@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from farstep.errors import UNKNOWN_HOST
-from farstep.event import Event
+from farstep.event import RUN_FAILED, RUN_RESUMED, RUN_STOPPING, Event
 from farstep.observe.diagnosis import Diagnosis
 
 SHOWN_EVENTS = 200
@@ -150,11 +149,12 @@ def events_view(events: Sequence[Event]) -> list[dict[str, Any]]:
 def ending(events: Sequence[Event]) -> str:
     """Return how a run ended that has not reached its last step."""
     for event in reversed(events):
-        if event.text.startswith("the run failed: "):
+        if event.text.startswith(RUN_FAILED):
             return "failed"
-        if event.kind == "warned" and (found := re.match("(SIG[A-Z]+): stopping ", event.text)):
-            return f"stopped by {found[1]}"
-        if event.kind == "loaded" and event.text.startswith("resumed "):
+        signal, is_stop, _ = event.text.partition(RUN_STOPPING)
+        if event.kind == "warned" and is_stop:
+            return f"stopped by {signal}"
+        if event.kind == "loaded" and event.text.startswith(RUN_RESUMED):
             break
     return "killed"
 
