@@ -113,6 +113,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each case, with seeds 1, 2, ...")
     parser.add_argument("--workers", type=int, default=2, help="worker processes of each run")
     parser.add_argument("--device", default="cpu", help="device of the learner")
+    parser.add_argument("--inference", default="local", help="where actions are computed, as in `farstep train`")
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "defaults.json")
     parser.add_argument("--images", type=Path, default=IMAGES, help="folder for plots")
     parser.add_argument("--show", type=Path, metavar="FILE", help="only print tables and draw plots of these results")
@@ -175,6 +176,8 @@ def training_of(case: dict[str, Any], options: argparse.Namespace) -> Training:
     chosen += ["--workers", str(options.workers), "--threads", "1"]
     if options.device != "cpu":
         chosen += ["--device", options.device]
+    if options.inference != "local":
+        chosen += ["--inference", options.inference]
     name = "-".join(str(part).replace("/", "-").lower() for part in ("defaults", *key_of(case)))
     total_steps = task.evaluated_steps if is_evaluated else task.total_steps
     return Training(name=name, learner=case["learner"], options=tuple(chosen), total_steps=total_steps)
