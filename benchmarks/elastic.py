@@ -11,6 +11,7 @@ environment step is chosen on this machine so that sampling takes as long as lea
 backends: seconds until the first batch by start method, and the wait for the first step after each update.
 batch: PPO with up to 32 workers by a scaling rule against 4, 16 and 32 workers; return over time and slot-seconds.
 shared: update times of two workloads on the same cores, with a coordinator, against one alone.
+gpu: GPU-seconds and update times of PPO that holds the GPU for the whole run, or only during updates.
 
 Cases take turns, in reverse order every other round. Each is a process of its own (`contenders/elastic_farstep.py` and
 `contenders/elastic_ray.py`). Runs that are in the results file are not repeated.
@@ -84,6 +85,8 @@ class Sizes:
     shared_workers: int = max(1, min(8, CORES - 1))
     shared_seconds: float = 25.0
     shared_rounds: int = 4
+    hidden: tuple[tuple[int, ...], ...] = ((64, 64), (2048, 2048), (5792, 5792))
+    """Hidden layers of the networks of the part gpu."""
 
 
 QUICK = Sizes(
@@ -101,6 +104,7 @@ QUICK = Sizes(
     shared_workers=1,
     shared_seconds=3.0,
     shared_rounds=1,
+    hidden=((64, 64),),
 )
 
 
@@ -167,6 +171,15 @@ def shared(sizes: Sizes, calibration: dict[str, float]) -> Iterator[Case]:
         yield Case(part="shared", name=name, options=options, rounds=sizes.shared_rounds)
 
 
+def gpu(sizes: Sizes) -> Iterator[Case]:
+    for hidden in sizes.hidden:
+        work = {"workers": sizes.shared_workers, "step_ms": 1.0, "hidden": list(hidden), **sizes.work}
+        for name, release_device in ((RELEASED, True), (HELD, False)):
+            options = {"kind": "gpu", "release_device": release_device, "workload": work, "updates": sizes.updates}
+            options |= {"seconds_limit": 60.0}
+            yield Case(part="gpu", name=f"{name}, {hidden[0]}", options=options, rounds=sizes.rounds)
+
+
 def offset_s(case: Case, number: int, calibration: dict[str, float]) -> float:
     """When the second workload starts: rounds are spread over an update, since the phases stay as they start."""
     return 2 * calibration["learn_s"] * (number - 0.5) / case.rounds
@@ -181,7 +194,8 @@ def main() -> int:
     out = options.out or (RUNS / "elastic-quick.json" if options.quick else BENCHMARKS / "results" / "elastic.json")
     document = continued(out, "elastic.py")
     check_machine(document, out)
-    if document.setdefault("sizes", found := json.loads(json.dumps(asdict(sizes)))) != found:
+    found = json.loads(json.dumps(asdict(sizes)))
+    if not document.setdefault("sizes", found).items() <= found.items():  # older results lack sizes of later parts
         raise SystemExit(f"{out} was measured with other sizes; use another --out")
     document.setdefault("versions", versions_of("farstep", "torch", "numpy", "gymnasium", "ray"))
     complete = Sitting(document, out, options).measure(options.parts, sizes, options.task)
@@ -227,6 +241,7 @@ class Sitting:
             "backends": lambda: backends(sizes),
             "batch": lambda: batch(sizes, task),
             "shared": lambda: shared(sizes, calibration),
+            "gpu": lambda: gpu(sizes),
         }
         order = list(in_turns([case for case in cases[part]() if self._is_chosen(case)]))
         done = {(run["part"], run["name"], run["round"], run.get("task")) for run in self._document["runs"]}

@@ -14,7 +14,7 @@ from tables import table
 
 Document = dict[str, Any]
 Run = dict[str, Any]
-PARTS = ("held", "backends", "batch", "shared")
+PARTS = ("held", "backends", "batch", "shared", "gpu")
 SLOTS_IMAGE, BATCH_IMAGE = "elastic-slots.png", "elastic-batch.png"
 RELEASED, HELD, RAY = "farstep, released", "farstep, held", "Ray actors, held"
 SAC_RELEASED, SAC_HELD, SAC_RAY = "SAC, farstep, released", "SAC, farstep, held", "SAC, Ray actors, held"
@@ -125,7 +125,7 @@ def _sac(found: dict[str, list[Run]]) -> list[str]:
         share = f"{slot_s / _median(base, _slot_s):.2f}" if base else "-"
         idle = _median(runs, lambda run: 1 - run["used_seconds"] / run["slot_seconds"])
         times = [
-            1e3 * _median(runs, _sac_update_s),
+            1e3 * _median(runs, _seconds_per_update),
             1e3 * _median(runs, lambda run: run["cpu_seconds"] / run["updates"]),
         ]
         rows.append([name, f"{1e3 * slot_s:.1f}", share, f"{idle:.0%}", *(f"{value:.1f}" for value in times)])
@@ -142,7 +142,7 @@ def _sac(found: dict[str, list[Run]]) -> list[str]:
     ]
 
 
-def _sac_update_s(run: Run) -> float:
+def _seconds_per_update(run: Run) -> float:
     return float(run["seconds"] / run["updates"])
 
 
@@ -254,6 +254,44 @@ def _over_alone(found: dict[str, list[Run]], runs: list[Run], value: Callable[[R
     return f"{_median(runs, value) / _median(alone, value):.2f}" if alone else "-"
 
 
+# ---- gpu ----
+
+
+def gpu_page(document: Document) -> str:
+    """The section of docs/sharing.md about GPUs, which are on another machine than the rest."""
+    found = runs_of(document, "gpu")
+    rows = []
+    for name, runs in found.items():
+        base = found.get(name.replace(RELEASED, HELD), runs)
+        rows.append(
+            [
+                name.split(", ")[1],
+                f"{runs[0]['parameters'] / 1e6:.2f} M",
+                f"{_median(runs, lambda run: run['gpu_seconds'] / run['seconds']):.2f}",
+                f"{_median(runs, _gpu_s) / _median(base, _gpu_s):.2f}",
+                f"{1e3 * _median(runs, _seconds_per_update):.0f}",
+                f"{1e3 * _median(runs, lambda run: run['move_s'] / run['updates']):.1f}",
+                f"{_median(runs, lambda run: run['memory_mib']):,.0f}",
+            ]
+        )
+    any_run = next(iter(found.values()))[0]
+    names = ["GPU", "parameters", "held, of the time", "GPU-seconds, of held", "update, ms", "moves, ms", "MiB between"]
+    return "\n\n".join(
+        [
+            f"PPO with {_workers(any_run)} on {machines(document)} and {any_run['device']}. An update includes its "
+            "rollout. *Moves* is the time per update to move parameters and optimizer state to the GPU and back. *MiB "
+            "between* is the GPU memory of PyTorch between updates, without CUDA's context. Medians of "
+            f"{len(next(iter(found.values())))} rounds:",
+            table(names, rows),
+            _load(found),
+        ]
+    )
+
+
+def _gpu_s(run: Run) -> float:
+    return float(run["gpu_seconds"] / run["updates"])
+
+
 # ---- claims ----
 
 
@@ -355,4 +393,10 @@ def _draw_batch(found: dict[str, list[Run]], path: Path) -> Path:
     return save(figure, path)
 
 
-_PAGES = {"held": _held_page, "backends": _backends_page, "batch": _batch_page, "shared": _shared_page}
+_PAGES = {
+    "held": _held_page,
+    "backends": _backends_page,
+    "batch": _batch_page,
+    "shared": _shared_page,
+    "gpu": lambda document, _: gpu_page(document),
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,10 @@ class Workload:
     step_ms: float = 0.0
     cost: Cost = "compute"
     seed: int = 1
+    hidden: tuple[int, ...] = NET.hidden
+    """Hidden layers of the networks of PPO."""
+    device: str = "cpu"
+    """Device of PPO."""
 
     @property
     def num_envs(self) -> int:
@@ -52,6 +56,7 @@ class Workload:
         """Make the learner, which has one thread."""
         torch.set_num_threads(1)
         torch.manual_seed(self.seed)
+        net = replace(NET, hidden=tuple(self.hidden))
         config = PPOConfig(
             num_steps=self.num_steps,
             update_epochs=self.update_epochs,
@@ -61,9 +66,9 @@ class Workload:
             learning_rate=1e-3,
             ent_coef=0.0,
             scaling=scaling,
-            net=NET,
+            net=net,
         )
-        return PPO(make_agent(*spaces, NET, config.gamma), config, self.seed)
+        return PPO(make_agent(*spaces, net, config.gamma), config, self.seed, self.device)
 
     def sac(self, spaces: tuple[Any, Any], learning_starts: int, updates_per_step: float) -> SAC:
         """Make a SAC learner, which has one thread."""

@@ -23,6 +23,7 @@ import _setup  # noqa: F401
 
 # isort: split
 import numpy as np
+import torch
 from costly import FixedAgent
 from cpu_meter import descendants_s
 from elastic_workload import WARM_UP, Workload, measured_updates, report, tree_cpu_s
@@ -187,6 +188,39 @@ def sac(case: Case) -> Found:
         "used_seconds": round(slots["used_seconds"] - before["used_seconds"], 3),
         "cpu_seconds": round(cpu_s, 3),
     }
+
+
+# ---- gpu ----
+
+
+def gpu(case: Case) -> Found:
+    """Train PPO on the GPU, if there is one, which it holds for the whole run or only during updates."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    workload = replace(Workload(**case["workload"]), device=device)
+    with started(workload) as env:
+        learner = workload.learner(env.launch())
+        if case["release_device"]:
+            learner.release_device()
+        rows = workload.num_steps * workload.num_envs
+        learner.run(env, Record(env, WARM_UP * rows, case["seconds_limit"]))
+        loop, held = Record(env, case["updates"] * rows, case["seconds_limit"]), device_s(env)
+        began = time.monotonic()
+        learner.run(env, loop)
+        seconds, held = time.monotonic() - began, device_s(env) - held
+        times, memory = loop.timer.take(), torch.cuda.memory_reserved() if device == "cuda" else 0
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "parameters": sum(parameter.numel() for parameter in learner.agent.parameters()),
+        "seconds": round(seconds, 4),
+        "updates": loop.updates,
+        "gpu_seconds": round(held if case["release_device"] else seconds, 4),
+        "move_s": round(times.get("time/device_move", 0.0), 4),
+        "memory_mib": round(memory / 2**20, 1),
+    }
+
+
+def device_s(env: farstep.ClusterEnv) -> float:
+    return float(env.stats()["devices"]["held_seconds"])
 
 
 # ---- backends ----
@@ -374,6 +408,7 @@ KINDS = {
     "calibrate": calibrate,
     "ppo": ppo,
     "sac": sac,
+    "gpu": gpu,
     "first-batch": first_batch,
     "restarts": restarts,
     "invocations": invocations,

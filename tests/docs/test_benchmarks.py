@@ -148,6 +148,14 @@ def test_tables_of_the_elastic_benchmark() -> None:
     assert "| farstep, released |                    1.10 |   0.50 |       1100 |" in tables.page(document, "held")
     assert "1300 (1300 - 1300)" in tables.page(document, "shared")
     assert tables.page(document, "batch").startswith("Not measured yet.")
+    gpu = {"part": "gpu", "seconds": 8.0, "updates": 4, "parameters": 10_000, "device": "a GPU", **work}
+    released = {**gpu, "name": f"{tables.RELEASED}, 64", "gpu_seconds": 2.0, "move_s": 0.1, "memory_mib": 0.0}
+    held = {**gpu, "name": f"{tables.HELD}, 64", "gpu_seconds": 8.0, "move_s": 0.0, "memory_mib": 64.0}
+    rows = tables.gpu_page({**document, "runs": [released, held]}).splitlines()[4:6]
+    assert [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows] == [
+        ["released", "0.01 M", "0.25", "0.25", "2000", "25.0", "0"],
+        ["held", "0.01 M", "1.00", "1.00", "2000", "0.0", "64"],
+    ]
 
 
 def test_phone_pays_only_for_the_instructed_entry_and_marks_actions_without_effect() -> None:
