@@ -247,7 +247,7 @@ def summary(document: dict[str, Any]) -> str:
             ]
         )
     header = ["δ", "seeds", "final return", "pulls per worker", "weights, MB", "probes, MB"]
-    header += ["bytes as a share of `always`", "of which probes"]
+    header += ["all bytes / bytes of `always`", "probes / bytes of `always`"]
     return table(["loss", *header] if len(rows[0]) > len(header) else header, rows)
 
 
