@@ -161,9 +161,9 @@ def _backends_page(document: Document, found: dict[str, list[Run]]) -> str:
         [
             f"{workers} workers, on {machines(document)}. *First batch* is the time from the start of a cluster until "
             "its first batch. *Restart* is the time until the first step of a worker that was killed. The other rows "
-            "are the time from the request for a rollout until the first step of the slowest worker, after updates "
-            "of the given length, during which workers are held, released, or parked by `env.scale` (all but one). "
-            "The learner sleeps:",
+            "are the time from the request for a rollout until the first step of the slowest worker. Before the "
+            "request, the learner sleeps for the given time instead of an update. Meanwhile workers are held, "
+            "released, or parked by `env.scale` (all but one):",
             table(["", "median, ms", "95 %", f"below {1e3 * SOON_S:.0f} ms", "samples"], rows),
             _load(found),
         ]

@@ -149,7 +149,7 @@ RULES: tuple[Rule, ...] = (
         "limit",
         "Chunks wait for room in a workflow's buffer for at least 20 % of the time (buffer/full_s), and the learner "
         "waits for rows for at least 20 %",
-        "Raise the buffer's capacity to twice the number of rows that its triggers take at once, so that workers can "
+        "Raise the buffer's capacity to twice the number of rows that its triggers take together, so that workers can "
         "roll while the learner updates.",
         find.small_buffer,
     ),
@@ -207,8 +207,8 @@ RULES: tuple[Rule, ...] = (
         "taking turns",
         "time",
         "The share of time in which workers wait for the learner, plus the share in which the learner waits for "
-        "rollouts, is at least 130 %. So for at least 30 % of the time, both wait at once; for example, some workers "
-        "have finished, and the learner waits for the others",
+        "rollouts, is at least 130 %. So for at least 30 % of the time, both wait at the same time; for example, some "
+        "workers have finished, and the learner waits for the others",
         "Use stream instead of collect (async-ppo instead of ppo), so that workers roll while the learner updates. If "
         "you already use stream, raise max_staleness (async-ppo: --staleness-threshold, impala: --max-staleness).",
         find.both_wait,
