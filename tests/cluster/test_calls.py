@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 
 import farstep
+from farstep.batch import ENDS
 from farstep.config.launch import LaunchConfig
 from farstep.testing import CountingEnv, FaultyEnv, TableAgent
+from farstep.wire.codec import Limits
 from tests.cluster.checks import BOTH, assert_balanced, assert_sound, cluster, eventually, in_process, together, within
 from tests.cluster.faulty import SelfNamingEnv
 
@@ -351,21 +353,13 @@ def test_outputs_of_an_agent_may_begin_as_our_own_do(transport: str) -> None:
         np.testing.assert_array_equal(batch["final_obs_value"], batch["obs"][..., 0])
 
 
-class OneStepEnv(CountingEnv):
-    """Draws no random numbers: seeding a generator for each of half a million episodes would take most of the time."""
-
-    def reset(self, **options: Any) -> Any:
-        return np.zeros(3, np.float32), {}
-
-    def step(self, action: Any) -> Any:
-        return np.ones(3, np.float32), 1.0, True, False, {}
-
-
-def test_an_episode_may_end_in_every_single_step() -> None:
-    with cluster(OneStepEnv, envs=64) as env:
-        batch = env.collect(TableAgent(), steps=9000)  # more ends than a header has room for
-        assert len(batch.final_obs) == 64 * 9000
+def test_an_episode_may_end_in_every_single_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Limits, "HEADER_BYTES", 2**14)
+    with cluster(envs=64, env_kwargs={"length": 1}) as env:
+        batch = env.collect(TableAgent(), steps=9)
+        assert len(batch.final_obs) == 64 * 9
         assert (batch.episodes["length"] == 1).all()
+        assert len(batch.final_obs) * ENDS.itemsize > Limits.HEADER_BYTES, "more ends than a header has room for"
 
 
 SCRIPT = """
