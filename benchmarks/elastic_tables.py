@@ -96,11 +96,12 @@ def _ppo(document: Document, found: dict[str, list[Run]]) -> list[str]:
         cpu = f"{_median(runs, lambda run: run['cpu_seconds'] / run['updates']):.2f}"
         rows.append([name, f"{slot_s:.2f}", share, *times, *parts, cpu])
     against = "Ray" if RAY in ppo else "held"
-    header = ["", "slot-seconds per update", f"of {against}", "update, ms", "95 %", "collecting", "learning"]
+    header = ["", "slot-seconds per update", f"/ {against}", "update", "95 %", "collecting", "learning"]
     parts = [
         f"PPO with {_workers(any_run)}, {any_run['rows_per_update']:,} rows per update and "
-        f"environments that compute for {any_run['workload']['step_ms']:.2f} ms per step. Medians over "
-        f"rounds ({len(next(iter(ppo.values())))}) of {any_run['updates']} updates, on {machines(document)}:",
+        f"environments that compute for {any_run['workload']['step_ms']:.2f} ms per step. Medians of "
+        f"{len(next(iter(ppo.values())))} rounds of {any_run['updates']} updates, on {machines(document)}; times of "
+        "updates, collecting and learning in ms:",
         table([*header, "CPU-seconds per update"], rows),
         "CPU-seconds are those of all processes, learner and daemons included. Slot-seconds of Ray actors are "
         "computed, not recorded: Ray reserves the CPU of an actor until the actor ends, so they are actors x seconds.",
@@ -131,13 +132,13 @@ def _sac(found: dict[str, list[Run]]) -> list[str]:
         rows.append([name, f"{1e3 * slot_s:.1f}", share, f"{idle:.0%}", *(f"{value:.1f}" for value in times)])
     any_run = next(iter(sac.values()))[0]
     against = "Ray" if SAC_RAY in sac else "held"
-    header = ["", "slot-milliseconds per update", f"of {against}", "idle", "update, ms", "CPU-milliseconds per update"]
+    header = ["", "slot-milliseconds per update", f"/ {against}", "idle", "update, ms", "CPU-milliseconds per update"]
     return [
         f"SAC rolls while it learns: {_workers(any_run)}, {any_run['total_steps']:,} steps, and "
         f"{any_run['updates_per_step']:g} updates per step. With `release_idle`, a worker is released while it has no "
-        "ticket, because the limiter admits no more of its rows. The actors of Ray get the same number of steps ahead "
-        "of the learner, and wait otherwise. *Idle* is the share of the slot-seconds in which workers waited. "
-        f"Medians of the rounds ({len(next(iter(sac.values())))}):",
+        "ticket, because the limiter admits no more of its rows. The actors of Ray may be the same number of steps "
+        "ahead of the learner; then they wait. *Idle* is the share of the slot-seconds in which workers waited. "
+        f"Medians of {len(next(iter(sac.values())))} rounds:",
         table(header, rows),
     ]
 
@@ -223,13 +224,13 @@ def _shared_page(document: Document, found: dict[str, list[Run]]) -> str:
         )
     return "\n\n".join(
         [
-            f"Workloads of {_workers(first)} each with `release_idle`, on {first['cores']} cores "
-            f"of {machines(document)}. Sampling takes about as long as learning, which has one thread. *Slots "
-            "for both*: the coordinator has a slot for each worker of both workloads, and the workloads use the cores "
-            "in turns only by chance. *Slots for one*: it has slots for the workers of one workload, and each workload "
-            "returns them while it learns. Medians of the rounds (from the lowest to the highest); in each round, the "
-            "second workload starts at another time in the first one's update:",
-            table(["", "update, ms", "of alone", "rows per update", "time per row, of alone"], rows),
+            f"Workloads of {_workers(first)} each with `release_idle`, on {first['cores']} of {machines(document)}. "
+            "Sampling takes about as long as learning, which has one thread. *Slots for both*: the coordinator has a "
+            "slot for each worker of both workloads, so the workloads use the cores in turns only by chance. *Slots "
+            "for one*: it has slots for the workers of one workload, and each workload returns them while it learns. "
+            "Medians of the rounds (from the lowest to the highest); in each round, the second workload starts at "
+            "another time in the first one's update:",
+            table(["", "update, ms", "/ alone", "rows per update", "time per row / alone"], rows),
             _load(found),
         ]
     )
