@@ -33,6 +33,7 @@ def test_each_worker_sees_one(transport: Any, names: str, seen: list[str], monke
         assert list(info["gpus"]) == seen
 
 
+@pytest.mark.usefixtures("torch_in_workers")
 def test_modules_act_on_it_if_torch_can() -> None:
     # Imported here and not above: workers import this file for `SeeingEnv`.
     torch = pytest.importorskip("torch")

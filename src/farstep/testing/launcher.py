@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -40,20 +40,20 @@ _LAST_WORDS = "these are my last words"
 
 
 class ProbeEnv(CountingEnv):
-    """Environment that reports its process and host, and fails in the fifth step of the episode with `fatal_seed`.
+    """Environment that reports its process and host, and fails in the fifth step of episodes with `fatal_seeds`.
 
     Episodes do not end. With the fault `chat`, it does not fail, but a thread prints continuously.
     """
 
-    def __init__(self, fatal_seed: int = -1, fault: str = "exit") -> None:
+    def __init__(self, fatal_seeds: Sequence[int] = (), fault: str = "exit") -> None:
         super().__init__(length=None)
-        self._fatal_seed, self._fault, self._fatal = fatal_seed, fault, False
+        self._fatal_seeds, self._fault, self._fatal = fatal_seeds, fault, False
         if fault == "chat":
             threading.Thread(target=_chat, daemon=True).start()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         obs, info = super().reset(seed=seed, options=options)
-        self._fatal = seed == self._fatal_seed
+        self._fatal = seed in self._fatal_seeds
         return obs, {**info, "pid": os.getpid(), "host": socket.gethostname(), "threads": _threads()}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -104,21 +104,19 @@ def check_launcher(
         _check_missing_engine(make_config, missing)
     _check_start(make_config, processes)
     _check_exception(make_config)
-    _check_parking(make_config)
     if processes:
         _check_crash(make_config)
-        _check_output(make_config)
         _check_cancel(make_config)
         _check_killed_head(make_config)
     if scarce is not None:
         _check_partial_start(scarce)
     if kill_node is not None:
-        _check_lost_node(make_config, kill_node)
-        _check_scale(make_config, kill_node)
+        _check_nodes(make_config, kill_node)
 
 
 def _cluster(config: LaunchConfig, fault: str = "") -> ClusterEnv:
-    kwargs = {"fatal_seed": episode_seed(_SEED, 0, 0), "fault": fault} if fault else {}
+    fatal = [episode_seed(_SEED, 0, episode) for episode in (0, 2)]
+    kwargs = {"fatal_seeds": fatal, "fault": fault} if fault else {}
     return ClusterEnv(
         {"type": "factory", "env_name": ProbeEnv, "env_kwargs": kwargs, "envs_per_node": 3, "seed": _SEED}, config
     )
@@ -154,20 +152,18 @@ def _check_partial_start(scarce: MakeConfig) -> None:
 
 
 def _check_start(make_config: MakeConfig, processes: bool) -> None:
-    """Check that all workers start with their slots, and that `close` ends them. `close` may be called twice."""
-    env = _cluster(make_config(workers_per_node=2, cpus_per_worker=2))
+    """Check that all workers start, can be parked, and end with `close`. `close` may be called twice."""
+    env = _cluster(make_config(workers_per_node=3))
     try:
         env.launch()
         _, info = env.reset()
         pids = [int(pid) for pid in info["pid"]]
-        assert pids[0] == pids[1], "slots 0 and 1 belong to the first worker"
-        assert (len(set(pids)) == 2) == processes, f"two workers, but slots are in the processes {pids}"
+        assert (len(set(pids)) == 3) == processes, f"three workers, but slots are in the processes {pids}"
         assert (os.getpid() not in pids) == processes
-        if processes:
-            assert list(info["threads"]) == [2] * 3, "cpus_per_worker must reach the worker"
-        batch = env.collect(TableAgent(), steps=8)
-        _assert_whole(batch)
-        assert env.stats()["workers"]["alive"] == 2
+        agent = TableAgent()
+        _assert_whole(env.collect(agent, steps=8))
+        assert env.stats()["workers"]["alive"] == 3
+        _check_parking(env, agent)
     finally:
         env.close()
         env.close()
@@ -178,6 +174,17 @@ def _check_start(make_config: MakeConfig, processes: bool) -> None:
     except ClosedError:
         return
     raise AssertionError("launch() after close() must raise ClosedError")
+
+
+def _check_parking(env: ClusterEnv, agent: TableAgent) -> None:
+    """Check that three workers can be parked and unparked during collection, and that no step is lost."""
+    for workers in (1, 3, 2, 3):
+        env.scale(workers=workers)
+        batch = env.collect(agent, steps=4)
+        assert batch.slots.tolist() == list(range(workers)), "only workers that are not parked contribute"
+        assert batch.continues.all(), "a parked worker must continue where it was"
+        assert env.stats()["workers"]["parked"] == 3 - workers
+    assert not env.stats()["dropped"], "tickets that a parked worker has not started must return to the head"
 
 
 def _check_exception(make_config: MakeConfig) -> None:
@@ -194,9 +201,11 @@ def _check_exception(make_config: MakeConfig) -> None:
 
 
 def _check_crash(make_config: MakeConfig) -> None:
-    """Check that a worker that dies is replaced, and that the others continue."""
-    with _cluster(make_config(workers_per_node=2), "exit") as env:
+    """Check that a worker that dies is replaced while the others continue, and how the last failure is reported."""
+    with _cluster(make_config(workers_per_node=2, cpus_per_worker=2, restart_budget=1), "exit") as env:
         _, before = env.reset()
+        assert before["pid"][0] == before["pid"][1], "slots 0 and 1 belong to the first worker"
+        assert list(before["threads"]) == [2] * 3, "cpus_per_worker must reach the worker"
         agent = TableAgent()
         _assert_whole(env.collect(agent, steps=2))
         batch = env.collect(agent, steps=8)
@@ -206,21 +215,15 @@ def _check_crash(make_config: MakeConfig) -> None:
         _, after = env.reset()
         assert after["pid"][0] != before["pid"][0]
         assert after["pid"][2] == before["pid"][2]
-
-
-def _check_output(make_config: MakeConfig) -> None:
-    """Check that the error for a dead worker has its last output and its exit status."""
-    with _cluster(make_config(workers_per_node=2, restart_budget=0), "exit") as env:
-        _, info = env.reset()
         try:
-            env.collect(TableAgent(), steps=8)
+            env.collect(agent, steps=8)
         except WorkerDied as error:
             where = error.where
-            assert (where.worker, where.host, where.pid) == (0, info["host"][0], info["pid"][0]), error
+            assert (where.worker, where.host, where.pid) == (0, after["host"][0], after["pid"][0]), error
             assert "status 7" in str(error), error
             assert _LAST_WORDS in error.output, error
             return
-        raise AssertionError("a worker died with restart_budget=0, but collect() did not raise")
+        raise AssertionError("a worker died twice with restart_budget=1, but collect() did not raise")
 
 
 def _check_cancel(make_config: MakeConfig) -> None:
@@ -256,36 +259,26 @@ def _check_killed_head(make_config: MakeConfig) -> None:
         _assert_gone(info, _GONE_S)
 
 
-def _check_parking(make_config: MakeConfig) -> None:
-    """Check that workers can be parked and unparked during collection, and that no step is lost."""
-    with _cluster(make_config(workers_per_node=3)) as env:
-        agent = TableAgent()
-        env.collect(agent, steps=4)
-        for workers in (1, 3, 2, 3):
-            env.scale(workers=workers)
-            batch = env.collect(agent, steps=4)
-            assert batch.slots.tolist() == list(range(workers)), "only workers that are not parked contribute"
-            assert batch.continues.all(), "a parked worker must continue where it was"
-            assert env.stats()["workers"]["parked"] == 3 - workers
-        assert not env.stats()["dropped"], "tickets that a parked worker has not started must return to the head"
+def _check_nodes(make_config: MakeConfig, kill_node: Callable[[dict[str, Any]], None]) -> None:
+    """Check that nodes can be lost, released and added during collection.
 
-
-def _check_lost_node(make_config: MakeConfig, kill_node: Callable[[dict[str, Any]], None]) -> None:
-    """Check that collection continues while `min_nodes` remain, and includes a lost node after it has rejoined."""
-    with _cluster(make_config(nodes=2, min_nodes=1, workers_per_node=1, restart_budget=5)) as env:
+    Collection continues while `min_nodes` remain, and includes a lost node after it has rejoined. If the last node is
+    lost, collection waits for another.
+    """
+    with _cluster(make_config(nodes=2, min_nodes=1, max_nodes=2, workers_per_node=1, restart_budget=5)) as env:
         agent = TableAgent()
         _collect_until(env, agent, 6)
         kill_node(env.stats()["nodes"][1])
         _collect_until(env, agent, 3)
         _collect_until(env, agent, 6)
         assert len(env.stats()["nodes"]) == 2
-
-
-def _check_scale(make_config: MakeConfig, kill_node: Callable[[dict[str, Any]], None]) -> None:
-    """Check that nodes can join and leave during collection. If the last node is lost, collection waits for another."""
-    with _cluster(make_config(nodes=1, max_nodes=2, workers_per_node=1)) as env:
-        agent = TableAgent()
+        _, info = env.reset()
+        dropped = env.stats()["dropped"]
+        env.scale(1)
         _collect_until(env, agent, 3)
+        last = {key: info[key][3:] for key in ("pid", "host")}
+        _assert_gone(last, _GONE_S)
+        assert env.stats()["dropped"] == dropped, "a released node must finish and send its chunks"
         lost = env.stats()["nodes"][0]
         kill_node(lost)
         _collect_until(env, agent, 3)
@@ -294,13 +287,6 @@ def _check_scale(make_config: MakeConfig, kill_node: Callable[[dict[str, Any]], 
         assert len(env.stats()["nodes"]) == 1
         env.scale(2)
         _collect_until(env, agent, 6)
-        _, info = env.reset()
-        dropped = env.stats()["dropped"]
-        env.scale(1)
-        _collect_until(env, agent, 3)
-        last = {key: info[key][3:] for key in ("pid", "host")}
-        _assert_gone(last, _GONE_S)
-        assert env.stats()["dropped"] == dropped, "a released node must finish and send its chunks"
 
 
 def _collect_until(env: ClusterEnv, agent: TableAgent, columns: int) -> None:

@@ -20,7 +20,7 @@ from farstep.sync import AAPS
 from tests.agents import fake_gpu
 from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, within
 
-pytestmark = pytest.mark.slow  # real processes
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_in_workers")]  # real processes
 if torch.cuda.is_available():
     torch.zeros(1, device="cuda")  # CUDA keeps descriptors open, which no test has to close
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

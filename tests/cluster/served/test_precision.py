@@ -17,7 +17,7 @@ from farstep.sync import AAPS
 from tests.cluster.checks import assert_balanced, assert_sound, cluster, within
 from tests.cluster.served.test_served import actions_in_progress
 
-pytestmark = pytest.mark.slow  # real processes, or learning
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_in_workers")]  # real processes, or learning
 
 PLAIN, RECURRENT = NetConfig(), NetConfig(recurrent="gru")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from farstep.core import BytesLike, Received
 from farstep.errors import WireError
@@ -76,7 +76,7 @@ class Connection:
         """Read new events. Return whether a connection was established since the last call."""
         established = False
         while self.monitor.poll(0):
-            event = parse_monitor_message(self.monitor.recv_multipart())["event"]
+            event = int.from_bytes(self.monitor.recv_multipart()[0][:2], sys.byteorder)
             now, self._is_open = time.monotonic(), not event & _BROKEN
             if event == zmq.EVENT_CONNECTED:
                 continue
