@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import pytest
 
+from farstep.acting import messages as am
+from farstep.acting.arena import Arena, Requests
 from farstep.acting.batch_actor import BatchActor, Group
-from farstep.acting.mailbox import EPISODES, ROOTS, USED, Mailbox, MailboxLayout
+from farstep.acting.mailbox import USED, MailboxLayout
+from farstep.acting.server_clients import Client
 from farstep.rollout.rows import Slots
 from farstep.schema import space_schema
 from farstep.testing import CountingEnv
@@ -18,7 +22,7 @@ from tests.cluster.served.agents import RandomAgent, RandomRecurrentAgent
 
 
 @pytest.fixture(params=[RandomAgent, RandomRecurrentAgent])
-def group_and_actor(request: pytest.FixtureRequest) -> Iterator[tuple[Group, BatchActor]]:
+def client_and_actor(request: pytest.FixtureRequest) -> Iterator[tuple[Client, BatchActor]]:
     env = CountingEnv()
     obs, obs_schema = space_schema(env.observation_space, "obs")
     _, action_schema = space_schema(env.action_space, "action")
@@ -27,14 +31,18 @@ def group_and_actor(request: pytest.FixtureRequest) -> Iterator[tuple[Group, Bat
     current = {name: np.zeros((2, *spec.shape), spec.dtype) for name, spec in obs_schema.items()}
     schema, state, _ = actor.dry_run(current, action_schema)
     actor.prepare(obs_schema, schema)
-    mailbox = Mailbox.create(MailboxLayout([2], obs_schema, schema, state))
-    mailbox.arrays[ROOTS][:], mailbox.arrays[EPISODES][:] = slots.roots, slots.episodes
-    yield actor.new_group(mailbox, 0, 0), actor
-    mailbox.close()
+    link: Any = SimpleNamespace(close=lambda: None)
+    client = Client(link)
+    join = am.Join(0, 0, 0, [7, 7], [0, 0], b"", obs_schema, action_schema, [2], b"")
+    client.enter(Arena(MailboxLayout([2], obs_schema, schema, state), []), join, actor)
+    yield client, actor
+    client.close()
 
 
-def act_on(actor: BatchActor, group: Group, request: int) -> None:
-    batch = actor.start([group], [request])
+def act_on(actor: BatchActor, client: Client, number: int) -> None:
+    assert client.arena is not None
+    one = np.ones(1, np.int64)
+    batch = actor.start([Requests(client.arena, one > 0, number * one, one, one)])
     actor.finish(batch)
     batch.answer(actor.output_names)
 
@@ -44,28 +52,30 @@ def outputs(group: Group) -> dict[str, list[Any]]:
     return {name: arrays[name].tolist() for name in ("draw", "age") if name in arrays}
 
 
-def test_an_unused_answer_is_repeated(group_and_actor: tuple[Group, BatchActor]) -> None:
-    group, actor = group_and_actor
-    act_on(actor, group, 1)
+def test_an_unused_answer_is_repeated(client_and_actor: tuple[Client, BatchActor]) -> None:
+    client, actor = client_and_actor
+    (group,) = client.groups
+    act_on(actor, client, 1)
     group.words[USED] = 1
-    act_on(actor, group, 2)
+    act_on(actor, client, 2)
     unused = outputs(group)
-    act_on(actor, group, 3)
+    act_on(actor, client, 3)
     assert outputs(group) == unused
     group.words[USED] = 3
-    act_on(actor, group, 4)
+    act_on(actor, client, 4)
     assert outputs(group) != unused
 
 
-def test_a_saved_group_continues_before_its_unused_answer(group_and_actor: tuple[Group, BatchActor]) -> None:
-    group, actor = group_and_actor
-    act_on(actor, group, 1)
+def test_a_saved_group_continues_before_its_unused_answer(client_and_actor: tuple[Client, BatchActor]) -> None:
+    client, actor = client_and_actor
+    (group,) = client.groups
+    act_on(actor, client, 1)
     group.words[USED] = 1
-    act_on(actor, group, 2)
+    act_on(actor, client, 2)
     unused = outputs(group)
     saved = actor.save_groups([group])
-    act_on(actor, group, 3)
+    act_on(actor, client, 3)
     group.words[USED] = 3
     actor.restore_groups([group], saved)
-    act_on(actor, group, 4)
+    act_on(actor, client, 4)
     assert outputs(group) == unused

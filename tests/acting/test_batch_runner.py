@@ -10,11 +10,14 @@ import cloudpickle
 import numpy as np
 import pytest
 
+from farstep.acting import messages as am
+from farstep.acting.arena import Arena, arena_with_room
 from farstep.acting.batch_actor import BatchActor
 from farstep.acting.batch_runner import BatchRunner
-from farstep.acting.mailbox import ANSWER, EPISODES, HELD, REQUEST, ROOTS, TICKET, VERSION, Mailbox, MailboxLayout
+from farstep.acting.mailbox import ANSWER, HELD, REQUEST, TICKET, VERSION, MailboxLayout
 from farstep.acting.server_clients import Client
 from farstep.agents.policy import Policy
+from farstep.config.inference import ServedInference
 from farstep.rollout.rows import Slots
 from farstep.schema import space_schema
 from farstep.testing import CountingEnv
@@ -71,9 +74,10 @@ class Served:
         self.sync = Sync(
             weights=object(), probing=None, passed=-1, divergence=None, newest=1, log=self.log, take_totals=PullTotals
         )
-        self.clients = [self._make_client(worker) for worker in range(2)]
+        self.arenas: list[Arena] = []
+        self.clients = [self.make_client(worker) for worker in range(2)]
         sync: Any = self.sync
-        self.runner = BatchRunner(self.clients, sync, memoryview(bytearray(8 * 64)).cast("q"), is_local=True)
+        self.runner = BatchRunner(self.arenas, sync, memoryview(bytearray(8 * 64)).cast("q"), is_local=True)
         self.runner.actor = self.actor
 
     def run(self, until: float = float("inf")) -> float:
@@ -82,20 +86,22 @@ class Served:
     def _make_actor(self) -> BatchActor:
         env = CountingEnv()
         obs, self._obs = space_schema(env.observation_space, "obs")
+        self._actions = space_schema(env.action_space, "action")[1]
         actor = BatchActor(cloudpickle.dumps(EchoAgent()), obs, Slots(0, [7] * 4, [0] * 4))
         current = {name: np.zeros((4, *spec.shape), spec.dtype) for name, spec in self._obs.items()}
-        self._outputs, self._state, _ = actor.dry_run(current, space_schema(env.action_space, "action")[1])
+        self._outputs, self._state, _ = actor.dry_run(current, self._actions)
         actor.prepare(self._obs, self._outputs)
         actor.policy = SlowPolicy(EchoAgent(), self.log)
         actor.version = 1
         return actor
 
-    def _make_client(self, worker: int) -> Client:
+    def make_client(self, worker: int) -> Client:
+        """Let a worker join. An arena has seats for three."""
         link: Any = SimpleNamespace(close=lambda: None)
         client = Client(link)
-        client.mailbox = Mailbox.create(MailboxLayout([2, 2], self._obs, self._outputs, self._state))
-        client.mailbox.arrays[ROOTS][:], client.mailbox.arrays[EPISODES][:] = 7, 0
-        client.groups = [self.actor.new_group(client.mailbox, i, 4 * worker) for i in range(2)]
+        layout = MailboxLayout([2, 2], self._obs, self._outputs, self._state, seats=3)
+        join = am.Join(worker, 0, 4 * worker, [7] * 4, [0] * 4, b"", self._obs, self._actions, [2, 2], b"")
+        client.enter(arena_with_room(layout, self.arenas), join, self.actor)
         client.doorbell = SimpleNamespace(  # type: ignore[assignment]
             ring=lambda: self.log.append("answer"), close=lambda: None
         )
@@ -214,3 +220,26 @@ def test_an_error_in_the_next_batch_does_not_affect_the_last_one(served: Served)
     assert served.clients[0].failure is None
     failure = served.clients[1].failure
     assert failure is not None and "no actions" in failure.message
+
+
+def test_one_batch_has_requests_of_several_arenas(served: Served) -> None:
+    served.clients += [served.make_client(worker) for worker in (2, 3)]
+    assert [client.seat for client in served.clients] == [0, 1, 2, 0] and len(served.arenas) == 2
+    for worker in (3, 0, 2):
+        served.request(worker, 1, 1, seen=worker)
+    served.run()
+    assert served.log == ["start", "finish", *["answer"] * 3]
+    assert [served.answer(worker, 1) for worker in (0, 2, 3)] == [(1, 1, {0}), (1, 1, {2}), (1, 1, {3})]
+    assert served.answer(1, 1) == (0, 0, {0})
+
+
+def test_a_request_that_did_not_fit_is_older_than_the_next_ones(served: Served) -> None:
+    served.runner.options = ServedInference(max_batch=2)
+    for worker in range(2):
+        served.request(worker, 0, 1, seen=3)
+    served.run(until=0.0)
+    served.request(0, 0, 2, seen=3)
+    served.run(until=0.0)
+    assert [served.answer(worker, 0)[0] for worker in range(2)] == [1, 1]
+    served.run(until=0.0)
+    assert served.answer(0, 0)[0] == 2

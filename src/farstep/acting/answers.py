@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from farstep.acting import messages as am
+from farstep.acting.arena import Requests
 from farstep.acting.batch_actor import Batch
 from farstep.acting.mailbox import ANSWER, COUNTS_AS, DIVERGENCE, FAILED, PULLS, VERSION, divergence_bits
-from farstep.acting.server_clients import Request
 from farstep.wire.channels.doorbell import Fence
 
 
@@ -16,7 +16,7 @@ from farstep.wire.channels.doorbell import Fence
 class Answers:
     """The answers to the requests of one batch."""
 
-    requests: Sequence[Request]
+    requests: Sequence[Requests]
     version: int
     """The version that acts."""
     counts_as: int
@@ -37,15 +37,16 @@ class Answers:
         """
         if self.batch is not None and self.failure is None:
             self.batch.answer(output_names)
-        bits, is_failed = divergence_bits(divergence), int(self.failure is not None)
-        for client, group, *_ in self.requests:
-            client.failure = self.failure or client.failure
-            assert client.mailbox is not None
-            client.mailbox.words[PULLS], client.mailbox.words[DIVERGENCE] = total_pulls, bits
-            words = group.words
-            words[VERSION], words[COUNTS_AS], words[FAILED] = self.version, self.counts_as, is_failed
+        totals = {PULLS: total_pulls, DIVERGENCE: divergence_bits(divergence)}
+        result = {VERSION: self.version, COUNTS_AS: self.counts_as, FAILED: self.failure is not None}
+        for requests in self.requests:
+            for word, value in totals.items():
+                requests.arena.heads[word][requests.seats] = value
+            for word, value in result.items():
+                requests.arena.words[word][requests.groups] = value
         fence()
-        for client, group, number, *_ in self.requests:
-            group.words[ANSWER] = number
-            group.arrived = 0.0
-            client.notify(group)
+        for requests in self.requests:
+            requests.arena.words[ANSWER][requests.groups] = requests.numbers
+            for client, group in requests.clients():
+                client.failure = self.failure or client.failure
+                client.notify(group)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from farstep.acting.arena import Requests
 from farstep.acting.mailbox import EPISODES, IS_FIRST, ROOTS, STARTS, USED, Mailbox
 from farstep.acting.thread_choice import ThreadChoice
 from farstep.agents.base_weights import BaseBytes
@@ -43,12 +42,8 @@ class Group:
     """Recurrent state after and before the last call of `act`."""
     generators: list[np.random.Generator]
     """One per slot, if the agent takes `rng`; otherwise empty."""
-    arrived: float = 0.0
-    """When the server first saw the current request, in seconds; 0: no request."""
-    taken: int = 0
-    """Number of the last request that became part of a batch."""
     acted: int = 0
-    """Number of the last request that was acted on."""
+    """Number of the last request that was acted on, if there is anything to roll back."""
     words: memoryview = field(init=False)
     range: slice = field(init=False)
     num_envs: int = field(init=False)
@@ -93,11 +88,9 @@ class Group:
 class Batch:
     """Requests on which the policy acts at once."""
 
-    groups: Sequence[Group]
-    requests: Sequence[int]
-    """Number of each group's request."""
+    requests: Sequence[Requests]
     parts: Sequence[slice]
-    """The rows of each group."""
+    """The rows of the requests of each arena."""
     rows: dict[str, Array]
     """Observations and, after `BatchActor.finish`, outputs: `[1, rows, ...]`."""
     wait: Callable[[], dict[str, Any]]
@@ -107,8 +100,8 @@ class Batch:
         """Write the named outputs into the mailboxes."""
         for name in names:
             row = self.rows[name][0]
-            for group, part in zip(self.groups, self.parts, strict=True):
-                group.arrays[name][...] = row[part]
+            for requests, part in zip(self.requests, self.parts, strict=True):
+                requests.arena.arrays[name][requests.rows] = row[part]
 
 
 class BatchActor(Actor):
@@ -154,6 +147,8 @@ class BatchActor(Actor):
         self._threads: ThreadChoice | None = None
         self._batch_rng: list[np.random.Generator] | None = None
         self._buffers: dict[str, Array] = {}
+        self._sizes: dict[int, dict[str, Array]] = {}
+        """The first rows of the buffers, by their number."""
 
     def dry_run(self, current: dict[str, Array], action_schema: Schema) -> tuple[Schema, Schema, Structure]:
         if self._reduced is None:
@@ -200,36 +195,56 @@ class BatchActor(Actor):
             group.generators = [group.new_generator(i) for i in range(count)]
         return group
 
-    def start(self, groups: Sequence[Group], requests: Sequence[int]) -> Batch:
-        """Start to act on the requests of these groups. On the GPU, this does not wait for the outputs."""
-        edges = list(itertools.accumulate((group.num_envs for group in groups), initial=0))
-        rows = self._sized(edges[-1])
-        for name in self._obs_names:
-            np.concatenate([group.arrays[name] for group in groups], out=rows[name][0])
-        np.concatenate([group.arrays[STARTS] for group in groups], out=rows["episode_start"][0])
-        self._numbers = self.policy.slots = np.concatenate([group.slots for group in groups])
-        if self.policy.recurrent or self.policy.wants_rng:
-            for group in groups:
-                group.begin_act()
+    def start(self, requests: Sequence[Requests]) -> Batch:
+        """Start to act on these requests. On the GPU, this does not wait for the outputs."""
+        count = sum(len(each.rows) for each in requests)
+        rows, parts, stop = self._sized(count), [], 0
+        for each in requests:
+            part = slice(stop, stop := stop + len(each.rows))
+            parts.append(part)
+            for name in self._obs_names:
+                _gather(each.arena.arrays[name], each.rows, rows[name][0, part])
+            _gather(each.arena.arrays[STARTS], each.rows, rows["episode_start"][0, part])
+        self._numbers = self.policy.slots = np.concatenate([each.arena.slots[each.rows] for each in requests])
+        if self._keeps_state:
+            groups = [client.groups[i] for each in requests for client, i in each.clients()]
+            self._begin_act(groups)
+        return Batch(requests, parts, rows, self._launched(rows, count))
+
+    @property
+    def _keeps_state(self) -> bool:
+        """Whether the server keeps anything of an environment between two calls of `act`."""
+        return self.policy.recurrent or self.policy.wants_rng
+
+    def _begin_act(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            group.begin_act()
         if self.policy.wants_rng:
             self._batch_rng = [each for group in groups for each in group.current_generators()]
         if self.policy.recurrent:
             self._gather_state(groups)
-        for group, request in zip(groups, requests, strict=True):
-            group.taken = request
-        self._write_to(rows)
-        parts = [slice(first, stop) for first, stop in itertools.pairwise(edges)]
-        return Batch(groups, requests, parts, rows, self._launched(rows, edges[-1]))
 
     def finish(self, batch: Batch) -> None:
         """Wait until the policy has acted, and copy the outputs and the recurrent state."""
-        with self._explaining():
+        try:
             out = batch.wait()
+        except Exception as error:
+            self._explain(error, self._observations())
+            raise
         self._record(0, out)
-        for group, part, request in zip(batch.groups, batch.parts, batch.requests, strict=True):
-            group.acted = request
-            if self.policy.recurrent:
-                group.state = _part(self._state, part)
+        if self._keeps_state:
+            self._end_act(batch.requests)
+
+    def _end_act(self, requests: Sequence[Requests]) -> None:
+        """Keep the new recurrent state of each group."""
+        stop = 0
+        for each in requests:
+            for (client, i), number in zip(each.clients(), each.numbers.tolist(), strict=True):
+                group = client.groups[i]
+                group.acted = number
+                part = slice(stop, stop := stop + group.num_envs)
+                if self.policy.recurrent:
+                    group.state = _part(self._state, part)
 
     def use_threads(self, max_threads: int) -> None:
         """Let torch compute each batch with one thread or with `max_threads`, whichever is faster."""
@@ -237,27 +252,25 @@ class BatchActor(Actor):
 
     def _launched(self, rows: dict[str, Array], count: int) -> Callable[[], dict[str, Any]]:
         """Call the policy on these rows, on the CPU with the number of threads that is faster."""
-        arguments = self._observed(0), self._state, rows["episode_start"][0], self._batch_rng
         if self._threads is None:
-            with self._explaining():
-                return self.policy.launch(*arguments)
+            return self._launch(rows)
         torch, threads = sys.modules["torch"], self._threads.threads_for(count)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         began = time.perf_counter()
-        with self._explaining():
-            wait = self.policy.launch(*arguments)
+        wait = self._launch(rows)
         self._threads.note(count, threads, time.perf_counter() - began)
         return wait
 
-    @contextlib.contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """Context manager: if the policy raises because of the observations, raise an error that says so."""
+    def _launch(self, rows: dict[str, Array]) -> Callable[[], dict[str, Any]]:
         try:
-            yield
+            return self.policy.launch(self._observed(0), self._state, rows["episode_start"][0], self._batch_rng)
         except Exception as error:
-            self._explain(error, [self._rows[name][0] for name in self._obs_names])
+            self._explain(error, self._observations())
             raise
+
+    def _observations(self) -> list[Array]:
+        return [self._rows[name][0] for name in self._obs_names]
 
     def _sized(self, count: int) -> dict[str, Array]:
         """Arrays `[1, count, ...]` for a batch. The outputs of the batch before it stay unchanged until `finish`."""
@@ -265,7 +278,12 @@ class BatchActor(Actor):
             room = 1 << (count - 1).bit_length()
             self._buffers = {n: np.zeros((1, room, *s.shape), np.dtype(s.dtype)) for n, s in self._specs.items()}
             self._buffers["episode_start"] = np.zeros((1, room), bool)
-        return {name: array[:, :count] for name, array in self._buffers.items()}
+            self._write_to(self._buffers)
+            self._sizes = {}
+        if count not in self._sizes:
+            self._sizes[count] = {name: array[:, :count] for name, array in self._buffers.items()}
+        self._rows = self._sizes[count]
+        return self._rows
 
     def _gather_state(self, groups: Sequence[Group]) -> None:
         states = []
@@ -298,6 +316,11 @@ class BatchActor(Actor):
             for generator in group.generators:
                 if (state := next(generators, None)) is not None:
                     generator.bit_generator.state = state
+
+
+def _gather(array: Array, rows: Array, out: Array) -> None:
+    """Copy some rows of an array."""
+    array.take(rows, 0, out, "clip")  # with the mode "raise", NumPy would copy twice
 
 
 def _joined(states: Sequence[Nested]) -> Nested:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from farstep.acting import messages as am
 from farstep.acting.answers import Answers
+from farstep.acting.arena import Arena, Requests, num_expected
 from farstep.acting.batch_actor import BatchActor
 from farstep.acting.batching import next_batch
-from farstep.acting.mailbox import NEWEST, PULLED_BYTES
-from farstep.acting.server_clients import Client, Request, num_expected, pending_requests
+from farstep.acting.mailbox import PULLED_BYTES
 from farstep.config.inference import ServedInference
 from farstep.errors import report_of
 from farstep.rollout.progress import CANCEL, COUNT, PHASE, SERVED_BATCHES, SERVED_ROWS, Phase
@@ -30,14 +32,14 @@ class BatchRunner:
     """Acts on the requests of workers.
 
     Args:
-        clients: The workers.
+        arenas: The mailboxes of the workers.
         sync: Decides when to pull weights.
         words: Progress words, as for a worker.
         is_local: Whether the workers share memory with this process.
     """
 
-    def __init__(self, clients: Iterable[Client], sync: WeightSync, words: memoryview, is_local: bool) -> None:
-        self._clients, self._sync, self._words, self._is_local = clients, sync, words, is_local
+    def __init__(self, arenas: Sequence[Arena], sync: WeightSync, words: memoryview, is_local: bool) -> None:
+        self._arenas, self._sync, self._words, self._is_local = arenas, sync, words, is_local
         self.options = ServedInference()
         self.total_pulls = 0
         self._fence = Fence()
@@ -81,16 +83,14 @@ class BatchRunner:
                 return 0.0
             answers = next_answers
 
-    def _next_batch(self, actor: BatchActor, may_pull: bool = True) -> tuple[Sequence[Request], float]:
+    def _next_batch(self, actor: BatchActor, may_pull: bool = True) -> tuple[Sequence[Requests], float]:
         """Return the requests to act on now, and, if there are none, for how many seconds to wait for messages.
 
         Args:
             may_pull: Whether to pull weights first if the sync rule decides to. Otherwise there is no batch then.
         """
         now = time.monotonic()
-        pending = pending_requests(self._clients, self._fence)
-        for request in pending:
-            request.group.arrived = request.group.arrived or now
+        pending = _nonempty(arena.pending(self._fence) for arena in self._arenas)
         try:
             admitted = self._update_weights(actor, pending, may_pull)
         except TicketCancelled:
@@ -98,17 +98,31 @@ class BatchRunner:
         except EOFError:
             raise  # the head closed the connection
         except (Exception, SystemExit, KeyboardInterrupt) as error:
+            for requests in pending:
+                requests.take()
             self._send(actor, self._answers_to(actor, pending, self._failure(error)))
             return [], 0.0
         finally:
             self._words[PHASE] = Phase.IDLE
-        options, possible = self.options, len(admitted)
-        if options.window_ms:
-            possible += num_expected(self._clients, pending)
-        batch, wait_s = next_batch(admitted, possible, now, options.max_batch, options.window_ms / 1000)
-        return batch, min(IDLE_S, wait_s) if admitted else IDLE_S
+        options = self.options
+        fits = sum(len(requests.rows) for requests in admitted) <= options.max_batch
+        if fits and not options.window_ms and _count(admitted) == _count(pending):
+            return admitted, 0.0 if admitted else IDLE_S
+        for requests in pending:
+            requests.wait(now)
+        if not admitted:
+            return [], IDLE_S
+        possible = _count(admitted) + (num_expected(self._arenas, pending) if options.window_ms else 0)
+        arrived = np.concatenate([requests.arena.arrived[requests.groups] for requests in admitted])
+        num_envs = np.concatenate([requests.arena.num_envs[requests.groups] for requests in admitted])
+        chosen, wait_s = next_batch(arrived, num_envs, possible, now, options.max_batch, options.window_ms / 1000)
+        batch, stop = [], 0
+        for requests in admitted:
+            batch.append(requests.only(chosen[stop : stop + len(requests)]))
+            stop += len(requests)
+        return _nonempty(batch), min(IDLE_S, wait_s)
 
-    def _update_weights(self, actor: BatchActor, pending: Sequence[Request], may_pull: bool) -> Sequence[Request]:
+    def _update_weights(self, actor: BatchActor, pending: Sequence[Requests], may_pull: bool) -> Sequence[Requests]:
         """Pull weights between two batches if the sync rule decides to. Return the requests that may be answered now.
 
         While a worker is inside a chunk that must have one version, the weights stay as they are. If they should
@@ -120,12 +134,13 @@ class BatchRunner:
         pending = self._with_probe(actor, pending)
         if not pending:
             return []
-        ticket = m.Ticket(0, 0, 1, max(request.min_version for request in pending))
+        ticket = m.Ticket(0, 0, 1, max(max(requests.min_versions.tolist()) for requests in pending))
         if isinstance(weights := self._sync.weights, RemoteWeights):
-            weights.announced = max(weights.announced, *(request.group.words[NEWEST] for request in pending))
-        if any(client.holds(self._words[CANCEL]) for client in self._clients):
-            needs_pull = self._sync.needs_pull(ticket, actor)
-            return [request for request in pending if request.has_begun] if needs_pull else pending
+            weights.announced = max(weights.announced, *(int(requests.newest.max()) for requests in pending))
+        if any(arena.holds(self._words[CANCEL]) for arena in self._arenas):
+            if not self._sync.needs_pull(ticket, actor):
+                return pending
+            return _nonempty(requests.only(requests.have_begun) for requests in pending)
         if not may_pull:
             return [] if self._sync.needs_pull(ticket, actor) else pending
         self._words[PHASE] = Phase.LOAD
@@ -135,10 +150,11 @@ class BatchRunner:
         totals = self._sync.take_totals()
         self.total_pulls += totals.pulls
         self._divergence = self._divergence if self._sync.divergence is None else self._sync.divergence
-        pending[0].client.mailbox.words[PULLED_BYTES] += totals.nbytes  # type: ignore[union-attr]
+        if totals.nbytes:
+            pending[0].arena.heads[PULLED_BYTES][pending[0].seats[0]] += totals.nbytes
         return pending
 
-    def _with_probe(self, actor: BatchActor, pending: Sequence[Request]) -> Sequence[Request]:
+    def _with_probe(self, actor: BatchActor, pending: Sequence[Requests]) -> Sequence[Requests]:
         """The requests that do not have to wait for a probe of the newest version, which the head sends with every
         publish. A worker or the shared memory may have announced the version earlier."""
         probing, weights = self._sync.probing, self._sync.weights
@@ -147,19 +163,18 @@ class BatchRunner:
         known = max(actor.version, probing.newest_probe)
         if weights.newest() > known:
             return []
-        return [request for request in pending if request.group.words[NEWEST] <= known]
+        return _nonempty(requests.only(requests.newest <= known) for requests in pending)
 
-    def _start(self, actor: BatchActor, requests: Sequence[Request]) -> Answers:
+    def _start(self, actor: BatchActor, batch: Sequence[Requests]) -> Answers:
         """Start to act on requests."""
         self._words[PHASE] = Phase.ACT
         self._words[COUNT] += 1
-        for request in requests:
-            request.client.acted_ticket = max(request.client.acted_ticket, request.ticket)
-        answers = self._answers_to(actor, requests)
+        for requests in batch:
+            requests.take()
+            requests.begin_chunks()
+        answers = self._answers_to(actor, batch)
         try:
-            answers.batch = actor.start(
-                [request.group for request in requests], [request.number for request in requests]
-            )
+            answers.batch = actor.start(batch)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             answers.failure = self._failure(error)
         return answers
@@ -173,9 +188,9 @@ class BatchRunner:
             answers.failure = self._failure(error)
         self._words[PHASE] = Phase.IDLE
         self._words[SERVED_BATCHES] += 1
-        self._words[SERVED_ROWS] += sum(request.num_envs for request in answers.requests)
+        self._words[SERVED_ROWS] += sum(len(requests.rows) for requests in answers.requests)
 
-    def _answers_to(self, actor: BatchActor, requests: Sequence[Request], failure: am.Failed | None = None) -> Answers:
+    def _answers_to(self, actor: BatchActor, requests: Sequence[Requests], failure: am.Failed | None = None) -> Answers:
         return Answers(requests, actor.version, max(actor.version, self._sync.passed), failure)
 
     def _failure(self, error: BaseException) -> am.Failed:
@@ -186,6 +201,14 @@ class BatchRunner:
 
     def _send(self, actor: BatchActor, answers: Answers) -> None:
         answers.send(actor.output_names, self.total_pulls, self._divergence, self._fence)
+
+
+def _nonempty(found: Iterable[Requests]) -> list[Requests]:
+    return [requests for requests in found if len(requests)]
+
+
+def _count(found: Iterable[Requests]) -> int:
+    return sum(len(requests) for requests in found)
 
 
 def failed(error: BaseException, words: memoryview) -> am.Failed:

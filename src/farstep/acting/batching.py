@@ -2,50 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
+import numpy as np
 
-
-class Waiting(Protocol):
-    """A request that waits for actions."""
-
-    @property
-    def arrived(self) -> float:
-        """When it arrived, in seconds."""
-
-    @property
-    def num_envs(self) -> int: ...
-
-
-T = TypeVar("T", bound=Waiting)
+from farstep.core import Array
 
 
 def next_batch(
-    pending: Sequence[T], num_possible: int, now: float, max_batch: int, window_s: float
-) -> tuple[list[T], float]:
+    arrived: Array, num_envs: Array, num_possible: int, now: float, max_batch: int, window_s: float
+) -> tuple[Array, float]:
     """Choose the requests of the next batch, oldest first.
 
     Args:
-        pending: All requests that wait.
+        arrived: When each request that waits arrived, in seconds.
+        num_envs: Number of rows of each request.
         num_possible: Number of requests that could be pending at the same time.
         now: Current time in seconds.
         max_batch: Largest number of rows; a single larger request is still a batch.
         window_s: How long the oldest request may wait for others.
 
     Returns:
-        The batch, and 0; or an empty list, and the seconds after which to try again.
+        Whether each request is in the batch, and 0; or, if there is no batch yet, the seconds after which to try again.
     """
-    if not pending:
-        return [], window_s
-    oldest_first = sorted(pending, key=lambda request: request.arrived)
-    batch: list[T] = []
-    rows = 0
-    for request in oldest_first:
-        if batch and rows + request.num_envs > max_batch:
-            return batch, 0.0
-        batch.append(request)
-        rows += request.num_envs
-    left = oldest_first[0].arrived + window_s - now
-    if left > 0 and rows < max_batch and len(pending) < num_possible:
-        return [], left
-    return batch, 0.0
+    chosen = np.ones(len(arrived), bool)
+    if not len(arrived):
+        return chosen, window_s
+    count = int(num_envs.sum())
+    if count > max_batch:
+        oldest_first = np.argsort(arrived, kind="stable")
+        too_many = np.cumsum(num_envs[oldest_first]) > max_batch
+        chosen[oldest_first[1:][too_many[1:]]] = False
+        return chosen, 0.0
+    left = float(arrived.min()) + window_s - now
+    if left > 0 and count < max_batch and len(arrived) < num_possible:
+        return ~chosen, left
+    return chosen, 0.0

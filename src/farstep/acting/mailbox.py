@@ -1,6 +1,7 @@
 """The memory through which one worker and its acting server exchange observations and actions.
 
-On one host, both map the same memory. Over the network, each has a copy, and `packed` and `fill` transfer the contents.
+On one host, both map the same memory, in which the mailboxes of several workers are side by side (see `arena.py`). Over
+the network, each has a copy, and `packed` and `fill` transfer the contents.
 
 A worker divides its environments into groups. For each group it writes observations, then the number of its request;
 the server writes actions, then the same number as its answer.
@@ -57,16 +58,19 @@ def divergence_of_bits(word: int) -> float | None:
 
 @dataclass(frozen=True)
 class MailboxLayout:
-    """What a mailbox contains. Server and worker compute the same offsets."""
+    """What mailboxes contain. Server and worker compute the same offsets."""
 
     groups: Sequence[int]
     """Number of environments in each group."""
     obs: Schema
     outputs: Schema
     state: Schema
+    seats: int = 1
+    """Number of mailboxes that are side by side in one memory."""
 
     @property
     def num_envs(self) -> int:
+        """Number of environments of one mailbox."""
         return sum(self.groups)
 
     def _specs(self) -> Schema:
@@ -74,10 +78,10 @@ class MailboxLayout:
         return {**self.obs, **self.outputs, **self.state, **own}
 
     def _offsets(self) -> tuple[dict[str, int], int]:
-        offsets, end = {}, 8 * (_HEAD_WORDS + _GROUP_WORDS * len(self.groups))
+        offsets, end = {}, 8 * self.seats * (_HEAD_WORDS + _GROUP_WORDS * len(self.groups))
         for name, spec in self._specs().items():
             offsets[name] = end = -(-end // _ALIGN) * _ALIGN
-            end += spec.nbytes * self.num_envs
+            end += spec.nbytes * self.seats * self.num_envs
         return offsets, end
 
     @property
@@ -100,24 +104,39 @@ class MailboxLayout:
             slice(offsets[name] + rows.start * sizes[name], offsets[name] + rows.stop * sizes[name]) for name in names
         ]
 
+    def words(self, memory: memoryview) -> tuple[Array, Array]:
+        """The words of all mailboxes, `[seats, words]`, and of all their groups, `[groups, words]`."""
+        heads: Array = np.ndarray((self.seats, _HEAD_WORDS), np.int64, memory)
+        groups = self.seats * len(self.groups)
+        return heads, np.ndarray((groups, _GROUP_WORDS), np.int64, memory, heads.nbytes)
+
     def arrays(self, memory: memoryview) -> dict[str, Array]:
+        """The arrays, with the rows of all mailboxes."""
         offsets, _ = self._offsets()
+        rows = self.seats * self.num_envs
         return {
-            name: np.ndarray((self.num_envs, *spec.shape), np.dtype(spec.dtype), memory, offsets[name])
+            name: np.ndarray((rows, *spec.shape), np.dtype(spec.dtype), memory, offsets[name])
             for name, spec in self._specs().items()
         }
 
 
 class Mailbox:
-    """A mapped mailbox."""
+    """A mapped mailbox.
 
-    def __init__(self, memory: SharedMemory, layout: MailboxLayout) -> None:
+    Args:
+        memory: The memory.
+        layout: What it contains.
+        seat: Which of its mailboxes this is.
+    """
+
+    def __init__(self, memory: SharedMemory, layout: MailboxLayout, seat: int = 0) -> None:
         self.memory, self.layout = memory, layout
-        words = memory.map[: 8 * (_HEAD_WORDS + _GROUP_WORDS * len(layout.groups))].cast("q")
-        self.words = words[:_HEAD_WORDS]
-        starts = range(_HEAD_WORDS, len(words), _GROUP_WORDS)
-        self.group_words = [words[start : start + _GROUP_WORDS] for start in starts]
-        self.arrays = layout.arrays(memory.map)
+        heads, words = layout.words(memory.map)
+        first, self._first_row = seat * len(layout.groups), seat * layout.num_envs
+        self.words = memoryview(heads[seat])
+        self.group_words = [memoryview(words[first + i]) for i in range(len(layout.groups))]
+        rows = slice(self._first_row, self._first_row + layout.num_envs)
+        self.arrays = {name: array[rows] for name, array in layout.arrays(memory.map).items()}
         edges = np.cumsum([0, *layout.groups]).tolist()
         self.ranges = [slice(first, stop) for first, stop in itertools.pairwise(edges)]
         self._known_parts: dict[tuple[int, tuple[str, ...]], Sequence[slice]] = {}
@@ -143,7 +162,9 @@ class Mailbox:
     def _parts(self, names: Sequence[str], group: int) -> Sequence[slice]:
         key = (group, tuple(names))
         if key not in self._known_parts:
-            self._known_parts[key] = self.layout.parts(names, self.ranges[group])
+            rows = self.ranges[group]
+            rows = slice(self._first_row + rows.start, self._first_row + rows.stop)
+            self._known_parts[key] = self.layout.parts(names, rows)
         return self._known_parts[key]
 
     def close(self) -> None:

@@ -50,7 +50,7 @@ class Join(msgspec.Struct, tag="join"):
 class Joined(msgspec.Struct, tag="joined"):
     """The server acts for the worker from now on.
 
-    On one host, it carries three descriptors: the mailbox, the server's doorbell and the worker's doorbell.
+    On one host, it carries three descriptors: the mailbox's memory, the server's doorbell and the worker's doorbell.
     """
 
     schema: Schema
@@ -67,6 +67,9 @@ class Joined(msgspec.Struct, tag="joined"):
     """Of the run's secret: `proof(secret, "server")`."""
     pulls: Count = 0
     """Number of weight pulls of this server so far."""
+    seat: Count = 0
+    seats: Count = 1
+    """Which of the mailboxes in the memory is that of the worker, and how many there are."""
     description: Schema = {}
     """As `AgentReady.description`."""
 

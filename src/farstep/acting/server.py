@@ -18,15 +18,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from farstep.acting import messages as am
+from farstep.acting.arena import SEATS, Arena, arena_with_room
 from farstep.acting.batch_actor import BatchActor
 from farstep.acting.batch_runner import BatchRunner, failed
-from farstep.acting.mailbox import (
-    EPISODES,
-    PULLS,
-    ROOTS,
-    Mailbox,
-    MailboxLayout,
-)
+from farstep.acting.mailbox import PULLS, MailboxLayout
 from farstep.acting.requests import (
     check_arrays,
     check_rows,
@@ -91,7 +86,8 @@ class ActingServer:
         self._clients = Clients(link, address, network, self._answer)
         self._program: Program | None = None
         self._payload = b""
-        self._runner = BatchRunner(self._clients, self._sync, words, network is None)
+        self._arenas: list[Arena] = []
+        self._runner = BatchRunner(self._arenas, self._sync, words, network is None)
         self._reply: am.Joined | None = None
         self._rejection: am.Failed | None = None
         """Why the current agent cannot be used."""
@@ -178,8 +174,10 @@ class ActingServer:
         self._weights.agent_id, self._payload = message.agent, payload
         self._reply = self._rejection = None
         self._runner.reset()
-        for client in list(self._clients):
+        clients = list(self._clients)
+        for client in clients:  # all before the first one joins: those of the last agent may still write to its arenas
             client.forget_groups()
+        for client in clients:
             if client.waiting is not None:
                 join, received = client.waiting
                 client.waiting = None
@@ -259,18 +257,17 @@ class ActingServer:
             client.link.send([am.encode(self._rejection)])
             return
         assert self._runner.actor is not None and self._reply is not None
-        layout = MailboxLayout(join.groups, join.obs_schema, self._reply.schema, self._reply.state)
-        client.mailbox = Mailbox.create(layout)
-        client.mailbox.arrays[ROOTS][:] = join.roots
-        client.mailbox.arrays[EPISODES][:] = join.episodes
-        client.mailbox.words[PULLS] = self._runner.total_pulls
-        client.groups = [self._runner.actor.new_group(client.mailbox, i, join.first) for i in range(len(join.groups))]
-        joined = am.encode(msgspec.structs.replace(self._reply, pulls=self._runner.total_pulls))
+        layout = MailboxLayout(join.groups, join.obs_schema, self._reply.schema, self._reply.state, SEATS)
+        arena = arena_with_room(layout, self._arenas)
+        client.enter(arena, join, self._runner.actor)
+        arena.heads[PULLS][client.seat] = self._runner.total_pulls
+        joined = msgspec.structs.replace(self._reply, pulls=self._runner.total_pulls)
         if not isinstance(client.link, LocalLink):
-            client.link.send([joined])
+            client.link.send([am.encode(joined)])
             return
+        joined.seat, joined.seats = client.seat, SEATS
         client.doorbell = Doorbell.create()
-        client.link.send([joined], [client.mailbox.memory.fd, self._clients.doorbell.fd, client.doorbell.fd])
+        client.link.send([am.encode(joined)], [arena.memory.fd, self._clients.doorbell.fd, client.doorbell.fd])
 
     def _load(self, join: am.Join, current: dict[str, Any]) -> None:
         """Load the agent and try it on a worker's observations."""

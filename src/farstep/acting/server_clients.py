@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from farstep.acting import messages as am
-from farstep.acting.batch_actor import Group
-from farstep.acting.mailbox import ANSWER, CONTINUES, HELD, IS_FIRST, MIN_VERSION, REQUEST, TICKET, Mailbox
+from farstep.acting.arena import Arena
+from farstep.acting.batch_actor import BatchActor, Group
+from farstep.acting.mailbox import EPISODES, ROOTS, Mailbox
 from farstep.acting.requests import answer_frames
 from farstep.core import Link, Received
 from farstep.errors import WireError
 from farstep.wire import messages as m
-from farstep.wire.channels.doorbell import Doorbell, Fence
+from farstep.wire.channels.doorbell import Doorbell
 from farstep.wire.channels.local import LocalLink, is_own_process
 
 if TYPE_CHECKING:
@@ -32,91 +33,42 @@ class Client:
     """Whether it has sent a `Join` with the right proof; other messages before that are refused."""
     groups: list[Group] = field(default_factory=list)
     mailbox: Mailbox | None = None
+    arena: Arena | None = None
+    """Where the mailbox is."""
+    seat: int = 0
+    """Which of the arena's mailboxes it is."""
     doorbell: Doorbell | None = None
     """None if the worker is reached over the network."""
-    acted_ticket: int = 0
-    """The newest ticket for which a request was answered."""
     failure: am.Failed | None = None
     """Why its last failed request failed."""
     waiting: tuple[am.Join, Received] | None = None
     """A `Join` for an agent that has not arrived yet."""
 
-    def holds(self, cancelled: int) -> bool:
-        """Whether it is inside a chunk whose rows must all have one version.
+    def enter(self, arena: Arena, join: am.Join, actor: BatchActor) -> None:
+        """Get a mailbox, and start to act for the worker's groups."""
+        self.arena, self.seat = arena, arena.enter(self, join.first)
+        self.mailbox = arena.mailbox(self.seat)
+        self.mailbox.arrays[ROOTS][:], self.mailbox.arrays[EPISODES][:] = join.roots, join.episodes
+        self.groups = [actor.new_group(self.mailbox, i, join.first) for i in range(len(join.groups))]
 
-        A worker that steps an environment notices late that its chunk was cancelled.
-
-        Args:
-            cancelled: The id of the last cancelled ticket.
-        """
-        return self.mailbox is not None and cancelled < self.mailbox.words[HELD] == self.acted_ticket
-
-    def notify(self, group: Group) -> None:
-        """Tell the worker that a request was answered."""
+    def notify(self, group: int) -> None:
+        """Tell the worker that a request of one of its groups was answered."""
         assert self.mailbox is not None
         if self.doorbell is not None:
             self.doorbell.ring()
         else:
-            self.link.send(answer_frames(self.mailbox, group.index))
+            self.link.send(answer_frames(self.mailbox, group))
 
     def forget_groups(self) -> None:
-        if self.mailbox is not None:
-            self.mailbox.close()
+        if self.arena is not None:
+            self.arena.leave(self.seat)
         if self.doorbell is not None:
             self.doorbell.close()
-        self.groups, self.mailbox, self.doorbell, self.acted_ticket = [], None, None, 0
+        self.groups, self.mailbox, self.arena, self.doorbell = [], None, None, None
 
     def close(self) -> None:
         self.forget_groups()
         self.link.close()
-
-
-class Request(NamedTuple):
-    """A request of a worker, read once: a worker whose chunk is cancelled replaces it at any time."""
-
-    client: Client
-    group: Group
-    number: int
-    ticket: int
-    min_version: int
-
-    @property
-    def num_envs(self) -> int:
-        return self.group.num_envs
-
-    @property
-    def arrived(self) -> float:
-        return self.group.arrived
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the server has already acted in the chunk of this request."""
-        return self.ticket == self.client.acted_ticket
-
-
-def pending_requests(clients: Iterable[Client], fence: Fence) -> list[Request]:
-    """The requests that wait for a batch."""
-    found = []
-    for client in clients:
-        for group in client.groups:
-            number = group.words[REQUEST]
-            if number != group.words[ANSWER] and number != group.taken:
-                found.append((client, group, number))
-    fence()
-    tickets = [group.words[TICKET] for _, group, _ in found]
-    fence()  # a worker writes the ticket after its version
-    return [
-        Request(client, group, number, ticket, group.words[MIN_VERSION])
-        for (client, group, number), ticket in zip(found, tickets, strict=True)
-    ]
-
-
-def num_expected(clients: Iterable[Client], pending: Sequence[Request]) -> int:
-    """The number of groups that may soon send a request: inside a chunk or, if a chunk begins, any other group."""
-    waiting = {id(request.group) for request in pending}
-    begins = any(request.group.words[IS_FIRST] for request in pending)
-    others = (group for client in clients for group in client.groups if id(group) not in waiting)
-    return sum(begins or bool(group.words[CONTINUES]) for group in others)
 
 
 class Clients:

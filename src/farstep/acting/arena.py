@@ -1,0 +1,198 @@
+"""The mailboxes of several workers, side by side in one memory, as the acting server sees them.
+
+NumPy reads the requests of all these workers at once, and writes their answers at once. So the time that the server
+needs for a batch hardly depends on the number of workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from farstep.acting.mailbox import (
+    CONTINUES,
+    HELD,
+    IS_FIRST,
+    MIN_VERSION,
+    NEWEST,
+    REQUEST,
+    TICKET,
+    Mailbox,
+    MailboxLayout,
+)
+from farstep.core import Array
+from farstep.wire.channels.doorbell import Fence
+from farstep.wire.channels.memory import SharedMemory
+
+if TYPE_CHECKING:
+    from farstep.acting.server_clients import Client
+
+SEATS = 32
+"""Number of mailboxes in an arena."""
+
+
+class Arena:
+    """Mailboxes of one layout. A worker has the same seat until it leaves; then another worker may get it.
+
+    Args:
+        layout: What the memory contains.
+        arenas: Contains this arena until its last worker leaves.
+    """
+
+    def __init__(self, layout: MailboxLayout, arenas: list[Arena]) -> None:
+        self.layout, self._arenas = layout, arenas
+        self.memory = SharedMemory.create(layout.nbytes, "farstep-mailboxes")
+        heads, words = layout.words(self.memory.map)
+        self.heads, self.words = list(heads.T), list(words.T)
+        """For each word of a mailbox, an array with one entry per seat; for each word of a group, one entry per group.
+        All groups of the first seat come first."""
+        self.arrays = layout.arrays(self.memory.map)
+        self.clients: list[Client | None] = [None] * layout.seats
+        """The worker of each seat; None: the seat is free."""
+        self.acted_tickets = [0] * layout.seats
+        """The newest ticket of each worker for which a request was acted on."""
+        self.seat_of_group = np.repeat(np.arange(layout.seats), len(layout.groups))
+        self.num_envs = np.tile(layout.groups, layout.seats)
+        """Number of environments of each group."""
+        self.group_of_row = np.repeat(np.arange(len(self.num_envs)), self.num_envs)
+        self.slots = np.zeros(len(self.group_of_row), np.int64)
+        """Slot number of each row."""
+        self.arrived = np.full(len(self.num_envs), math.inf)
+        """Since when the current request of each group has waited, in seconds; infinite: it has not."""
+        self.taken = np.zeros(len(self.num_envs), np.int64)
+        """Number of each group's last request that was acted on or refused."""
+        self._is_used = np.zeros(len(self.num_envs), bool)
+        arenas.append(self)
+
+    def enter(self, client: Client, first_slot: int) -> int:
+        """Give a worker a free seat, with an empty mailbox. Return the seat's number."""
+        seat = self.clients.index(None)
+        self.clients[seat], self.acted_tickets[seat] = client, 0
+        groups = self.seat_of_group == seat
+        for words in self.heads:
+            words[seat] = 0
+        for words in (*self.words, self.taken):
+            words[groups] = 0
+        self.arrived[groups], self._is_used[groups] = math.inf, True
+        self.slots[groups[self.group_of_row]] = first_slot + np.arange(self.layout.num_envs)
+        return seat
+
+    def leave(self, seat: int) -> None:
+        """Free a seat, and the memory with the last one. Unless all workers leave, this one must have closed its
+        mailbox: another worker may get the seat."""
+        self.clients[seat], self.acted_tickets[seat] = None, 0
+        self._is_used[self.seat_of_group == seat] = False
+        if not any(self.clients):
+            self.memory.close()
+            self._arenas.remove(self)
+
+    def mailbox(self, seat: int) -> Mailbox:
+        return Mailbox(self.memory, self.layout, seat)
+
+    def holds(self, cancelled: int) -> bool:
+        """Whether a worker is inside a chunk whose rows must all have one version.
+
+        A worker that steps an environment notices late that its chunk was cancelled.
+
+        Args:
+            cancelled: The id of the last cancelled ticket.
+        """
+        held = self.heads[HELD].tolist()
+        return any(held) and any(cancelled < a == b for a, b in zip(held, self.acted_tickets, strict=True))
+
+    def pending(self, fence: Fence) -> Requests:
+        """The requests that wait for a batch."""
+        numbers = self.words[REQUEST].copy()
+        is_pending = (numbers != self.taken) & self._is_used
+        fence()
+        tickets = self.words[TICKET].copy()
+        fence()  # a worker writes the ticket after its version
+        return Requests(self, is_pending, numbers, tickets, self.words[MIN_VERSION].copy())
+
+    def num_expected(self, waiting: Sequence[int] | Array, begins: bool) -> int:
+        """The number of groups except `waiting` that are inside a chunk or, if a chunk begins, of all others."""
+        others = self._is_used.copy()
+        others[waiting] = False
+        return int(np.count_nonzero(others if begins else others & (self.words[CONTINUES] != 0)))
+
+
+class Requests:
+    """Requests of workers of one arena, read once: a worker whose chunk is cancelled replaces its request at any time.
+
+    Args:
+        arena: The arena.
+        is_chosen: Whether the request of each of its groups is one of these.
+        numbers, tickets, min_versions: Those of the requests of all groups of the arena.
+    """
+
+    def __init__(self, arena: Arena, is_chosen: Array, numbers: Array, tickets: Array, min_versions: Array) -> None:
+        self.arena = arena
+        self.groups = groups = is_chosen.nonzero()[0]
+        """The group of each request, in ascending order."""
+        self.rows = is_chosen[arena.group_of_row].nonzero()[0]
+        """The rows of these groups in the arena's arrays."""
+        self.seats = arena.seat_of_group[groups]
+        self._of_all = (numbers, tickets, min_versions)
+        self.numbers, self.tickets, self.min_versions = numbers[groups], tickets[groups], min_versions[groups]
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def only(self, chosen: Array) -> Requests:
+        """The requests for which `chosen` is True."""
+        is_chosen = np.zeros(len(self.arena.num_envs), bool)
+        is_chosen[self.groups[chosen]] = True
+        return Requests(self.arena, is_chosen, *self._of_all)
+
+    @property
+    def newest(self) -> Array:
+        """The newest version that each worker knows."""
+        newest: Array = self.arena.words[NEWEST][self.groups]
+        return newest
+
+    @property
+    def have_begun(self) -> Array:
+        """Whether the server has already acted in the chunk of each request."""
+        have_begun: Array = self.tickets == np.array(self.arena.acted_tickets)[self.seats]
+        return have_begun
+
+    def clients(self) -> Iterator[tuple[Client, int]]:
+        """The worker of each request, and the number of the group among the worker's groups."""
+        count = len(self.arena.layout.groups)
+        for group in self.groups.tolist():
+            client = self.arena.clients[group // count]
+            assert client is not None
+            yield client, group % count
+
+    def wait(self, now: float) -> None:
+        """Note that these requests are not acted on now."""
+        arrived = self.arena.arrived
+        arrived[self.groups] = np.minimum(arrived[self.groups], now)
+
+    def take(self) -> None:
+        """Note that these requests are acted on, or refused."""
+        self.arena.taken[self.groups] = self.numbers
+        self.arena.arrived[self.groups] = math.inf
+
+    def begin_chunks(self) -> None:
+        """Note that the server acts in the chunks of these requests."""
+        tickets = self.arena.acted_tickets
+        for seat, ticket in zip(self.seats.tolist(), self.tickets.tolist(), strict=True):
+            if ticket > tickets[seat]:
+                tickets[seat] = ticket
+
+
+def arena_with_room(layout: MailboxLayout, arenas: list[Arena]) -> Arena:
+    """One of the arenas, if it has this layout and a free seat; otherwise a new one, which is added to them."""
+    suitable = (arena for arena in arenas if arena.layout == layout and None in arena.clients)
+    return next(suitable, None) or Arena(layout, arenas)
+
+
+def num_expected(arenas: Sequence[Arena], pending: Sequence[Requests]) -> int:
+    """The number of groups that may soon send a request: inside a chunk or, if a chunk begins, any other group."""
+    begins = any(requests.arena.words[IS_FIRST][requests.groups].any() for requests in pending)
+    waiting = {requests.arena: requests.groups for requests in pending}
+    return sum(arena.num_expected(waiting.get(arena, []), begins) for arena in arenas)

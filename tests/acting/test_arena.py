@@ -1,0 +1,78 @@
+"""Mailboxes of several workers in one memory: workers come and go."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+from farstep.acting.arena import Arena, arena_with_room
+from farstep.acting.mailbox import HELD, REQUEST, TICKET, Mailbox, MailboxLayout
+from farstep.schema import ArraySpec
+from farstep.wire.channels.doorbell import Fence
+from farstep.wire.channels.memory import SharedMemory
+
+LAYOUT = MailboxLayout([2, 1], {"obs": ArraySpec((3,), "<f4")}, {"action": ArraySpec((), "<i8")}, {}, seats=2)
+
+
+def entered(arena: Arena, first_slot: int = 0) -> tuple[int, Mailbox]:
+    """The seat of a new worker, and its mailbox."""
+    client: Any = object()
+    seat = arena.enter(client, first_slot)
+    return seat, arena.mailbox(seat)
+
+
+def test_each_worker_writes_to_its_own_rows_and_words() -> None:
+    arena = Arena(LAYOUT, [])
+    boxes = [entered(arena, first_slot)[1] for first_slot in (0, 5)]
+    for i, box in enumerate(boxes):
+        box.arrays["obs"][:] = i
+        box.group_words[1][TICKET], box.group_words[1][REQUEST] = 10 + i, 20 + i
+        box.fill(["action"], 1, np.array([30 + i]).tobytes())
+        assert box.packed(["action"], 1) == np.array([30 + i]).tobytes()
+    assert arena.arrays["obs"][:, 0].tolist() == [0, 0, 0, 1, 1, 1]
+    assert arena.arrays["action"].tolist() == [0, 0, 30, 0, 0, 31]
+    pending = arena.pending(Fence())
+    assert pending.groups.tolist() == [1, 3] and pending.rows.tolist() == [2, 5]
+    assert pending.numbers.tolist() == [20, 21] and pending.tickets.tolist() == [10, 11]
+    assert arena.slots[pending.rows].tolist() == [2, 7]
+    assert pending.only(np.array([False, True])).rows.tolist() == [5]
+    for seat in range(2):
+        arena.leave(seat)
+
+
+def test_a_worker_that_leaves_does_not_affect_the_others() -> None:
+    arenas: list[Arena] = []
+    arena = arena_with_room(LAYOUT, arenas)
+    (first, leaving), (second, staying) = entered(arena), entered(arena)
+    leaving.group_words[0][REQUEST], leaving.words[HELD] = 9, 1
+    staying.group_words[0][REQUEST] = 4
+    staying.arrays["obs"][:] = 6
+    arena.leave(first)
+    assert arena.pending(Fence()).groups.tolist() == [2]
+    worker = SharedMemory(os.dup(arena.memory.fd), LAYOUT.nbytes)
+    Mailbox(worker, LAYOUT, first).close()
+    assert arena_with_room(LAYOUT, arenas) is arena
+    again, box = entered(arena, first_slot=3)
+    assert again == first and box.words[HELD] == box.group_words[0][REQUEST] == 0
+    assert arena.pending(Fence()).groups.tolist() == [2]
+    assert (staying.arrays["obs"] == 6).all()
+    arena.leave(first)
+    arena.leave(second)
+    assert arenas == [] and arena.memory.fd == -1
+
+
+@pytest.mark.parametrize("other", [MailboxLayout([1, 2], LAYOUT.obs, LAYOUT.outputs, {}, seats=2), LAYOUT])
+def test_a_worker_with_another_layout_or_without_a_free_seat_gets_another_arena(other: MailboxLayout) -> None:
+    arenas: list[Arena] = []
+    arena = arena_with_room(LAYOUT, arenas)
+    for _ in range(2):
+        entered(arena)
+    found = arena_with_room(other, arenas)
+    assert found is not arena and arenas == [arena, found]
+    entered(found)
+    for each, seat in ((arena, 0), (found, 0), (arena, 1)):
+        each.leave(seat)
+    assert arenas == []
