@@ -14,7 +14,7 @@ from farstep.acting import messages as am
 from farstep.acting.arena import Arena, arena_with_room
 from farstep.acting.batch_actor import BatchActor
 from farstep.acting.batch_runner import BatchRunner
-from farstep.acting.mailbox import ANSWER, HELD, REQUEST, TICKET, VERSION, MailboxLayout
+from farstep.acting.mailbox import ANSWER, HELD, REQUEST, TICKET, VERSION, WAITS, MailboxLayout
 from farstep.acting.server_clients import Client
 from farstep.agents.policy import Policy
 from farstep.config.inference import ServedInference
@@ -107,12 +107,12 @@ class Served:
         )
         return client
 
-    def request(self, worker: int, index: int, number: int, seen: float, ticket: int = 1) -> None:
+    def request(self, worker: int, index: int, number: int, seen: float, ticket: int = 1, waits: bool = True) -> None:
         """Write a request, as a worker does."""
         group = self.clients[worker].groups[index]
         for name in self._obs:
             group.arrays[name][...] = seen
-        group.words[TICKET], group.words[REQUEST] = ticket, number
+        group.words[TICKET], group.words[REQUEST], group.words[WAITS] = ticket, number, waits
 
     def answer(self, worker: int, index: int) -> tuple[int, int, set[float]]:
         """The number and version of a group's answer, and what the policy saw."""
@@ -243,3 +243,11 @@ def test_a_request_that_did_not_fit_is_older_than_the_next_ones(served: Served) 
     assert [served.answer(worker, 0)[0] for worker in range(2)] == [1, 1]
     served.run(until=0.0)
     assert served.answer(0, 0)[0] == 2
+
+
+def test_only_workers_that_wait_are_woken(served: Served) -> None:
+    served.request(0, 0, 1, seen=3)
+    served.request(1, 0, 1, seen=5, waits=False)
+    served.run()
+    assert served.log == ["start", "finish", "answer"]
+    assert [served.answer(worker, 0)[0] for worker in range(2)] == [1, 1]

@@ -8,21 +8,29 @@ import socket
 import threading
 from array import array
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from farstep.acting import client
+from farstep.acting import messages as am
 from farstep.acting.client import ServedActor
-from farstep.acting.connections import LocalServer
+from farstep.acting.connections import LocalServer, ServerAddress
+from farstep.acting.mailbox import ANSWER, REQUEST, WAITS, Mailbox, MailboxLayout
+from farstep.core import Received
 from farstep.rollout.progress import EPISODES
 from farstep.rollout.rows import Slots
+from farstep.wire.codec import pack
 from farstep.worker.connection.inbox import TicketCancelled
 from tests.cluster.checks import within
 
 
-def served_actor(address: str, idle: Callable[[], None] = lambda: None) -> ServedActor:
+def served_actor(address: str | ServerAddress, idle: Callable[[], None] = lambda: None) -> ServedActor:
     words = memoryview(array("q", [0] * EPISODES))
-    return ServedActor(0, LocalServer(address, "secret"), 0, Slots(0, [0], [0]), "obs", ({}, {}), [1], idle, words)
+    server = LocalServer(address, "secret") if isinstance(address, str) else address
+    return ServedActor(0, server, 0, Slots(0, [0], [0]), "obs", ({}, {}), [1], idle, words)
 
 
 @contextlib.contextmanager
@@ -69,3 +77,83 @@ def test_state_is_restored_although_the_calls_in_between_are_cancelled(monkeypat
     with pytest.raises(TicketCancelled), actor.restoring_state():
         raise TicketCancelled
     assert restored == [{"state": [1]}]
+
+
+class FakeServer:
+    """Lets one worker join. `on_wait` is called with the words of its group when it waits for its doorbell."""
+
+    secret = "secret"
+
+    def __init__(self, on_wait: Callable[[memoryview], None]) -> None:
+        self._on_wait = on_wait
+
+    def connect(self) -> Any:
+        joined = am.Joined({}, pack({}), pack({}), {}, pack(""), "", False, am.proof(self.secret, "server"))
+        received = Received([am.encode(joined)])
+        return SimpleNamespace(send=lambda frames: None, receive=lambda timeout_s: received)
+
+    def exchange(self, received: Received, layout: MailboxLayout, seat: int) -> Any:
+        self.mailbox = Mailbox.create(layout)
+
+        def wait(timeout_s: float) -> bool:
+            self._on_wait(self.words)
+            return True
+
+        return SimpleNamespace(
+            mailbox=self.mailbox, post=lambda group: None, wait=wait, check=lambda: None, close=self.mailbox.close
+        )
+
+    @property
+    def words(self) -> memoryview:
+        return self.mailbox.group_words[0]
+
+    def disconnect(self, link: Any) -> None: ...
+
+    def is_current(self) -> bool:
+        return True
+
+    def connection_error(self, waited_s: float) -> str:
+        return ""
+
+
+def act_once(server: FakeServer) -> None:
+    actor = served_actor(server)
+    actor.join({})
+    rows: Any = SimpleNamespace(
+        row={"episode_start": np.zeros((1, 1), bool), "version": np.zeros((1, 1), np.int64)}, chunk={}
+    )
+    actor.begin(rows)
+    actor.act(0)
+    actor.close()
+
+
+def answer(words: memoryview) -> None:
+    words[ANSWER] = words[REQUEST]
+
+
+def test_a_worker_says_that_it_waits_while_it_waits() -> None:
+    seen: list[int] = []
+
+    def on_wait(words: memoryview) -> None:
+        seen.append(words[WAITS])
+        answer(words)
+
+    server = FakeServer(on_wait)
+    act_once(server)
+    assert seen == [1] and server.words[WAITS] == 0
+
+
+def test_a_worker_does_not_miss_an_answer_that_arrives_just_before_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server has not seen that the worker waits, so it does not ring."""
+
+    def on_wait(words: memoryview) -> None:
+        raise AssertionError("the worker waits although its answer has arrived")
+
+    server = FakeServer(on_wait)
+
+    def fence() -> None:
+        if server.words[WAITS]:
+            answer(server.words)
+
+    monkeypatch.setattr(client, "Fence", lambda: fence)
+    act_once(server)

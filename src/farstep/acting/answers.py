@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from farstep.acting import messages as am
 from farstep.acting.arena import Requests
 from farstep.acting.batch_actor import Batch
-from farstep.acting.mailbox import ANSWER, COUNTS_AS, DIVERGENCE, FAILED, PULLS, VERSION, divergence_bits
+from farstep.acting.mailbox import ANSWER, COUNTS_AS, DIVERGENCE, FAILED, PULLS, VERSION, WAITS, divergence_bits
 from farstep.wire.channels.doorbell import Fence
 
 
@@ -27,7 +27,7 @@ class Answers:
     """None if the policy did not start to act."""
 
     def send(self, output_names: Iterable[str], total_pulls: int, divergence: float | None, fence: Fence) -> None:
-        """Write the answers into the mailboxes, and notify the workers.
+        """Write the answers into the mailboxes, and notify the workers that wait.
 
         Args:
             output_names: The arrays that the policy returns.
@@ -47,6 +47,12 @@ class Answers:
         fence()
         for requests in self.requests:
             requests.arena.words[ANSWER][requests.groups] = requests.numbers
-            for client, group in requests.clients():
-                client.failure = self.failure or client.failure
-                client.notify(group)
+            if self.failure is not None:
+                for client, _ in requests.clients():
+                    client.failure = self.failure
+        fence()  # a worker sets `WAITS` before it looks for its answer for the last time
+        for requests in self.requests:
+            waits = requests.arena.words[WAITS][requests.groups].tolist()
+            for (client, group), is_waiting in zip(requests.clients(), waits, strict=True):
+                if is_waiting:
+                    client.notify(group)

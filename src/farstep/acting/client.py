@@ -31,6 +31,7 @@ from farstep.acting.mailbox import (
     TICKET,
     USED,
     VERSION,
+    WAITS,
     MailboxLayout,
     divergence_of_bits,
 )
@@ -316,17 +317,20 @@ class ServedActor:
     def _wait(self, words: memoryview, group: int, idle: Callable[[], None]) -> None:
         assert self._exchange is not None
         requested, began = self._requested[group], time.monotonic()
-        while True:
+        words[WAITS] = 1
+        self._fence()  # the server writes its answer before it looks whether this worker waits
+        while words[ANSWER] != requested:
             try:
                 arrived = self._exchange.wait(_WAIT_S)
                 if words[ANSWER] == requested:
-                    return
+                    break
                 self._exchange.check()
             except (EOFError, ConnectionError) as error:
                 raise ServerLost from error
             if not arrived:
                 self._wait_once(idle, began)
                 self._exchange.remind()
+        words[WAITS] = 0
 
     def act(self, t: int) -> None:
         """Act on row `t` of all groups."""

@@ -28,18 +28,19 @@ divergence (see `divergence_bits`), written by the server."""
 TOTALS = slice(PULLS, DIVERGENCE + 1)
 """The words of the whole mailbox that the server writes."""
 _HEAD_WORDS = 8
-REQUEST, TICKET, MIN_VERSION, IS_FIRST, USED, NEWEST, CONTINUES = range(7)
+REQUEST, TICKET, MIN_VERSION, IS_FIRST, USED, NEWEST, CONTINUES, WAITS = range(8)
 """Words of a group that the worker writes: number of the current request; its ticket; the oldest version that may act;
 whether it is the first of its chunk, so that the recurrent state is to be recorded; the last request whose answer the
 worker has used (if the server has acted since then, its answer was given up with a cancelled chunk); the newest version
 that the head has announced to the worker (without shared memory, a ticket may arrive at a worker before the
-announcement arrives at the server); whether the worker sends another request after this one in the same chunk."""
+announcement arrives at the server); whether the worker sends another request after this one in the same chunk; whether
+the worker waits for its doorbell (without shared memory, the server sets it, because it sends every answer)."""
 ANSWER, VERSION, COUNTS_AS, FAILED = range(8, 12)
 """Words of a group that the server writes: number of the last request that was answered; the version that acted, and
 the version that it counts as; whether `act` raised, or weights could not be loaded."""
 _GROUP_WORDS = 16
 WORKER_WORDS, SERVER_WORDS = slice(REQUEST, CONTINUES + 1), slice(ANSWER, FAILED + 1)
-"""The words of a group that the worker writes, and those that the server writes."""
+"""The words of a group that the worker sends over the network, and those that the server sends."""
 STARTS, ROOTS, EPISODES = "#starts", "#roots", "#episodes"
 """Arrays beside observations, outputs and recurrent state; no agent can return these names."""
 _ALIGN = 64

@@ -21,7 +21,7 @@ from farstep.acting import messages as am
 from farstep.acting.arena import SEATS, Arena, arena_with_room
 from farstep.acting.batch_actor import BatchActor
 from farstep.acting.batch_runner import BatchRunner, failed
-from farstep.acting.mailbox import PULLS, MailboxLayout
+from farstep.acting.mailbox import PULLS, WAITS, MailboxLayout
 from farstep.acting.requests import (
     check_arrays,
     check_rows,
@@ -263,6 +263,7 @@ class ActingServer:
         arena.heads[PULLS][client.seat] = self._runner.total_pulls
         joined = msgspec.structs.replace(self._reply, pulls=self._runner.total_pulls)
         if not isinstance(client.link, LocalLink):
+            arena.words[WAITS][arena.seat_of_group == client.seat] = 1
             client.link.send([am.encode(joined)])
             return
         joined.seat, joined.seats = client.seat, SEATS
