@@ -22,7 +22,7 @@ BRIEFLY = {
     "own_ppo_farstep.py": ["--total-timesteps 4096"],
     "sb3_unmodified.py": ["--total-timesteps 2048", "--learner dqn --total-timesteps 1024"],
     "evolution.py": [],  # until it is solved: see below
-    "jax_agent.py": ["--num-steps 16 --total-steps 5120"],
+    "jax_agent.py": ["--workers 1 --num-envs 8 --num-steps 16 --total-steps 1280"],
     "lora_policy.py": [],  # see tests/agents/test_lora.py, which has imported peft
 }
 
