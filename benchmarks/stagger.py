@@ -276,7 +276,7 @@ def pendulum_summary(document: dict[str, Any]) -> str:
         keys = ("return_min", "updates_to_-400", "stagger_steps")
         cells = [_cell(key, mean(document, name, key)) for key in ("return", *keys)]
         rows.append([name, cells[0], by_seed, *cells[1:]])
-    titles = ["return, last quarter", "by seed", "worst evaluation in it", "updates to -400", "discarded"]
+    titles = ["return, last quarter", "by seed", "worst in last quarter", "updates to -400", "discarded"]
     return markdown_table(["", *titles], rows)
 
 
