@@ -141,8 +141,8 @@ def test_tables_of_the_elastic_benchmark() -> None:
     document = {"machine": {"cores": 2, "cpu": "a CPU"}, "runs": runs}
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables.claims(document).splitlines()[4:]]
     assert [row[2] for row in cells] == ["0.50", "0.55", "1.10", "75%", "1.30"]
-    held = [[cell.strip() for cell in line.split("|")[1:5]] for line in tables.page(document, "held").splitlines()]
-    assert ["farstep, released", "1.10", "0.50", "1100"] in held
+    found = [[cell.strip() for cell in line.split("|")[1:5]] for line in tables.page(document, "held").splitlines()]
+    assert ["farstep, released", "1.10", "0.50", "1100"] in found
     assert "1300 (1300 - 1300)" in tables.page(document, "shared")
     assert tables.page(document, "batch").startswith("Not measured yet.")
     gpu = {"part": "gpu", "seconds": 8.0, "updates": 4, "parameters": 10_000, "device": "a GPU", **work}
