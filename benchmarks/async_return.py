@@ -95,7 +95,7 @@ def summary(document: dict[str, Any]) -> str:
     found = {learner: [run for run in runs if run["learner"] == learner] for learner in LEARNERS}
     rows = [_row(learner, mine) for learner, mine in found.items() if mine]
     parts = [f"{part}" for part in (*PARTS, "other")]
-    header = ["", "reached", "seconds", "thousand steps", "steps/s", "staleness", *parts, "evaluation at the end"]
+    header = ["", "reached", "seconds", "thousand steps", "steps/s", "staleness", *parts, "final evaluation (range)"]
     title = (
         f"LunarLander-v3 to a mean training return of {THRESHOLD:g}, {settings['num_envs']} environments on "
         f"{settings['workers']} workers, {machines(document)}, defaults of both learners. The table has means (from "

@@ -273,7 +273,7 @@ def learner_summary(document: dict[str, Any], learner: str) -> str:
         elif learner != "ppo":
             row.append(_of_sync(runs, [run for run in of_case if run["learner"] == "ppo"]))
         rows.append(row)
-    header = ["task (threshold)", "environments", "reached", "thousand steps, by seed", "evaluation at the end"]
+    header = ["task (threshold)", "environments", "reached", "thousand steps, by seed", "final evaluation (range)"]
     last_column = ["minutes (median)"] if learner in REPLAY else [] if learner == "ppo" else ["steps / PPO's steps"]
     return table([*header, *last_column], rows)
 

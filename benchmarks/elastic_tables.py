@@ -96,7 +96,7 @@ def _ppo(document: Document, found: dict[str, list[Run]]) -> list[str]:
         cpu = f"{_median(runs, lambda run: run['cpu_seconds'] / run['updates']):.2f}"
         rows.append([name, f"{slot_s:.2f}", share, *times, *parts, cpu])
     against = "Ray" if RAY in ppo else "held"
-    header = ["", "slot-seconds per update", f"/ {against}", "update", "95 %", "collecting", "learning"]
+    header = ["", "slot-seconds per update", f"/ {against}", "update", "update, 95 %", "collecting", "learning"]
     parts = [
         f"PPO with {_workers(any_run)}, {any_run['rows_per_update']:,} rows per update and "
         f"environments that compute for {any_run['workload']['step_ms']:.2f} ms per step. Medians of "
