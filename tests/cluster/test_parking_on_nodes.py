@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import farstep
+from farstep.launch.engines.ssh import SSHEngine
 from farstep.testing import TableAgent
 from tests.cluster.checks import assert_balanced, eventually, within
 from tests.cluster.nodes import on_nodes, shell_in
@@ -137,7 +138,10 @@ def test_parked_worker_on_a_node_that_is_killed_is_restarted_when_it_is_unparked
 
 
 @pytest.mark.timeout(120)
-def test_parked_worker_that_was_killed_is_not_restarted_because_its_node_leaves(tmp_path: Path) -> None:
+def test_parked_worker_that_was_killed_is_not_restarted_because_its_node_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SSHEngine, "grace_s", 3.0)  # the head does not release the node sooner
     with on_nodes(tmp_path, 2, 2, workers=1, env=TellingEnv) as env:
         agent = TableAgent()
         pid = park_second(env, agent)

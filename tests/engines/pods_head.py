@@ -19,46 +19,53 @@ def kill_pod(url: str, node: dict[str, Any]) -> None:
     podman(url, "pod", "kill", node["host"])
 
 
-def train(make_config: Any) -> None:
-    """New weights reach environments in pods, and rows come back that they acted on."""
+def started(make_config: Any, **options: Any) -> farstep.ClusterEnv:
     source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 4, "seed": 1}
-    with farstep.ClusterEnv(source, make_config(nodes=2, workers_per_node=1)) as env:
-        agent = TableAgent()
-        for version in range(3):
-            batch = env.collect(agent, steps=16)
-            assert batch["obs"].shape[:2] == (16, 8) and (batch["version"] == version).all()
-            for obs, action in zip(batch["obs"], batch["action"], strict=True):
-                np.testing.assert_array_equal(action, agent.act(obs)["action"])
-            agent.table[:] = (agent.table + 1) % 3
-        hosts = {node["host"] for node in env.stats()["nodes"]}
-        assert len(hosts) == 2 and all(host.startswith("farstep-") for host in hosts), hosts
-        assert {node["place"] for node in env.stats()["nodes"]} == {"podman"}
+    return farstep.ClusterEnv(source, make_config(nodes=2, workers_per_node=1, **options))
 
 
-def drain(make_config: Any, url: str) -> None:
+def collect_until(env: farstep.ClusterEnv, agent: TableAgent, width: int) -> None:
+    deadline = time.monotonic() + 120
+    while env.collect(agent, steps=4)["obs"].shape[1] != width:
+        assert time.monotonic() < deadline, f"no batch of {width} columns"
+        time.sleep(0.05)  # pods start meanwhile, and need the CPU time
+
+
+def train(env: farstep.ClusterEnv) -> None:
+    """New weights reach environments in pods, and rows come back that they acted on."""
+    agent = TableAgent()
+    collect_until(env, agent, 8)
+    for version in range(3):
+        batch = env.collect(agent, steps=16)
+        assert batch["obs"].shape[:2] == (16, 8) and (batch["version"] == version).all()
+        for obs, action in zip(batch["obs"], batch["action"], strict=True):
+            np.testing.assert_array_equal(action, agent.act(obs)["action"])
+        agent.table[:] = (agent.table + 1) % 3
+    hosts = {node["host"] for node in env.stats()["nodes"]}
+    assert len(hosts) == 2 and all(host.startswith("farstep-") for host in hosts), hosts
+    assert {node["place"] for node in env.stats()["nodes"]} == {"podman"}
+
+
+def drain(env: farstep.ClusterEnv, url: str) -> None:
     """A pod that is told to end hands over what it has, and is replaced."""
-    source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 3, "seed": 1}
-    with farstep.ClusterEnv(source, make_config(nodes=2, min_nodes=1, workers_per_node=1)) as env:
-        agent, deadline = TableAgent(), time.monotonic() + 120
-        stopping = None
-        for width in (6, 3, 6):
-            while env.collect(agent, steps=4)["obs"].shape[1] != width:
-                assert time.monotonic() < deadline, f"no batch of {width} columns"
-            if stopping is None:
-                # Not the pod: podman takes its network away at once, which Kubernetes does last.
-                stop = ("stop", "--time", "20", f"{env.stats()['nodes'][1]['host']}-node-daemon")
-                stopping = threading.Thread(target=podman, args=(url, *stop))
-                stopping.start()
-        assert stopping is not None
-        stopping.join()
-        assert not env.stats()["dropped"], env.stats()["dropped"]
+    # Not the pod: podman takes its network away at once, which Kubernetes does last.
+    stop = ("stop", "--time", "20", f"{env.stats()['nodes'][1]['host']}-node-daemon")
+    stopping = threading.Thread(target=podman, args=(url, *stop))
+    stopping.start()
+    agent = TableAgent()
+    collect_until(env, agent, 4)
+    collect_until(env, agent, 8)
+    stopping.join()
+    assert not env.stats()["dropped"], env.stats()["dropped"]
 
 
 if __name__ == "__main__":
     url, folder = sys.argv[1:]
     config = functools.partial(PodmanConfig.make, url, folder)
-    for relay in (False, True):
-        train(functools.partial(config, relay=relay))
-    drain(config, url)
+    with started(config, relay=True) as env:
+        train(env)
+    with started(config, min_nodes=1) as env:
+        train(env)
+        drain(env, url)
     check_launcher(config, kill_node=functools.partial(kill_pod, url))
     print("kept")

@@ -279,10 +279,14 @@ def _check_nodes(make_config: MakeConfig, kill_node: Callable[[dict[str, Any]], 
         last = {key: info[key][3:] for key in ("pid", "host")}
         _assert_gone(last, _GONE_S)
         assert env.stats()["dropped"] == dropped, "a released node must finish and send its chunks"
-        lost = env.stats()["nodes"][0]
+        deadline = time.monotonic() + _DEADLINE_S
+        while len(env.stats()["nodes"]) > 1:
+            assert time.monotonic() < deadline, "a released node must leave"
+            time.sleep(_PAUSE_S)
+        (lost,) = env.stats()["nodes"]
         kill_node(lost)
         _collect_until(env, agent, 3)
-        while env.stats()["nodes"] == [lost]:  # chunks of the lost node may still arrive
+        while env.stats()["nodes"] in ([], [lost]):  # chunks of the lost node may still arrive
             _collect_until(env, agent, 3)
         assert len(env.stats()["nodes"]) == 1
         env.scale(2)

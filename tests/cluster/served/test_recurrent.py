@@ -92,7 +92,10 @@ def test_saved_recurrent_run_continues_on_a_named_node(tmp_path: Path, options: 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["reclaimed", "lost"])
-def test_recurrent_episodes_restart_when_the_named_node_leaves(tmp_path: Path, number: signal.Signals) -> None:
+def test_recurrent_episodes_restart_when_the_named_node_leaves(
+    tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SSHEngine, "grace_s", 3.0)  # the head does not release the node sooner
     agent = RecurrentCoinAgent()
     with on_nodes(tmp_path, 2, 2, workers=1, inference={"where": ["host1"]}, sync=AAPS(0.05)) as env:
         eventually(lambda: within(lambda: env.collect(agent, 5)).shape == (5, 2))
