@@ -57,8 +57,9 @@ class Arena:
         self.seat_of_group = np.repeat(np.arange(layout.seats), len(layout.groups))
         self.num_envs = np.tile(layout.groups, layout.seats)
         """Number of environments of each group."""
-        self.group_of_row = np.repeat(np.arange(len(self.num_envs)), self.num_envs)
-        self.slots = np.zeros(len(self.group_of_row), np.int64)
+        self.group_of_row = np.zeros(0, np.int64)
+        """The group of each row, without the seats after the last one that was ever used."""
+        self.slots = np.zeros(layout.seats * layout.num_envs, np.int64)
         """Slot number of each row."""
         self.arrived = np.full(len(self.num_envs), math.inf)
         """Since when the current request of each group has waited, in seconds; infinite: it has not."""
@@ -77,7 +78,10 @@ class Arena:
         for words in (*self.words, self.taken):
             words[groups] = 0
         self.arrived[groups], self._is_used[groups] = math.inf, True
-        self.slots[groups[self.group_of_row]] = first_slot + np.arange(self.layout.num_envs)
+        count = self.layout.num_envs
+        self.slots[seat * count : (seat + 1) * count] = first_slot + np.arange(count)
+        if len(self.group_of_row) < (seat + 1) * count:
+            self.group_of_row = np.repeat(np.arange(len(self.num_envs)), self.num_envs)[: (seat + 1) * count]
         return seat
 
     def leave(self, seat: int) -> None:

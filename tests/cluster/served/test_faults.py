@@ -21,7 +21,7 @@ from farstep.errors import LaunchError, RemoteEnvError, WorkerDied, WorkerStuck
 from farstep.testing import CountingEnv, TableAgent
 from farstep.testing.envs import do_fault
 from farstep.wire import messages as m
-from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, together, within
+from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, together, within, worker_pids
 from tests.cluster.faulty import once
 from tests.cluster.served.agents import UnloadableAgent, VersionAgent
 from tests.cluster.served.test_served import OVER_THE_NETWORK, actions_in_progress
@@ -89,6 +89,24 @@ def test_recurrent_episodes_restart_when_the_server_was_killed() -> None:
                 os.kill(server_pid(env), signal.SIGKILL)
         stream.close()
         assert_balanced(env.stats())
+
+
+@pytest.mark.parametrize("envs", [6, 7])
+def test_a_killed_worker_is_replaced_and_the_others_keep_their_mailboxes(envs: int) -> None:
+    """With 7 environments, mailboxes have two layouts."""
+    agent = RememberingAgent()
+    with cluster(envs=envs, workers=3, inference="served") as env:
+        stream = env.stream(agent, steps=10, max_staleness=2)
+        for i in range(8):
+            batch = within(lambda: next(stream))
+            assert_sound(batch)
+            np.testing.assert_array_equal(batch["age"], batch["obs"][..., 1] + 1)
+            if i in (1, 4):
+                os.kill(next(pid for pid in worker_pids() if pid != server_pid(env)), signal.SIGKILL)
+        stream.close()
+        stats = env.stats()
+        assert_balanced(stats)
+        assert stats["workers"]["restarts"] == 2 and stats["acting"][0]["restarts"] == 0
 
 
 def test_a_run_that_is_saved_while_its_server_restarts_has_no_wrong_recurrent_state() -> None:
