@@ -11,7 +11,7 @@ environment step is chosen on this machine so that sampling takes as long as lea
 backends: seconds until the first batch by start method, and the wait for the first step after each update.
 batch: PPO with up to 32 workers by a scaling rule against 4, 16 and 32 workers; return over time and slot-seconds.
 shared: update times of two workloads on the same cores, with a coordinator, against one alone.
-gpu: GPU-seconds and update times of PPO that holds the GPU for the whole run, or only during updates.
+gpu (only if named): GPU-seconds and update times of PPO that holds the GPU for the whole run, or only during updates.
 
 Cases take turns, in reverse order every other round. Each is a process of its own (`contenders/elastic_farstep.py` and
 `contenders/elastic_ray.py`). Runs that are in the results file are not repeated.
@@ -35,7 +35,7 @@ from typing import Any
 from children import run_script
 from cpu_meter import CpuMeter
 from document import check_machine, continued, write_document
-from elastic_tables import HELD, PARTS, RAY, RELEASED, SAC_HELD, SAC_RAY, SAC_RELEASED, draw, page
+from elastic_tables import GPU, HELD, PARTS, RAY, RELEASED, SAC_HELD, SAC_RAY, SAC_RELEASED, draw, page
 from roster import BENCHMARKS
 from runner import last_line, last_report, run_command
 from trainings import RUNS
@@ -177,7 +177,7 @@ def gpu(sizes: Sizes) -> Iterator[Case]:
         for name, release_device in ((RELEASED, True), (HELD, False)):
             options = {"kind": "gpu", "release_device": release_device, "workload": work, "updates": sizes.updates}
             options |= {"seconds_limit": 60.0}
-            yield Case(part="gpu", name=f"{name}, {hidden[0]}", options=options, rounds=sizes.rounds)
+            yield Case(part=GPU, name=f"{name}, {hidden[0]}", options=options, rounds=sizes.rounds)
 
 
 def offset_s(case: Case, number: int, calibration: dict[str, float]) -> float:
@@ -191,7 +191,8 @@ def main() -> int:
         finish(json.loads(options.show.read_text()), options)
         return 0
     sizes = QUICK if options.quick else Sizes()
-    out = options.out or (RUNS / "elastic-quick.json" if options.quick else BENCHMARKS / "results" / "elastic.json")
+    name = "elastic-gpu" if options.parts == [GPU] else "elastic"
+    out = options.out or (RUNS / f"{name}-quick.json" if options.quick else BENCHMARKS / "results" / f"{name}.json")
     document = continued(out, "elastic.py")
     check_machine(document, out)
     found = json.loads(json.dumps(asdict(sizes)))
@@ -206,12 +207,14 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure")
+    parser.add_argument("--parts", nargs="+", choices=(*PARTS, GPU), default=list(PARTS), help="parts to measure")
     parser.add_argument("--quick", action="store_true", help="small sizes, for two cores; each part takes a minute")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="run only cases with these names")
     parser.add_argument("--task", choices=("CartPole-v1", "LunarLander-v3"), default="CartPole-v1", help="of batch")
     parser.add_argument("--minutes", type=float, help="start no run after this time")
-    parser.add_argument("--out", type=Path, help="default: results/elastic.json; with --quick: runs/elastic-quick.json")
+    parser.add_argument(
+        "--out", type=Path, help="default: elastic.json or elastic-gpu.json in results/; --quick: in runs/"
+    )
     parser.add_argument("--images", type=Path, help="folder for plots (default: docs/images; with --quick: none)")
     parser.add_argument("--show", type=Path, metavar="FILE", help="only print tables and draw plots of these results")
     return parser.parse_args()
@@ -241,7 +244,7 @@ class Sitting:
             "backends": lambda: backends(sizes),
             "batch": lambda: batch(sizes, task),
             "shared": lambda: shared(sizes, calibration),
-            "gpu": lambda: gpu(sizes),
+            GPU: lambda: gpu(sizes),
         }
         order = list(in_turns([case for case in cases[part]() if self._is_chosen(case)]))
         done = {(run["part"], run["name"], run["round"], run.get("task")) for run in self._document["runs"]}

@@ -14,7 +14,8 @@ from tables import table
 
 Document = dict[str, Any]
 Run = dict[str, Any]
-PARTS = ("held", "backends", "batch", "shared", "gpu")
+PARTS, GPU = ("held", "backends", "batch", "shared"), "gpu"
+"""The parts in elastic.json, and the one in elastic-gpu.json: it needs another machine than the rest."""
 SLOTS_IMAGE, BATCH_IMAGE = "elastic-slots.png", "elastic-batch.png"
 RELEASED, HELD, RAY = "farstep, released", "farstep, held", "Ray actors, held"
 SAC_RELEASED, SAC_HELD, SAC_RAY = "SAC, farstep, released", "SAC, farstep, held", "SAC, Ray actors, held"
@@ -22,7 +23,7 @@ SOON_S = 0.05
 
 
 def page(document: Document, part: str) -> str:
-    """The section of docs/elasticity.md about one part: table and plot."""
+    """The section of a page about one part: table and plot."""
     found = runs_of(document, part)
     if not found:
         return f"Not measured yet. To measure it, run `python benchmarks/elastic.py --parts {part}`."
@@ -258,9 +259,7 @@ def _over_alone(found: dict[str, list[Run]], runs: list[Run], value: Callable[[R
 # ---- gpu ----
 
 
-def gpu_page(document: Document) -> str:
-    """The section of docs/sharing.md about GPUs, which are on another machine than the rest."""
-    found = runs_of(document, "gpu")
+def _gpu_page(document: Document, found: dict[str, list[Run]]) -> str:
     rows = []
     for name, runs in found.items():
         base = found.get(name.replace(RELEASED, HELD), runs)
@@ -276,7 +275,7 @@ def gpu_page(document: Document) -> str:
             ]
         )
     any_run = next(iter(found.values()))[0]
-    names = ["GPU", "parameters", "held, of the time", "GPU-seconds, of held", "update, ms", "moves, ms", "MiB between"]
+    names = ["GPU", "parameters", "held / time", "GPU-seconds / held", "update, ms", "moves, ms", "MiB between"]
     return "\n\n".join(
         [
             f"PPO with {_workers(any_run)} on {machines(document)} and {any_run['device']}. An update includes its "
@@ -399,5 +398,5 @@ _PAGES = {
     "backends": _backends_page,
     "batch": _batch_page,
     "shared": _shared_page,
-    "gpu": lambda document, _: gpu_page(document),
+    GPU: _gpu_page,
 }
