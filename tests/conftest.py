@@ -101,10 +101,12 @@ def torch_in_workers(zygote_with_torch, monkeypatch):
     monkeypatch.setattr(ProcessStarter, "shared", zygote_with_torch)
 
 
-@pytest.fixture(autouse=True)
-def no_preloading(monkeypatch):
+@pytest.fixture(autouse=True, scope="session")
+def no_preloading():
     """Workers import torch only for an agent that needs it, not because an earlier test imported it here."""
-    monkeypatch.setattr("farstep.head.members.handshake._PRELOADED", ())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("farstep.head.members.handshake._PRELOADED", ())
+        yield
 
 
 def skipping() -> Generator[None, object, object]:
