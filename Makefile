@@ -50,7 +50,7 @@ test-quick: setup  ## units and in-process contracts, two processes, under two m
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" \
 	  --ignore tests/cluster --ignore tests/docs --ignore tests/engines --ignore tests/learning $(PYTEST_OPTIONS)
 
-test-long: setup ## tests that `make test` leaves out: benchmarks and learning that take most of a minute each
+test-long: setup ## tests that `make test` leaves out: benchmarks, learning, and the engines of the other tests
 	@$(BIN)/python -m pytest -m long $(PYTEST_OPTIONS)
 
 test-kubernetes: setup  ## the launcher contract on a real Kubernetes cluster, built once from Debian's sources (needs root)

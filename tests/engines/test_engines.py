@@ -22,6 +22,7 @@ from tests.engines.ssh_hosts import SshServer
 
 HERE = Path(__file__).parent
 TAG = "FARSTEP_ENGINE_TAG"
+pytestmark = pytest.mark.long
 
 
 def tagged(tag: str) -> dict[int, str]:
