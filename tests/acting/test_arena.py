@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -76,3 +77,19 @@ def test_a_worker_with_another_layout_or_without_a_free_seat_gets_another_arena(
     for each, seat in ((arena, 0), (found, 0), (arena, 1)):
         each.leave(seat)
     assert arenas == []
+
+
+@pytest.mark.parametrize("part", ["obs", "outputs", "state"])
+def test_a_worker_whose_arrays_have_another_order_gets_another_arena(part: str) -> None:
+    specs = {"x": ArraySpec((2,), "<f4"), "y": ArraySpec((5,), "<f4")}
+    layout, reordered = (
+        dataclasses.replace(LAYOUT, **{part: dict(order)}) for order in (specs.items(), reversed(specs.items()))
+    )
+    arenas: list[Arena] = []
+    arena = arena_with_room(layout, arenas)
+    entered(arena)
+    found = arena_with_room(reordered, arenas)
+    assert found is not arena and arena_with_room(layout, arenas) is arena
+    entered(found)
+    for each in (arena, found):
+        each.leave(0)

@@ -191,7 +191,7 @@ class Requests:
 
 def arena_with_room(layout: MailboxLayout, arenas: list[Arena]) -> Arena:
     """One of the arenas, if it has this layout and a free seat; otherwise a new one, which is added to them."""
-    suitable = (arena for arena in arenas if arena.layout == layout and None in arena.clients)
+    suitable = (arena for arena in arenas if arena.layout.has_same_offsets(layout) and None in arena.clients)
     return next(suitable, None) or Arena(layout, arenas)
 
 
