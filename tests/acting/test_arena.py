@@ -82,9 +82,8 @@ def test_a_worker_with_another_layout_or_without_a_free_seat_gets_another_arena(
 @pytest.mark.parametrize("part", ["obs", "outputs", "state"])
 def test_a_worker_whose_arrays_have_another_order_gets_another_arena(part: str) -> None:
     specs = {"x": ArraySpec((2,), "<f4"), "y": ArraySpec((5,), "<f4")}
-    layout, reordered = (
-        dataclasses.replace(LAYOUT, **{part: dict(order)}) for order in (specs.items(), reversed(specs.items()))
-    )
+    changes: list[Any] = [{part: specs}, {part: dict(reversed(specs.items()))}]
+    layout, reordered = (dataclasses.replace(LAYOUT, **change) for change in changes)
     arenas: list[Arena] = []
     arena = arena_with_room(layout, arenas)
     entered(arena)
