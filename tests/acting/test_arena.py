@@ -25,6 +25,11 @@ def entered(arena: Arena, first_slot: int = 0) -> tuple[int, Mailbox]:
     return seat, arena.mailbox(seat)
 
 
+def request(box: Mailbox, number: int, ticket: int) -> None:
+    """Write a request of the first group."""
+    box.group_words[0][TICKET], box.group_words[0][REQUEST] = ticket, number
+
+
 def test_each_worker_writes_to_its_own_rows_and_words() -> None:
     arena = Arena(LAYOUT, [])
     boxes = [entered(arena, first_slot)[1] for first_slot in (0, 5)]
@@ -48,17 +53,27 @@ def test_a_worker_that_leaves_does_not_affect_the_others() -> None:
     arenas: list[Arena] = []
     arena = arena_with_room(LAYOUT, arenas)
     (first, leaving), (second, staying) = entered(arena), entered(arena)
-    leaving.group_words[0][REQUEST], leaving.words[HELD] = 9, 1
-    staying.group_words[0][REQUEST] = 4
+    request(leaving, number=9, ticket=5)
+    leaving.words[HELD] = 5
+    requests = arena.pending(Fence())
+    requests.take()
+    requests.begin_chunks()
+    requests.wait(now=1.0)
+    request(staying, number=4, ticket=6)
     staying.arrays["obs"][:] = 6
+    assert arena.holds(cancelled=0)
     arena.leave(first)
-    assert arena.pending(Fence()).groups.tolist() == [2]
+    assert arena.pending(Fence()).groups.tolist() == [2] and not arena.holds(cancelled=0)
     worker = SharedMemory(os.dup(arena.memory.fd), LAYOUT.nbytes)
     Mailbox(worker, LAYOUT, first).close()
     assert arena_with_room(LAYOUT, arenas) is arena
     again, box = entered(arena, first_slot=3)
     assert again == first and box.words[HELD] == box.group_words[0][REQUEST] == 0
     assert arena.pending(Fence()).groups.tolist() == [2]
+    request(box, number=9, ticket=5)
+    requests = arena.pending(Fence())
+    assert requests.groups.tolist() == [0, 2] and not requests.have_begun.any()
+    assert np.isinf(arena.arrived).all()
     assert (staying.arrays["obs"] == 6).all()
     arena.leave(first)
     arena.leave(second)

@@ -71,7 +71,7 @@ class Arena:
     def enter(self, client: Client, first_slot: int) -> int:
         """Give a worker a free seat, with an empty mailbox. Return the seat's number."""
         seat = self.clients.index(None)
-        self.clients[seat], self.acted_tickets[seat] = client, 0
+        self.clients[seat] = client
         groups = self.seat_of_group == seat
         for words in self.heads:
             words[seat] = 0
