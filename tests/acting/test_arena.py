@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -22,6 +23,11 @@ def entered(arena: Arena, first_slot: int = 0) -> tuple[int, Mailbox]:
     client: Any = object()
     seat = arena.enter(client, first_slot)
     return seat, arena.mailbox(seat)
+
+
+def request(box: Mailbox, number: int, ticket: int) -> None:
+    """Write a request of the first group."""
+    box.group_words[0][TICKET], box.group_words[0][REQUEST] = ticket, number
 
 
 def test_each_worker_writes_to_its_own_rows_and_words() -> None:
@@ -47,17 +53,27 @@ def test_a_worker_that_leaves_does_not_affect_the_others() -> None:
     arenas: list[Arena] = []
     arena = arena_with_room(LAYOUT, arenas)
     (first, leaving), (second, staying) = entered(arena), entered(arena)
-    leaving.group_words[0][REQUEST], leaving.words[HELD] = 9, 1
-    staying.group_words[0][REQUEST] = 4
+    request(leaving, number=9, ticket=5)
+    leaving.words[HELD] = 5
+    requests = arena.pending(Fence())
+    requests.take()
+    requests.begin_chunks()
+    requests.wait(now=1.0)
+    request(staying, number=4, ticket=6)
     staying.arrays["obs"][:] = 6
+    assert arena.holds(cancelled=0)
     arena.leave(first)
-    assert arena.pending(Fence()).groups.tolist() == [2]
+    assert arena.pending(Fence()).groups.tolist() == [2] and not arena.holds(cancelled=0)
     worker = SharedMemory(os.dup(arena.memory.fd), LAYOUT.nbytes)
     Mailbox(worker, LAYOUT, first).close()
     assert arena_with_room(LAYOUT, arenas) is arena
     again, box = entered(arena, first_slot=3)
     assert again == first and box.words[HELD] == box.group_words[0][REQUEST] == 0
     assert arena.pending(Fence()).groups.tolist() == [2]
+    request(box, number=9, ticket=5)
+    requests = arena.pending(Fence())
+    assert requests.groups.tolist() == [0, 2] and not requests.have_begun.any()
+    assert np.isinf(arena.arrived).all()
     assert (staying.arrays["obs"] == 6).all()
     arena.leave(first)
     arena.leave(second)
@@ -76,3 +92,18 @@ def test_a_worker_with_another_layout_or_without_a_free_seat_gets_another_arena(
     for each, seat in ((arena, 0), (found, 0), (arena, 1)):
         each.leave(seat)
     assert arenas == []
+
+
+@pytest.mark.parametrize("part", ["obs", "outputs", "state"])
+def test_a_worker_whose_arrays_have_another_order_gets_another_arena(part: str) -> None:
+    specs = {"x": ArraySpec((2,), "<f4"), "y": ArraySpec((5,), "<f4")}
+    changes: list[Any] = [{part: specs}, {part: dict(reversed(specs.items()))}]
+    layout, reordered = (dataclasses.replace(LAYOUT, **change) for change in changes)
+    arenas: list[Arena] = []
+    arena = arena_with_room(layout, arenas)
+    entered(arena)
+    found = arena_with_room(reordered, arenas)
+    assert found is not arena and arena_with_room(layout, arenas) is arena
+    entered(found)
+    for each in (arena, found):
+        each.leave(0)

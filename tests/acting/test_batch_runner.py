@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from farstep.acting import messages as am
+from farstep.acting.answers import Answers
 from farstep.acting.arena import Arena, arena_with_room
 from farstep.acting.batch_actor import BatchActor
 from farstep.acting.batch_runner import BatchRunner
@@ -21,6 +22,7 @@ from farstep.config.inference import ServedInference
 from farstep.rollout.rows import Slots
 from farstep.schema import space_schema
 from farstep.testing import CountingEnv
+from farstep.wire.channels.doorbell import Fence
 from farstep.worker.weights.weight_sync import PullTotals
 
 
@@ -251,3 +253,31 @@ def test_only_workers_that_wait_are_woken(served: Served) -> None:
     served.run()
     assert served.log == ["start", "finish", "answer"]
     assert [served.answer(worker, 0)[0] for worker in range(2)] == [1, 1]
+
+
+def test_a_worker_that_begins_to_wait_while_its_answer_is_written_is_woken(served: Served) -> None:
+    served.request(0, 0, 1, seen=3, waits=False)
+    words = served.clients[0].groups[0].words
+    calls: list[None] = []
+
+    def fence() -> None:
+        calls.append(None)
+        if len(calls) == 2:
+            words[WAITS] = 1
+
+    answering: Any = fence
+    Answers([served.arenas[0].pending(Fence())], version=1, counts_as=1).send([], 0, None, answering)
+    assert served.log == ["answer"]
+
+
+def test_a_request_is_refused_once_if_weights_cannot_be_loaded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(ticket: Any, actor: Any) -> None:
+        raise ValueError("no weights")
+
+    monkeypatch.setattr(served.sync, "pull_if_needed", fail)
+    served.request(0, 0, 1, seen=3)
+    for _ in range(2):
+        served.run()
+    assert served.log == ["answer"] and served.answer(0, 0)[0] == 1
+    failure = served.clients[0].failure
+    assert failure is not None and "no weights" in failure.message

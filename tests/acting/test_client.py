@@ -16,9 +16,9 @@ import pytest
 
 from farstep.acting import client
 from farstep.acting import messages as am
-from farstep.acting.client import ServedActor
+from farstep.acting.client import ServedActor, ServerLost
 from farstep.acting.connections import LocalServer, ServerAddress
-from farstep.acting.mailbox import ANSWER, REQUEST, WAITS, Mailbox, MailboxLayout
+from farstep.acting.mailbox import ANSWER, CONTINUES, HELD, REQUEST, WAITS, Mailbox, MailboxLayout
 from farstep.core import Received
 from farstep.rollout.progress import EPISODES
 from farstep.rollout.rows import Slots
@@ -90,7 +90,8 @@ class FakeServer:
     def connect(self) -> Any:
         joined = am.Joined({}, pack({}), pack({}), {}, pack(""), "", False, am.proof(self.secret, "server"))
         received = Received([am.encode(joined)])
-        return SimpleNamespace(send=lambda frames: None, receive=lambda timeout_s: received)
+        self.receive: Callable[[float], Received] = lambda timeout_s: received
+        return SimpleNamespace(send=lambda frames: None, receive=lambda timeout_s: self.receive(timeout_s))
 
     def exchange(self, received: Received, layout: MailboxLayout, seat: int) -> Any:
         self.mailbox = Mailbox.create(layout)
@@ -100,7 +101,12 @@ class FakeServer:
             return True
 
         return SimpleNamespace(
-            mailbox=self.mailbox, post=lambda group: None, wait=wait, check=lambda: None, close=self.mailbox.close
+            mailbox=self.mailbox,
+            post=lambda group: None,
+            update=lambda: None,
+            wait=wait,
+            check=lambda: None,
+            close=self.mailbox.close,
         )
 
     @property
@@ -117,14 +123,20 @@ class FakeServer:
 
 
 def act_once(server: FakeServer) -> None:
+    actor = begun(server)
+    actor.act(0)
+    actor.close()
+
+
+def begun(server: FakeServer) -> ServedActor:
+    """A worker that has joined and begun a chunk."""
     actor = served_actor(server)
     actor.join({})
     rows: Any = SimpleNamespace(
         row={"episode_start": np.zeros((1, 1), bool), "version": np.zeros((1, 1), np.int64)}, chunk={}
     )
     actor.begin(rows)
-    actor.act(0)
-    actor.close()
+    return actor
 
 
 def answer(words: memoryview) -> None:
@@ -157,3 +169,20 @@ def test_a_worker_does_not_miss_an_answer_that_arrives_just_before_it_waits(monk
 
     monkeypatch.setattr(client, "Fence", lambda: fence)
     act_once(server)
+
+
+def lose_connection(*_: Any) -> Any:
+    raise EOFError
+
+
+@pytest.mark.parametrize("lost_in", ["act", "save"])
+def test_a_worker_that_lost_its_server_leaves_the_mailbox_to_the_next_worker(lost_in: str) -> None:
+    server = FakeServer(lose_connection)
+    actor = begun(server)
+    server.receive = lose_connection
+    with pytest.raises(ServerLost):
+        actor.act(0) if lost_in == "act" else actor.save()
+    server.mailbox.words[HELD] = server.words[CONTINUES] = 1  # as the next worker
+    actor.release()
+    assert server.mailbox.words[HELD] == server.words[CONTINUES] == 1
+    actor.close()

@@ -71,7 +71,7 @@ class Arena:
     def enter(self, client: Client, first_slot: int) -> int:
         """Give a worker a free seat, with an empty mailbox. Return the seat's number."""
         seat = self.clients.index(None)
-        self.clients[seat], self.acted_tickets[seat] = client, 0
+        self.clients[seat] = client
         groups = self.seat_of_group == seat
         for words in self.heads:
             words[seat] = 0
@@ -191,7 +191,7 @@ class Requests:
 
 def arena_with_room(layout: MailboxLayout, arenas: list[Arena]) -> Arena:
     """One of the arenas, if it has this layout and a free seat; otherwise a new one, which is added to them."""
-    suitable = (arena for arena in arenas if arena.layout == layout and None in arena.clients)
+    suitable = (arena for arena in arenas if arena.layout.has_same_offsets(layout) and None in arena.clients)
     return next(suitable, None) or Arena(layout, arenas)
 
 

@@ -13,7 +13,7 @@ def next_batch(
     """Choose the requests of the next batch, oldest first.
 
     Args:
-        arrived: When each request that waits arrived, in seconds.
+        arrived: When each request that waits arrived, in seconds; at least one.
         num_envs: Number of rows of each request.
         num_possible: Number of requests that could be pending at the same time.
         now: Current time in seconds.
@@ -24,8 +24,6 @@ def next_batch(
         Whether each request is in the batch, and 0; or, if there is no batch yet, the seconds after which to try again.
     """
     chosen = np.ones(len(arrived), bool)
-    if not len(arrived):
-        return chosen, window_s
     count = int(num_envs.sum())
     if count > max_batch:
         oldest_first = np.argsort(arrived, kind="stable")

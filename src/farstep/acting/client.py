@@ -191,7 +191,7 @@ class ServedActor:
                 if self._exchange is not None:  # otherwise it answers a request of the last agent
                     self._exchange.take(reply, received)
         except (EOFError, ConnectionError) as error:
-            raise ServerLost from error
+            raise self._lost() from error
         if isinstance(reply, am.Failed):
             raise ServedError(reply)
         return reply, received
@@ -205,7 +205,7 @@ class ServedActor:
         """
         idle()
         if not self._address.is_current():
-            raise ServerLost
+            raise self._lost()
         if reason := self._address.connection_error(time.monotonic() - began):
             raise ServedError(am.Failed(f"LaunchError: {reason}", "", Phase.CONNECT.label, "LaunchError"))
 
@@ -226,9 +226,17 @@ class ServedActor:
         if self._link is not None:
             self._address.disconnect(self._link)
             self._link = None
+        self._close_exchange()
+
+    def _close_exchange(self) -> None:
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
+
+    def _lost(self) -> ServerLost:
+        """Return the error to raise, and stop writing to the mailbox: another worker may have it by now."""
+        self._close_exchange()
+        return ServerLost()
 
     def take_note(self) -> str:
         """Nothing: the server reports how it calls the policy when a worker joins, and only logs later changes."""
@@ -239,7 +247,7 @@ class ServedActor:
     def begin(self, rows: Rows) -> None:
         """Start a chunk that is written into `rows`. Raise `ServerLost` if the server has ended since the last one."""
         if self._exchange is None or not self._address.is_current():
-            raise ServerLost
+            raise self._lost()
         self._rows, self._chunk = rows.row, rows.chunk
         self.version = self.passed = 2**62
         self._is_first = [True] * len(self._num_groups)
@@ -326,7 +334,7 @@ class ServedActor:
                     break
                 self._exchange.check()
             except (EOFError, ConnectionError) as error:
-                raise ServerLost from error
+                raise self._lost() from error
             if not arrived:
                 self._wait_once(idle, began)
                 self._exchange.remind()

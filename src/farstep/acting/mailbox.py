@@ -85,6 +85,10 @@ class MailboxLayout:
             end += spec.nbytes * self.seats * self.num_envs
         return offsets, end
 
+    def has_same_offsets(self, other: MailboxLayout) -> bool:
+        """Whether the layouts are equal and have their arrays in the same order, which `==` ignores."""
+        return self == other and list(self._specs()) == list(other._specs())
+
     @property
     def nbytes(self) -> int:
         return self._offsets()[1]

@@ -13,6 +13,7 @@ import pickle
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -198,18 +199,17 @@ class ActingServer:
                     self._take(client, message, received)
                 case am.Save():
                     assert self._runner.actor is not None
-                    self._done(client, self._runner.actor.save_groups(client.groups))
+                    self._call(client, self._runner.actor.save_groups, client.groups)
                 case am.Restore():
                     assert self._runner.actor is not None and self._reply is not None
                     num_envs = sum(group.num_envs for group in client.groups)
                     saved = check_saved(unpack(received.frames[1]), self._reply.state, num_envs)
-                    self._runner.actor.restore_groups(client.groups, saved)
-                    self._done(client, None)
+                    self._call(client, self._runner.actor.restore_groups, client.groups, saved)
                 case am.Prioritize():
                     assert self._runner.actor is not None
                     self._words[PHASE] = Phase.ACT
                     rows = check_rows(unpack(received.frames[1]), sum(group.num_envs for group in client.groups))
-                    self._done(client, self._runner.actor.policy.priorities(rows))
+                    self._call(client, self._runner.actor.policy.priorities, rows)
                 case am.Explain():
                     if client.failure is None:
                         raise WireError("a worker asked why a request failed, but none did.")
@@ -232,8 +232,13 @@ class ActingServer:
         else:
             take_update(client.mailbox, message)
 
-    def _done(self, client: Client, result: object) -> None:
-        client.link.send([am.encode(am.Done()), pack(result)])
+    def _call(self, client: Client, function: Callable[..., object], *arguments: object) -> None:
+        """Send a worker what a function of the agent returns or raises. Its `OSError` is not one of the connection."""
+        try:
+            frames = [am.encode(am.Done()), pack(function(*arguments))]
+        except Exception as error:
+            frames = [am.encode(failed(error, self._words))]
+        client.link.send(frames)
 
     def _join(self, client: Client, join: am.Join, received: Received) -> None:
         client.forget_groups()

@@ -201,6 +201,21 @@ def test_what_act_raises_reaches_the_caller_with_its_traceback() -> None:
     assert "in do_fault" in caught.value.remote_traceback and caught.value.where.phase == "act"
 
 
+@pytest.mark.parametrize("options", [{"inference": "served"}, OVER_THE_NETWORK], ids=["node", "head"])
+@pytest.mark.parametrize("error", [FileNotFoundError, EOFError])
+def test_what_priorities_raises_is_not_taken_for_a_lost_connection(
+    error: type[Exception], options: dict[str, Any]
+) -> None:
+    class Unprioritized(TableAgent):
+        def priorities(self, rows: Any) -> Any:
+            raise error("no table")
+
+    with cluster(envs=4, workers=2, **options) as env:
+        with pytest.raises(RemoteEnvError, match="no table") as caught:
+            within(lambda: env.collect(Unprioritized(), 5), 20)
+        assert caught.value.where.phase == "act"
+
+
 def test_weights_that_cannot_be_loaded_raise_at_the_caller() -> None:
     agent = UnloadableAgent()
     with cluster(envs=4, workers=2, inference="served") as env:
