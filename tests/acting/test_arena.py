@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from farstep.acting.arena import Arena, arena_with_room
+from farstep.acting.arena import Arena, arena_with_free_mailbox
 from farstep.acting.mailbox import HELD, REQUEST, TICKET, Mailbox, MailboxLayout
 from farstep.schema import ArraySpec
 from farstep.wire.channels.doorbell import Fence
 from farstep.wire.channels.memory import SharedMemory
 
-LAYOUT = MailboxLayout([2, 1], {"obs": ArraySpec((3,), "<f4")}, {"action": ArraySpec((), "<i8")}, {}, seats=2)
+LAYOUT = MailboxLayout([2, 1], {"obs": ArraySpec((3,), "<f4")}, {"action": ArraySpec((), "<i8")}, {}, num_mailboxes=2)
 
 
-def entered(arena: Arena, first_slot: int = 0) -> tuple[int, Mailbox]:
-    """The seat of a new worker, and its mailbox."""
+def allocated(arena: Arena, first_slot: int = 0) -> tuple[int, Mailbox]:
+    """The index of a new worker's mailbox, and the mailbox."""
     client: Any = object()
-    seat = arena.enter(client, first_slot)
-    return seat, arena.mailbox(seat)
+    index = arena.allocate(client, first_slot)
+    return index, arena.mailbox(index)
 
 
 def request(box: Mailbox, number: int, ticket: int) -> None:
@@ -31,8 +31,8 @@ def request(box: Mailbox, number: int, ticket: int) -> None:
 
 
 def test_each_worker_writes_to_its_own_rows_and_words() -> None:
-    arena = Arena(LAYOUT, [])
-    boxes = [entered(arena, first_slot)[1] for first_slot in (0, 5)]
+    arena = Arena(LAYOUT)
+    boxes = [allocated(arena, first_slot)[1] for first_slot in (0, 5)]
     for i, box in enumerate(boxes):
         box.arrays["obs"][:] = i
         box.group_words[1][TICKET], box.group_words[1][REQUEST] = 10 + i, 20 + i
@@ -44,30 +44,29 @@ def test_each_worker_writes_to_its_own_rows_and_words() -> None:
     assert pending.groups.tolist() == [1, 3] and pending.rows.tolist() == [2, 5]
     assert pending.numbers.tolist() == [20, 21] and pending.tickets.tolist() == [10, 11]
     assert arena.slots[pending.rows].tolist() == [2, 7]
-    assert pending.only(np.array([False, True])).rows.tolist() == [5]
-    for seat in range(2):
-        arena.leave(seat)
+    assert pending.select(np.array([False, True])).rows.tolist() == [5]
+    assert [arena.free(index) for index in range(2)] == [False, True]
 
 
 def test_a_worker_that_leaves_does_not_affect_the_others() -> None:
     arenas: list[Arena] = []
-    arena = arena_with_room(LAYOUT, arenas)
-    (first, leaving), (second, staying) = entered(arena), entered(arena)
+    arena = arena_with_free_mailbox(LAYOUT, arenas)
+    (first, leaving), (second, staying) = allocated(arena), allocated(arena)
     request(leaving, number=9, ticket=5)
     leaving.words[HELD] = 5
     requests = arena.pending(Fence())
-    requests.take()
+    requests.mark_taken()
     requests.begin_chunks()
-    requests.wait(now=1.0)
+    requests.note_arrival(now=1.0)
     request(staying, number=4, ticket=6)
     staying.arrays["obs"][:] = 6
     assert arena.holds(cancelled=0)
-    arena.leave(first)
+    arena.free(first)
     assert arena.pending(Fence()).groups.tolist() == [2] and not arena.holds(cancelled=0)
     worker = SharedMemory(os.dup(arena.memory.fd), LAYOUT.nbytes)
     Mailbox(worker, LAYOUT, first).close()
-    assert arena_with_room(LAYOUT, arenas) is arena
-    again, box = entered(arena, first_slot=3)
+    assert arena_with_free_mailbox(LAYOUT, arenas) is arena
+    again, box = allocated(arena, first_slot=3)
     assert again == first and box.words[HELD] == box.group_words[0][REQUEST] == 0
     assert arena.pending(Fence()).groups.tolist() == [2]
     request(box, number=9, ticket=5)
@@ -75,23 +74,21 @@ def test_a_worker_that_leaves_does_not_affect_the_others() -> None:
     assert requests.groups.tolist() == [0, 2] and not requests.have_begun.any()
     assert np.isinf(arena.arrived).all()
     assert (staying.arrays["obs"] == 6).all()
-    arena.leave(first)
-    arena.leave(second)
-    assert arenas == [] and arena.memory.fd == -1
+    assert not arena.free(first)
+    assert arena.free(second) and arena.memory.fd == -1
 
 
-@pytest.mark.parametrize("other", [MailboxLayout([1, 2], LAYOUT.obs, LAYOUT.outputs, {}, seats=2), LAYOUT])
-def test_a_worker_with_another_layout_or_without_a_free_seat_gets_another_arena(other: MailboxLayout) -> None:
+@pytest.mark.parametrize("other", [MailboxLayout([1, 2], LAYOUT.obs, LAYOUT.outputs, {}, num_mailboxes=2), LAYOUT])
+def test_a_worker_with_another_layout_or_without_a_free_mailbox_gets_another_arena(other: MailboxLayout) -> None:
     arenas: list[Arena] = []
-    arena = arena_with_room(LAYOUT, arenas)
+    arena = arena_with_free_mailbox(LAYOUT, arenas)
     for _ in range(2):
-        entered(arena)
-    found = arena_with_room(other, arenas)
+        allocated(arena)
+    found = arena_with_free_mailbox(other, arenas)
     assert found is not arena and arenas == [arena, found]
-    entered(found)
-    for each, seat in ((arena, 0), (found, 0), (arena, 1)):
-        each.leave(seat)
-    assert arenas == []
+    allocated(found)
+    for each, index in ((arena, 0), (found, 0), (arena, 1)):
+        each.free(index)
 
 
 @pytest.mark.parametrize("part", ["obs", "outputs", "state"])
@@ -100,10 +97,10 @@ def test_a_worker_whose_arrays_have_another_order_gets_another_arena(part: str) 
     changes: list[Any] = [{part: specs}, {part: dict(reversed(specs.items()))}]
     layout, reordered = (dataclasses.replace(LAYOUT, **change) for change in changes)
     arenas: list[Arena] = []
-    arena = arena_with_room(layout, arenas)
-    entered(arena)
-    found = arena_with_room(reordered, arenas)
-    assert found is not arena and arena_with_room(layout, arenas) is arena
-    entered(found)
+    arena = arena_with_free_mailbox(layout, arenas)
+    allocated(arena)
+    found = arena_with_free_mailbox(reordered, arenas)
+    assert found is not arena and arena_with_free_mailbox(layout, arenas) is arena
+    allocated(found)
     for each in (arena, found):
-        each.leave(0)
+        each.free(0)

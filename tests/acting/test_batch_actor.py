@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from farstep.acting import messages as am
-from farstep.acting.arena import Arena, Requests
+from farstep.acting.arena import Requests
 from farstep.acting.batch_actor import BatchActor, Group
 from farstep.acting.mailbox import USED, MailboxLayout
 from farstep.acting.server_clients import Client
@@ -34,7 +34,7 @@ def client_and_actor(request: pytest.FixtureRequest) -> Iterator[tuple[Client, B
     link: Any = SimpleNamespace(close=lambda: None)
     client = Client(link)
     join = am.Join(0, 0, 0, [7, 7], [0, 0], b"", obs_schema, action_schema, [2], b"")
-    client.enter(Arena(MailboxLayout([2], obs_schema, schema, state), []), join, actor)
+    client.attach(MailboxLayout([2], obs_schema, schema, state), [], join, actor)
     yield client, actor
     client.close()
 

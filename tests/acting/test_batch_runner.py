@@ -12,7 +12,7 @@ import pytest
 
 from farstep.acting import messages as am
 from farstep.acting.answers import Answers
-from farstep.acting.arena import Arena, arena_with_room
+from farstep.acting.arena import Arena
 from farstep.acting.batch_actor import BatchActor
 from farstep.acting.batch_runner import BatchRunner
 from farstep.acting.mailbox import ANSWER, HELD, REQUEST, TICKET, VERSION, WAITS, MailboxLayout
@@ -98,12 +98,12 @@ class Served:
         return actor
 
     def make_client(self, worker: int) -> Client:
-        """Let a worker join. An arena has seats for three."""
+        """Let a worker join. An arena has three mailboxes."""
         link: Any = SimpleNamespace(close=lambda: None)
         client = Client(link)
-        layout = MailboxLayout([2, 2], self._obs, self._outputs, self._state, seats=3)
+        layout = MailboxLayout([2, 2], self._obs, self._outputs, self._state, num_mailboxes=3)
         join = am.Join(worker, 0, 4 * worker, [7] * 4, [0] * 4, b"", self._obs, self._actions, [2, 2], b"")
-        client.enter(arena_with_room(layout, self.arenas), join, self.actor)
+        client.attach(layout, self.arenas, join, self.actor)
         client.doorbell = SimpleNamespace(  # type: ignore[assignment]
             ring=lambda: self.log.append("answer"), close=lambda: None
         )
@@ -226,13 +226,21 @@ def test_an_error_in_the_next_batch_does_not_affect_the_last_one(served: Served)
 
 def test_one_batch_has_requests_of_several_arenas(served: Served) -> None:
     served.clients += [served.make_client(worker) for worker in (2, 3)]
-    assert [client.seat for client in served.clients] == [0, 1, 2, 0] and len(served.arenas) == 2
+    assert [client.mailbox_index for client in served.clients] == [0, 1, 2, 0] and len(served.arenas) == 2
     for worker in (3, 0, 2):
         served.request(worker, 1, 1, seen=worker)
     served.run()
     assert served.log == ["start", "finish", *["answer"] * 3]
     assert [served.answer(worker, 1) for worker in (0, 2, 3)] == [(1, 1, {0}), (1, 1, {2}), (1, 1, {3})]
     assert served.answer(1, 1) == (0, 0, {0})
+
+
+def test_an_arena_is_removed_with_its_last_worker(served: Served) -> None:
+    first, second = served.clients
+    first.close()
+    assert len(served.arenas) == 1
+    second.close()
+    assert served.arenas == []
 
 
 def test_a_request_that_did_not_fit_is_older_than_the_next_ones(served: Served) -> None:

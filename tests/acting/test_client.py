@@ -93,7 +93,7 @@ class FakeServer:
         self.receive: Callable[[float], Received] = lambda timeout_s: received
         return SimpleNamespace(send=lambda frames: None, receive=lambda timeout_s: self.receive(timeout_s))
 
-    def exchange(self, received: Received, layout: MailboxLayout, seat: int) -> Any:
+    def exchange(self, received: Received, layout: MailboxLayout, index: int) -> Any:
         self.mailbox = Mailbox.create(layout)
 
         def wait(timeout_s: float) -> bool:

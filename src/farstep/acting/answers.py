@@ -41,18 +41,18 @@ class Answers:
         result = {VERSION: self.version, COUNTS_AS: self.counts_as, FAILED: self.failure is not None}
         for requests in self.requests:
             for word, value in totals.items():
-                requests.arena.heads[word][requests.seats] = value
+                requests.arena.mailbox_words[word][requests.mailboxes] = value
             for word, value in result.items():
-                requests.arena.words[word][requests.groups] = value
+                requests.arena.group_words[word][requests.groups] = value
         fence()
         for requests in self.requests:
-            requests.arena.words[ANSWER][requests.groups] = requests.numbers
+            requests.arena.group_words[ANSWER][requests.groups] = requests.numbers
             if self.failure is not None:
                 for client, _ in requests.clients():
                     client.failure = self.failure
         fence()  # a worker sets `WAITS` before it looks for its answer for the last time
         for requests in self.requests:
-            waits = requests.arena.words[WAITS][requests.groups].tolist()
+            waits = requests.arena.group_words[WAITS][requests.groups].tolist()
             for (client, group), is_waiting in zip(requests.clients(), waits, strict=True):
                 if is_waiting:
                     client.notify(group)

@@ -1,7 +1,7 @@
 """The mailboxes of several workers, side by side in one memory, as the acting server sees them.
 
-NumPy reads the requests of all these workers at once, and writes their answers at once. So the time that the server
-needs for a batch hardly depends on the number of workers.
+NumPy reads the requests of all these workers together, and writes their answers together. This saves calls of NumPy:
+the server copies each array of a batch once per arena, not once per worker.
 """
 
 from __future__ import annotations
@@ -30,71 +30,74 @@ from farstep.wire.channels.memory import SharedMemory
 if TYPE_CHECKING:
     from farstep.acting.server_clients import Client
 
-SEATS = 32
+MAILBOXES_PER_ARENA = 32
 """Number of mailboxes in an arena."""
 
 
 class Arena:
-    """Mailboxes of one layout. A worker has the same seat until it leaves; then another worker may get it.
+    """Mailboxes of one layout. A worker keeps its mailbox until it leaves; then another worker may get the mailbox.
 
     Args:
         layout: What the memory contains.
-        arenas: Contains this arena until its last worker leaves.
     """
 
-    def __init__(self, layout: MailboxLayout, arenas: list[Arena]) -> None:
-        self.layout, self._arenas = layout, arenas
+    def __init__(self, layout: MailboxLayout) -> None:
+        self.layout = layout
         self.memory = SharedMemory.create(layout.nbytes, "farstep-mailboxes")
-        heads, words = layout.words(self.memory.map)
-        self.heads, self.words = list(heads.T), list(words.T)
-        """For each word of a mailbox, an array with one entry per seat; for each word of a group, one entry per group.
-        All groups of the first seat come first."""
+        mailbox_words, group_words = layout.words(self.memory.map)
+        self.mailbox_words = list(mailbox_words.T)
+        """For each word of a mailbox, an array `[mailboxes]`."""
+        self.group_words = list(group_words.T)
+        """For each word of a group, an array `[groups]`. All groups of the first mailbox come first."""
         self.arrays = layout.arrays(self.memory.map)
-        self.clients: list[Client | None] = [None] * layout.seats
-        """The worker of each seat; None: the seat is free."""
-        self.acted_tickets = [0] * layout.seats
+        self.clients: list[Client | None] = [None] * layout.num_mailboxes
+        """The worker of each mailbox; None: the mailbox is free."""
+        self.acted_tickets = [0] * layout.num_mailboxes
         """The newest ticket of each worker for which a request was acted on."""
-        self.seat_of_group = np.repeat(np.arange(layout.seats), len(layout.groups))
-        self.num_envs = np.tile(layout.groups, layout.seats)
+        self.mailbox_of_group = np.repeat(np.arange(layout.num_mailboxes), len(layout.groups))
+        self.num_envs = np.tile(layout.groups, layout.num_mailboxes)
         """Number of environments of each group."""
         self.group_of_row = np.zeros(0, np.int64)
-        """The group of each row, without the seats after the last one that was ever used."""
-        self.slots = np.zeros(layout.seats * layout.num_envs, np.int64)
+        """The group of each row, without the mailboxes after the last one that was ever occupied."""
+        self.slots = np.zeros(layout.num_mailboxes * layout.num_envs, np.int64)
         """Slot number of each row."""
         self.arrived = np.full(len(self.num_envs), math.inf)
         """Since when the current request of each group has waited, in seconds; infinite: it has not."""
         self.taken = np.zeros(len(self.num_envs), np.int64)
         """Number of each group's last request that was acted on or refused."""
-        self._is_used = np.zeros(len(self.num_envs), bool)
-        arenas.append(self)
+        self._is_occupied = np.zeros(len(self.num_envs), bool)
+        """Whether the mailbox of each group has a worker."""
 
-    def enter(self, client: Client, first_slot: int) -> int:
-        """Give a worker a free seat, with an empty mailbox. Return the seat's number."""
-        seat = self.clients.index(None)
-        self.clients[seat] = client
-        groups = self.seat_of_group == seat
-        for words in self.heads:
-            words[seat] = 0
-        for words in (*self.words, self.taken):
+    def allocate(self, client: Client, first_slot: int) -> int:
+        """Give a worker a free mailbox, and clear its words. Return its index."""
+        index = self.clients.index(None)
+        self.clients[index] = client
+        groups = self.mailbox_of_group == index
+        for words in self.mailbox_words:
+            words[index] = 0
+        for words in (*self.group_words, self.taken):
             words[groups] = 0
-        self.arrived[groups], self._is_used[groups] = math.inf, True
+        self.arrived[groups], self._is_occupied[groups] = math.inf, True
         count = self.layout.num_envs
-        self.slots[seat * count : (seat + 1) * count] = first_slot + np.arange(count)
-        if len(self.group_of_row) < (seat + 1) * count:
-            self.group_of_row = np.repeat(np.arange(len(self.num_envs)), self.num_envs)[: (seat + 1) * count]
-        return seat
+        self.slots[index * count : (index + 1) * count] = first_slot + np.arange(count)
+        if len(self.group_of_row) < (index + 1) * count:
+            self.group_of_row = np.repeat(np.arange(len(self.num_envs)), self.num_envs)[: (index + 1) * count]
+        return index
 
-    def leave(self, seat: int) -> None:
-        """Free a seat, and the memory with the last one. Unless all workers leave, this one must have closed its
-        mailbox: another worker may get the seat."""
-        self.clients[seat], self.acted_tickets[seat] = None, 0
-        self._is_used[self.seat_of_group == seat] = False
-        if not any(self.clients):
-            self.memory.close()
-            self._arenas.remove(self)
+    def free(self, index: int) -> bool:
+        """Free a mailbox, and the memory with the last one. Return whether it was the last one.
 
-    def mailbox(self, seat: int) -> Mailbox:
-        return Mailbox(self.memory, self.layout, seat)
+        Unless all workers leave, this one must have closed its mailbox: another worker may get it.
+        """
+        self.clients[index], self.acted_tickets[index] = None, 0
+        self._is_occupied[self.mailbox_of_group == index] = False
+        if any(self.clients):
+            return False
+        self.memory.close()
+        return True
+
+    def mailbox(self, index: int) -> Mailbox:
+        return Mailbox(self.memory, self.layout, index)
 
     def holds(self, cancelled: int) -> bool:
         """Whether a worker is inside a chunk whose rows must all have one version.
@@ -104,23 +107,23 @@ class Arena:
         Args:
             cancelled: The id of the last cancelled ticket.
         """
-        held = self.heads[HELD].tolist()
+        held = self.mailbox_words[HELD].tolist()
         return any(held) and any(cancelled < a == b for a, b in zip(held, self.acted_tickets, strict=True))
 
     def pending(self, fence: Fence) -> Requests:
         """The requests that wait for a batch."""
-        numbers = self.words[REQUEST].copy()
-        is_pending = (numbers != self.taken) & self._is_used
+        numbers = self.group_words[REQUEST].copy()
+        is_pending = (numbers != self.taken) & self._is_occupied
         fence()
-        tickets = self.words[TICKET].copy()
+        tickets = self.group_words[TICKET].copy()
         fence()  # a worker writes the ticket after its version
-        return Requests(self, is_pending, numbers, tickets, self.words[MIN_VERSION].copy())
+        return Requests(self, is_pending, numbers, tickets, self.group_words[MIN_VERSION].copy())
 
     def num_expected(self, waiting: Sequence[int] | Array, begins: bool) -> int:
         """The number of groups except `waiting` that are inside a chunk or, if a chunk begins, of all others."""
-        others = self._is_used.copy()
+        others = self._is_occupied.copy()
         others[waiting] = False
-        return int(np.count_nonzero(others if begins else others & (self.words[CONTINUES] != 0)))
+        return int(np.count_nonzero(others if begins else others & (self.group_words[CONTINUES] != 0)))
 
 
 class Requests:
@@ -138,14 +141,15 @@ class Requests:
         """The group of each request, in ascending order."""
         self.rows = is_chosen[arena.group_of_row].nonzero()[0]
         """The rows of these groups in the arena's arrays."""
-        self.seats = arena.seat_of_group[groups]
+        self.mailboxes = arena.mailbox_of_group[groups]
+        """The index of the mailbox of each request."""
         self._of_all = (numbers, tickets, min_versions)
         self.numbers, self.tickets, self.min_versions = numbers[groups], tickets[groups], min_versions[groups]
 
     def __len__(self) -> int:
         return len(self.groups)
 
-    def only(self, chosen: Array) -> Requests:
+    def select(self, chosen: Array) -> Requests:
         """The requests for which `chosen` is True."""
         is_chosen = np.zeros(len(self.arena.num_envs), bool)
         is_chosen[self.groups[chosen]] = True
@@ -154,13 +158,13 @@ class Requests:
     @property
     def newest(self) -> Array:
         """The newest version that each worker knows."""
-        newest: Array = self.arena.words[NEWEST][self.groups]
+        newest: Array = self.arena.group_words[NEWEST][self.groups]
         return newest
 
     @property
     def have_begun(self) -> Array:
         """Whether the server has already acted in the chunk of each request."""
-        have_begun: Array = self.tickets == np.array(self.arena.acted_tickets)[self.seats]
+        have_begun: Array = self.tickets == np.array(self.arena.acted_tickets)[self.mailboxes]
         return have_begun
 
     def clients(self) -> Iterator[tuple[Client, int]]:
@@ -171,12 +175,12 @@ class Requests:
             assert client is not None
             yield client, group % count
 
-    def wait(self, now: float) -> None:
-        """Note that these requests are not acted on now."""
+    def note_arrival(self, now: float) -> None:
+        """Note that these requests wait at least since `now`, in seconds."""
         arrived = self.arena.arrived
         arrived[self.groups] = np.minimum(arrived[self.groups], now)
 
-    def take(self) -> None:
+    def mark_taken(self) -> None:
         """Note that these requests are acted on, or refused."""
         self.arena.taken[self.groups] = self.numbers
         self.arena.arrived[self.groups] = math.inf
@@ -184,19 +188,22 @@ class Requests:
     def begin_chunks(self) -> None:
         """Note that the server acts in the chunks of these requests."""
         tickets = self.arena.acted_tickets
-        for seat, ticket in zip(self.seats.tolist(), self.tickets.tolist(), strict=True):
-            if ticket > tickets[seat]:
-                tickets[seat] = ticket
+        for index, ticket in zip(self.mailboxes.tolist(), self.tickets.tolist(), strict=True):
+            if ticket > tickets[index]:
+                tickets[index] = ticket
 
 
-def arena_with_room(layout: MailboxLayout, arenas: list[Arena]) -> Arena:
-    """One of the arenas, if it has this layout and a free seat; otherwise a new one, which is added to them."""
+def arena_with_free_mailbox(layout: MailboxLayout, arenas: list[Arena]) -> Arena:
+    """One of the arenas, if it has this layout and a free mailbox; otherwise a new one, which is added to them."""
     suitable = (arena for arena in arenas if arena.layout.has_same_offsets(layout) and None in arena.clients)
-    return next(suitable, None) or Arena(layout, arenas)
+    if (found := next(suitable, None)) is None:
+        found = Arena(layout)
+        arenas.append(found)
+    return found
 
 
 def num_expected(arenas: Sequence[Arena], pending: Sequence[Requests]) -> int:
     """The number of groups that may soon send a request: inside a chunk or, if a chunk begins, any other group."""
-    begins = any(requests.arena.words[IS_FIRST][requests.groups].any() for requests in pending)
+    begins = any(requests.arena.group_words[IS_FIRST][requests.groups].any() for requests in pending)
     waiting = {requests.arena: requests.groups for requests in pending}
     return sum(arena.num_expected(waiting.get(arena, []), begins) for arena in arenas)

@@ -43,7 +43,7 @@ class Group:
     generators: list[np.random.Generator]
     """One per slot, if the agent takes `rng`; otherwise empty."""
     acted: int = 0
-    """Number of the last request that was acted on, if there is anything to roll back."""
+    """Number of the last request that was acted on; stays 0 unless the policy is recurrent or takes `rng`."""
     words: memoryview = field(init=False)
     range: slice = field(init=False)
     num_envs: int = field(init=False)

@@ -99,7 +99,7 @@ class BatchRunner:
             raise  # the head closed the connection
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             for requests in pending:
-                requests.take()
+                requests.mark_taken()
             self._send(actor, self._answers_to(actor, pending, self._failure(error)))
             return [], 0.0
         finally:
@@ -109,7 +109,7 @@ class BatchRunner:
         if fits and not options.window_ms and _count(admitted) == _count(pending):
             return admitted, 0.0 if admitted else IDLE_S
         for requests in pending:
-            requests.wait(now)
+            requests.note_arrival(now)
         if not admitted:
             return [], IDLE_S
         possible = _count(admitted) + (num_expected(self._arenas, pending) if options.window_ms else 0)
@@ -118,7 +118,7 @@ class BatchRunner:
         chosen, wait_s = next_batch(arrived, num_envs, possible, now, options.max_batch, options.window_ms / 1000)
         batch, stop = [], 0
         for requests in admitted:
-            batch.append(requests.only(chosen[stop : stop + len(requests)]))
+            batch.append(requests.select(chosen[stop : stop + len(requests)]))
             stop += len(requests)
         return _nonempty(batch), min(IDLE_S, wait_s)
 
@@ -140,7 +140,7 @@ class BatchRunner:
         if any(arena.holds(self._words[CANCEL]) for arena in self._arenas):
             if not self._sync.needs_pull(ticket, actor):
                 return pending
-            return _nonempty(requests.only(requests.have_begun) for requests in pending)
+            return _nonempty(requests.select(requests.have_begun) for requests in pending)
         if not may_pull:
             return [] if self._sync.needs_pull(ticket, actor) else pending
         self._words[PHASE] = Phase.LOAD
@@ -151,7 +151,7 @@ class BatchRunner:
         self.total_pulls += totals.pulls
         self._divergence = self._divergence if self._sync.divergence is None else self._sync.divergence
         if totals.nbytes:
-            pending[0].arena.heads[PULLED_BYTES][pending[0].seats[0]] += totals.nbytes
+            pending[0].arena.mailbox_words[PULLED_BYTES][pending[0].mailboxes[0]] += totals.nbytes
         return pending
 
     def _with_probe(self, actor: BatchActor, pending: Sequence[Requests]) -> Sequence[Requests]:
@@ -163,14 +163,14 @@ class BatchRunner:
         known = max(actor.version, probing.newest_probe)
         if weights.newest() > known:
             return []
-        return _nonempty(requests.only(requests.newest <= known) for requests in pending)
+        return _nonempty(requests.select(requests.newest <= known) for requests in pending)
 
     def _start(self, actor: BatchActor, batch: Sequence[Requests]) -> Answers:
         """Start to act on requests."""
         self._words[PHASE] = Phase.ACT
         self._words[COUNT] += 1
         for requests in batch:
-            requests.take()
+            requests.mark_taken()
             requests.begin_chunks()
         answers = self._answers_to(actor, batch)
         try:

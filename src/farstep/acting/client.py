@@ -210,8 +210,8 @@ class ServedActor:
             raise ServedError(am.Failed(f"LaunchError: {reason}", "", Phase.CONNECT.label, "LaunchError"))
 
     def _attach(self, reply: am.Joined, received: Received) -> None:
-        layout = MailboxLayout(self._num_groups, self._obs_schema, reply.schema, reply.state, reply.seats)
-        self._exchange = self._address.exchange(received, layout, reply.seat)
+        layout = MailboxLayout(self._num_groups, self._obs_schema, reply.schema, reply.state, reply.num_mailboxes)
+        self._exchange = self._address.exchange(received, layout, reply.mailbox_index)
         self._mailbox = self._exchange.mailbox
         self.structure: dict[str, Any] = unpack(reply.structure)
         self._outputs = leaf_names(self.structure)

@@ -78,7 +78,7 @@ class ServerAddress(Protocol):
         """Return why the server cannot be reached, and what to do, after a wait of `waited_s` seconds; empty if it can
         be, or before its time limit."""
 
-    def exchange(self, received: Received, layout: MailboxLayout, seat: int) -> Exchange:
+    def exchange(self, received: Received, layout: MailboxLayout, index: int) -> Exchange:
         """Exchange requests with the server that sent this `Joined` over the last connection."""
 
 
@@ -117,11 +117,11 @@ class LocalServer:
     def connection_error(self, waited_s: float) -> str:
         return ""
 
-    def exchange(self, received: Received, layout: MailboxLayout, seat: int) -> Exchange:
+    def exchange(self, received: Received, layout: MailboxLayout, index: int) -> Exchange:
         if len(received.fds) != 3:
             raise WireError(f"the acting server sent {len(received.fds)} descriptors; expected 3.")
         memory, server, own = received.fds
-        mailbox = Mailbox(SharedMemory(memory, layout.nbytes), layout, seat)
+        mailbox = Mailbox(SharedMemory(memory, layout.nbytes), layout, index)
         return SharedExchange(self._link, mailbox, Doorbell(server), Doorbell(own))
 
 
@@ -228,7 +228,7 @@ class RemoteServer:
             "/proc/sys/net/ipv4/ip_local_port_range there), or use where='node' in inference."
         )
 
-    def exchange(self, received: Received, layout: MailboxLayout, seat: int) -> Exchange:
+    def exchange(self, received: Received, layout: MailboxLayout, index: int) -> Exchange:
         assert self._link is not None
         return RemoteExchange(self._link, Mailbox.create(layout))
 

@@ -27,7 +27,7 @@ number of weight pulls of this server, the bytes that this worker reports for th
 divergence (see `divergence_bits`), written by the server."""
 TOTALS = slice(PULLS, DIVERGENCE + 1)
 """The words of the whole mailbox that the server writes."""
-_HEAD_WORDS = 8
+_MAILBOX_WORDS = 8
 REQUEST, TICKET, MIN_VERSION, IS_FIRST, USED, NEWEST, CONTINUES, WAITS = range(8)
 """Words of a group that the worker writes: number of the current request; its ticket; the oldest version that may act;
 whether it is the first of its chunk, so that the recurrent state is to be recorded; the last request whose answer the
@@ -66,7 +66,7 @@ class MailboxLayout:
     obs: Schema
     outputs: Schema
     state: Schema
-    seats: int = 1
+    num_mailboxes: int = 1
     """Number of mailboxes that are side by side in one memory."""
 
     @property
@@ -79,10 +79,10 @@ class MailboxLayout:
         return {**self.obs, **self.outputs, **self.state, **own}
 
     def _offsets(self) -> tuple[dict[str, int], int]:
-        offsets, end = {}, 8 * self.seats * (_HEAD_WORDS + _GROUP_WORDS * len(self.groups))
+        offsets, end = {}, 8 * self.num_mailboxes * (_MAILBOX_WORDS + _GROUP_WORDS * len(self.groups))
         for name, spec in self._specs().items():
             offsets[name] = end = -(-end // _ALIGN) * _ALIGN
-            end += spec.nbytes * self.seats * self.num_envs
+            end += spec.nbytes * self.num_mailboxes * self.num_envs
         return offsets, end
 
     def has_same_offsets(self, other: MailboxLayout) -> bool:
@@ -110,15 +110,15 @@ class MailboxLayout:
         ]
 
     def words(self, memory: memoryview) -> tuple[Array, Array]:
-        """The words of all mailboxes, `[seats, words]`, and of all their groups, `[groups, words]`."""
-        heads: Array = np.ndarray((self.seats, _HEAD_WORDS), np.int64, memory)
-        groups = self.seats * len(self.groups)
-        return heads, np.ndarray((groups, _GROUP_WORDS), np.int64, memory, heads.nbytes)
+        """The words of all mailboxes, `[num_mailboxes, words]`, and of all their groups, `[groups, words]`."""
+        mailbox_words: Array = np.ndarray((self.num_mailboxes, _MAILBOX_WORDS), np.int64, memory)
+        groups = self.num_mailboxes * len(self.groups)
+        return mailbox_words, np.ndarray((groups, _GROUP_WORDS), np.int64, memory, mailbox_words.nbytes)
 
     def arrays(self, memory: memoryview) -> dict[str, Array]:
         """The arrays, with the rows of all mailboxes."""
         offsets, _ = self._offsets()
-        rows = self.seats * self.num_envs
+        rows = self.num_mailboxes * self.num_envs
         return {
             name: np.ndarray((rows, *spec.shape), np.dtype(spec.dtype), memory, offsets[name])
             for name, spec in self._specs().items()
@@ -131,15 +131,15 @@ class Mailbox:
     Args:
         memory: The memory.
         layout: What it contains.
-        seat: Which of its mailboxes this is.
+        index: Which of its mailboxes this is.
     """
 
-    def __init__(self, memory: SharedMemory, layout: MailboxLayout, seat: int = 0) -> None:
+    def __init__(self, memory: SharedMemory, layout: MailboxLayout, index: int = 0) -> None:
         self.memory, self.layout = memory, layout
-        heads, words = layout.words(memory.map)
-        first, self._first_row = seat * len(layout.groups), seat * layout.num_envs
-        self.words = memoryview(heads[seat])
-        self.group_words = [memoryview(words[first + i]) for i in range(len(layout.groups))]
+        mailbox_words, group_words = layout.words(memory.map)
+        first, self._first_row = index * len(layout.groups), index * layout.num_envs
+        self.words = memoryview(mailbox_words[index])
+        self.group_words = [memoryview(group_words[first + i]) for i in range(len(layout.groups))]
         rows = slice(self._first_row, self._first_row + layout.num_envs)
         self.arrays = {name: array[rows] for name, array in layout.arrays(memory.map).items()}
         edges = np.cumsum([0, *layout.groups]).tolist()

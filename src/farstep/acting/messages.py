@@ -67,8 +67,8 @@ class Joined(msgspec.Struct, tag="joined"):
     """Of the run's secret: `proof(secret, "server")`."""
     pulls: Count = 0
     """Number of weight pulls of this server so far."""
-    seat: Count = 0
-    seats: Count = 1
+    mailbox_index: Count = 0
+    num_mailboxes: Count = 1
     """Which of the mailboxes in the memory is that of the worker, and how many there are."""
     description: Schema = {}
     """As `AgentReady.description`."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from farstep.acting import messages as am
-from farstep.acting.arena import SEATS, Arena, arena_with_room
+from farstep.acting.arena import MAILBOXES_PER_ARENA, Arena
 from farstep.acting.batch_actor import BatchActor
 from farstep.acting.batch_runner import BatchRunner, failed
 from farstep.acting.mailbox import PULLS, WAITS, MailboxLayout
@@ -262,16 +262,15 @@ class ActingServer:
             client.link.send([am.encode(self._rejection)])
             return
         assert self._runner.actor is not None and self._reply is not None
-        layout = MailboxLayout(join.groups, join.obs_schema, self._reply.schema, self._reply.state, SEATS)
-        arena = arena_with_room(layout, self._arenas)
-        client.enter(arena, join, self._runner.actor)
-        arena.heads[PULLS][client.seat] = self._runner.total_pulls
+        layout = MailboxLayout(join.groups, join.obs_schema, self._reply.schema, self._reply.state, MAILBOXES_PER_ARENA)
+        arena = client.attach(layout, self._arenas, join, self._runner.actor)
+        arena.mailbox_words[PULLS][client.mailbox_index] = self._runner.total_pulls
         joined = msgspec.structs.replace(self._reply, pulls=self._runner.total_pulls)
         if not isinstance(client.link, LocalLink):
-            arena.words[WAITS][arena.seat_of_group == client.seat] = 1
+            arena.group_words[WAITS][arena.mailbox_of_group == client.mailbox_index] = 1
             client.link.send([am.encode(joined)])
             return
-        joined.seat, joined.seats = client.seat, SEATS
+        joined.mailbox_index, joined.num_mailboxes = client.mailbox_index, MAILBOXES_PER_ARENA
         client.doorbell = Doorbell.create()
         client.link.send([am.encode(joined)], [arena.memory.fd, self._clients.doorbell.fd, client.doorbell.fd])
 

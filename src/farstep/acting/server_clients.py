@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from farstep.acting import messages as am
-from farstep.acting.arena import Arena
+from farstep.acting.arena import Arena, arena_with_free_mailbox
 from farstep.acting.batch_actor import BatchActor, Group
-from farstep.acting.mailbox import EPISODES, ROOTS, Mailbox
+from farstep.acting.mailbox import EPISODES, ROOTS, Mailbox, MailboxLayout
 from farstep.acting.requests import answer_frames
 from farstep.core import Link, Received
 from farstep.errors import WireError
@@ -35,8 +35,10 @@ class Client:
     mailbox: Mailbox | None = None
     arena: Arena | None = None
     """Where the mailbox is."""
-    seat: int = 0
+    mailbox_index: int = 0
     """Which of the arena's mailboxes it is."""
+    arenas: list[Arena] = field(default_factory=list)
+    """All arenas of the server; they contain `arena` until its last worker leaves."""
     doorbell: Doorbell | None = None
     """None if the worker is reached over the network."""
     failure: am.Failed | None = None
@@ -44,12 +46,14 @@ class Client:
     waiting: tuple[am.Join, Received] | None = None
     """A `Join` for an agent that has not arrived yet."""
 
-    def enter(self, arena: Arena, join: am.Join, actor: BatchActor) -> None:
-        """Get a mailbox, and start to act for the worker's groups."""
-        self.arena, self.seat = arena, arena.enter(self, join.first)
-        self.mailbox = arena.mailbox(self.seat)
+    def attach(self, layout: MailboxLayout, arenas: list[Arena], join: am.Join, actor: BatchActor) -> Arena:
+        """Allocate a mailbox in one of the arenas, and start to act for the worker's groups. Return the arena."""
+        self.arenas, self.arena = arenas, arena_with_free_mailbox(layout, arenas)
+        self.mailbox_index = self.arena.allocate(self, join.first)
+        self.mailbox = self.arena.mailbox(self.mailbox_index)
         self.mailbox.arrays[ROOTS][:], self.mailbox.arrays[EPISODES][:] = join.roots, join.episodes
         self.groups = [actor.new_group(self.mailbox, i, join.first) for i in range(len(join.groups))]
+        return self.arena
 
     def notify(self, group: int) -> None:
         """Tell the worker that a request of one of its groups was answered."""
@@ -60,8 +64,8 @@ class Client:
             self.link.send(answer_frames(self.mailbox, group))
 
     def forget_groups(self) -> None:
-        if self.arena is not None:
-            self.arena.leave(self.seat)
+        if self.arena is not None and self.arena.free(self.mailbox_index):
+            self.arenas.remove(self.arena)
         if self.doorbell is not None:
             self.doorbell.close()
         self.groups, self.mailbox, self.arena, self.doorbell = [], None, None, None
