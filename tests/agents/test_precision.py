@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributions import Categorical, Independent, Normal
 
-from farstep.acting.batch_actor import BatchActor
+from farstep.acting.serving.batch_actor import BatchActor
 from farstep.agents.precision import MAX_DIVERGENCE, reduce_layers
 from farstep.errors import AgentError
 from farstep.learners.networks.nets import NetConfig, make_agent

@@ -49,7 +49,7 @@ ALLOWED = {
     ("observe/extras.py", "require"): "a library that the user chose, by a name in our own code",
     ("testing/launcher.py", "_check_killed_head"): "a test's own function, through the standard input of its child",
     ("testing/sync_rule.py", "check_sync_rule"): "what the same line has pickled",
-    ("acting/server.py", "_construct"): FROM_THE_HEAD,
+    ("acting/serving/server.py", "_construct"): FROM_THE_HEAD,
     ("worker/loop.py", "_construct"): FROM_THE_HEAD,
     ("worker/loop.py", "_call"): FROM_THE_HEAD,
     ("worker/rolling.py", "_reset"): FROM_THE_HEAD,

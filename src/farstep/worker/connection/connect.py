@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from farstep.acting.connections import OWN_ADDRESS, LocalServer, RemoteServer, ServerAddress
-from farstep.acting.server import ActingServer
+from farstep.acting.serving.server import ActingServer
 from farstep.core import Link
 from farstep.errors import LaunchError
 from farstep.rollout.progress import BEAT_S, RATE, private_words
@@ -22,7 +22,7 @@ from farstep.worker.connection.death_pipe import die_with_starter, is_starter_de
 from farstep.worker.loop import Worker
 
 if TYPE_CHECKING:
-    from farstep.acting.network import NetworkListener
+    from farstep.acting.serving.network import NetworkListener
 
 _POLL_S, _ATTACH_POLLS = 0.005, 12_000
 """Pause between two checks whether the daemon accepts a detached worker again, and their number (about a minute)."""
@@ -128,7 +128,7 @@ def _listener(bootstrap: dict[str, Any]) -> NetworkListener | None:
     """Where an acting server accepts workers over the network; None if it does not."""
     if not (addresses := bootstrap.get("acting_listen")):
         return None
-    from farstep.acting.network import NetworkListener
+    from farstep.acting.serving.network import NetworkListener
 
     is_on_head = addresses != [OWN_ADDRESS]
     if not is_on_head:

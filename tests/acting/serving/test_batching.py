@@ -8,7 +8,7 @@ import socket
 import numpy as np
 import pytest
 
-from farstep.acting.batching import next_batch
+from farstep.acting.serving.batching import next_batch
 from farstep.wire.channels.local import is_own_process
 
 

@@ -28,7 +28,7 @@ from farstep.wire.channels.doorbell import Fence
 from farstep.wire.channels.memory import SharedMemory
 
 if TYPE_CHECKING:
-    from farstep.acting.server_clients import Client
+    from farstep.acting.serving.server_clients import Client
 
 MAILBOXES_PER_ARENA = 32
 """Number of mailboxes in an arena."""

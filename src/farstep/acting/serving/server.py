@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from farstep.acting import messages as am
-from farstep.acting.arena import MAILBOXES_PER_ARENA, Arena
-from farstep.acting.batch_actor import BatchActor
-from farstep.acting.batch_runner import BatchRunner, failed
 from farstep.acting.mailbox import PULLS, WAITS, MailboxLayout
-from farstep.acting.requests import (
+from farstep.acting.serving.arena import MAILBOXES_PER_ARENA, Arena
+from farstep.acting.serving.batch_actor import BatchActor
+from farstep.acting.serving.batch_runner import BatchRunner, failed
+from farstep.acting.serving.requests import (
     check_arrays,
     check_rows,
     check_saved,
     take_request,
     take_update,
 )
-from farstep.acting.server_clients import Client, Clients
+from farstep.acting.serving.server_clients import Client, Clients
 from farstep.agents.policy import FAST
 from farstep.core import BytesLike, Link, Received
 from farstep.errors import AgentError, WireError
@@ -49,7 +49,7 @@ from farstep.worker.weights.weight_messages import WeightMessages
 from farstep.worker.weights.weight_sync import WeightSync
 
 if TYPE_CHECKING:
-    from farstep.acting.network import NetworkListener
+    from farstep.acting.serving.network import NetworkListener
 
 _SERVICE_S = 0.01
 """Maximum seconds between two polls of the sockets while the server is busy."""

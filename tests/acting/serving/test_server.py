@@ -14,7 +14,7 @@ import numpy as np
 
 from farstep.acting import messages as am
 from farstep.acting.connections import LocalServer
-from farstep.acting.server import ActingServer
+from farstep.acting.serving.server import ActingServer
 from farstep.config.inference import ServedInference
 from farstep.core import Received
 from farstep.rollout.program import Program

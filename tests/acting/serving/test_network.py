@@ -12,8 +12,15 @@ import pytest
 
 from farstep.acting import messages as am
 from farstep.acting.mailbox import CONTINUES, EPISODES, HELD, ROOTS, STARTS, USED, WORKER_WORDS, Mailbox, MailboxLayout
-from farstep.acting.network import NetworkListener
-from farstep.acting.requests import answer_frames, check_arrays, check_rows, check_saved, take_request, take_update
+from farstep.acting.serving.network import NetworkListener
+from farstep.acting.serving.requests import (
+    answer_frames,
+    check_arrays,
+    check_rows,
+    check_saved,
+    take_request,
+    take_update,
+)
 from farstep.core import Received
 from farstep.errors import WireError
 from farstep.schema import ArraySpec

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from farstep.acting.arena import Requests
 from farstep.acting.mailbox import EPISODES, IS_FIRST, ROOTS, STARTS, USED, Mailbox
-from farstep.acting.thread_choice import ThreadChoice
+from farstep.acting.serving.arena import Requests
+from farstep.acting.serving.thread_choice import ThreadChoice
 from farstep.agents.base_weights import BaseBytes
 from farstep.agents.graph_policy import with_graphs
 from farstep.agents.parameters import as_array, leaves_of

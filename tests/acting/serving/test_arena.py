@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from farstep.acting.arena import Arena, arena_with_free_mailbox
 from farstep.acting.mailbox import HELD, REQUEST, TICKET, Mailbox, MailboxLayout
+from farstep.acting.serving.arena import Arena, arena_with_free_mailbox
 from farstep.schema import ArraySpec
 from farstep.wire.channels.doorbell import Fence
 from farstep.wire.channels.memory import SharedMemory

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from farstep.acting import messages as am
-from farstep.acting.answers import Answers
-from farstep.acting.arena import Arena
-from farstep.acting.batch_actor import BatchActor
-from farstep.acting.batch_runner import BatchRunner
 from farstep.acting.mailbox import ANSWER, HELD, REQUEST, TICKET, VERSION, WAITS, MailboxLayout
-from farstep.acting.server_clients import Client
+from farstep.acting.serving.answers import Answers
+from farstep.acting.serving.arena import Arena
+from farstep.acting.serving.batch_actor import BatchActor
+from farstep.acting.serving.batch_runner import BatchRunner
+from farstep.acting.serving.server_clients import Client
 from farstep.agents.policy import Policy
 from farstep.config.inference import ServedInference
 from farstep.rollout.rows import Slots

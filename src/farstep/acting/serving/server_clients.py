@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from farstep.acting import messages as am
-from farstep.acting.arena import Arena, arena_with_free_mailbox
-from farstep.acting.batch_actor import BatchActor, Group
 from farstep.acting.mailbox import EPISODES, ROOTS, Mailbox, MailboxLayout
-from farstep.acting.requests import answer_frames
+from farstep.acting.serving.arena import Arena, arena_with_free_mailbox
+from farstep.acting.serving.batch_actor import BatchActor, Group
+from farstep.acting.serving.requests import answer_frames
 from farstep.core import Link, Received
 from farstep.errors import WireError
 from farstep.wire import messages as m
@@ -21,7 +21,7 @@ from farstep.wire.channels.doorbell import Doorbell
 from farstep.wire.channels.local import LocalLink, is_own_process
 
 if TYPE_CHECKING:
-    from farstep.acting.network import NetworkListener, PeerLink
+    from farstep.acting.serving.network import NetworkListener, PeerLink
 
 
 @dataclass(eq=False)

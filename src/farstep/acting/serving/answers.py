@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from farstep.acting import messages as am
-from farstep.acting.arena import Requests
-from farstep.acting.batch_actor import Batch
 from farstep.acting.mailbox import ANSWER, COUNTS_AS, DIVERGENCE, FAILED, PULLS, VERSION, WAITS, divergence_bits
+from farstep.acting.serving.arena import Requests
+from farstep.acting.serving.batch_actor import Batch
 from farstep.wire.channels.doorbell import Fence
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from farstep.acting.thread_choice import ThreadChoice
+from farstep.acting.serving.thread_choice import ThreadChoice
 
 
 def simulated(choice: ThreadChoice, rows: int, calls: int, duration: Callable[[int], float]) -> list[int]:

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from farstep.acting import messages as am
-from farstep.acting.answers import Answers
-from farstep.acting.arena import Arena, Requests, num_expected
-from farstep.acting.batch_actor import BatchActor
-from farstep.acting.batching import next_batch
 from farstep.acting.mailbox import PULLED_BYTES
+from farstep.acting.serving.answers import Answers
+from farstep.acting.serving.arena import Arena, Requests, num_expected
+from farstep.acting.serving.batch_actor import BatchActor
+from farstep.acting.serving.batching import next_batch
 from farstep.config.inference import ServedInference
 from farstep.errors import report_of
 from farstep.rollout.progress import CANCEL, COUNT, PHASE, SERVED_BATCHES, SERVED_ROWS, Phase

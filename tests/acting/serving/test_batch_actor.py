@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from farstep.acting import messages as am
-from farstep.acting.arena import Requests
-from farstep.acting.batch_actor import BatchActor, Group
 from farstep.acting.mailbox import USED, MailboxLayout
-from farstep.acting.server_clients import Client
+from farstep.acting.serving.arena import Requests
+from farstep.acting.serving.batch_actor import BatchActor, Group
+from farstep.acting.serving.server_clients import Client
 from farstep.rollout.rows import Slots
 from farstep.schema import space_schema
 from farstep.testing import CountingEnv

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from farstep.acting import messages as am
-from farstep.acting.requests import check_join
+from farstep.acting.serving.requests import check_join
 from farstep.core import BytesLike, Received
 from farstep.errors import WireError
 from farstep.wire import messages as m
