@@ -4,4 +4,6 @@ Workers and server exchange observations and actions through a `Mailbox`, one pe
 memory, with those of other workers (`Arena`), and they wake each other with doorbells; a Unix socket carries everything
 that is rare: joining, saved state, errors. Over the network, both have a mailbox, and messages carry what is written
 into it.
+
+This folder has the worker's side, and the mailbox and messages that both sides use. `serving/` has the server's side.
 """

@@ -1,7 +1,7 @@
 """The memory through which one worker and its acting server exchange observations and actions.
 
-On one host, both map the same memory, in which the mailboxes of several workers are side by side (see `arena.py`). Over
-the network, each has a copy, and `packed` and `fill` transfer the contents.
+On one host, both map the same memory, in which the mailboxes of several workers are side by side (see
+`serving/arena.py`). Over the network, each has a copy, and `packed` and `fill` transfer the contents.
 
 A worker divides its environments into groups. For each group it writes observations, then the number of its request;
 the server writes actions, then the same number as its answer.
