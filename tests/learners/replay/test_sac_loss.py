@@ -27,15 +27,15 @@ BOX = spaces.Box(-1, 1, (3,), np.float32)
 SMALL = SACConfig(net=SACNetConfig(hidden=(16,)), alpha=0.01, policy_lr=1e-2, q_lr=1e-2)
 
 
-def test_soft_value_of_a_sampled_action() -> None:
+def test_soft_value_of_a_sampled_action_takes_the_smaller_critic() -> None:
     q = torch.tensor([[1.0, 5.0], [2.0, 4.0]])
     assert soft_value(q, torch.tensor([-1.0, 0.5]), torch.tensor(0.2)).tolist() == pytest.approx([1.2, 3.9])
 
 
-def test_soft_value_of_all_actions_is_an_expectation() -> None:
+def test_soft_value_of_all_actions_is_an_expectation_of_the_critics_mean() -> None:
     q = torch.tensor([[[1.0, 3.0]], [[2.0, 2.0]]])
     logprob = torch.tensor([[math.log(0.25), math.log(0.75)]])
-    expected = 0.25 * (1 - 0.1 * math.log(0.25)) + 0.75 * (2 - 0.1 * math.log(0.75))
+    expected = 0.25 * (1.5 - 0.1 * math.log(0.25)) + 0.75 * (2.5 - 0.1 * math.log(0.75))
     assert soft_value(q, logprob, torch.tensor(0.1)).tolist() == pytest.approx([expected])
     assert float(actor_loss(q, logprob, torch.tensor(0.1))) == pytest.approx(-expected)
 
