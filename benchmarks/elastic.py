@@ -175,9 +175,14 @@ def gpu(sizes: Sizes) -> Iterator[Case]:
     for hidden in sizes.hidden:
         work = {"workers": sizes.shared_workers, "step_ms": 1.0, "hidden": list(hidden), **sizes.work}
         for name, release_device in ((RELEASED, True), (HELD, False)):
-            options = {"kind": "gpu", "release_device": release_device, "workload": work, "updates": sizes.updates}
-            options |= {"seconds_limit": 60.0}
-            yield Case(part=GPU, name=f"{name}, {hidden[0]}", options=options, rounds=sizes.rounds)
+            options = {
+                "kind": "gpu",
+                "release_device": release_device,
+                "workload": work,
+                "updates": min(20, sizes.updates),
+            }
+            options |= {"seconds_limit": 20.0}
+            yield Case(part=GPU, name=f"{name}, {hidden[0]}", options=options, rounds=min(2, sizes.rounds))
 
 
 def offset_s(case: Case, number: int, calibration: dict[str, float]) -> float:
