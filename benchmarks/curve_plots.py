@@ -18,11 +18,13 @@ def panels(count: int, title: str, xlabel: str = "environment steps") -> tuple[A
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import EngFormatter
 
     figure, axes = plt.subplots(1, count, figsize=(5.4 * count, 4.2), layout="constrained", squeeze=False)
     figure.suptitle(title)
     for axis in axes[0]:
         axis.set_xlabel(xlabel)
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
         axis.grid(alpha=0.3)
     return figure, list(axes[0])
 

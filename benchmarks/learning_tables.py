@@ -194,6 +194,7 @@ def draw(document: dict[str, Any], folder: Path, layout: Layout = PPO) -> list[P
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
     written = []
     for task in document["tasks"]:
@@ -209,6 +210,8 @@ def draw(document: dict[str, Any], folder: Path, layout: Layout = PPO) -> list[P
                 axis.axhline(task["threshold"], color="grey", linestyle=":", linewidth=1)
             shortest = min(run["report"]["curve"][-1][column] for run in runs)
             axis.set(xlabel=what, xscale="log", xlim=(shortest / 20, None))
+            axis.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter=EngFormatter(sep=""))
+            axis.xaxis.set_minor_formatter(NullFormatter())
             axis.grid(alpha=0.3)
         axes[0].set_ylabel("mean return of the last 100 episodes")
         handles, labels = axes[0].get_legend_handles_labels()
