@@ -36,7 +36,7 @@ import transfer
 import triggers
 import uneven
 from children import run_script
-from document import put_between
+from document import machines, put_between
 from roster import BENCHMARKS
 from runner import runs_in
 
@@ -56,6 +56,17 @@ def throughput_summary(document: Mapping[str, Any]) -> str:
 
 def stepping_summary(document: Mapping[str, Any]) -> str:
     return tables.stepping_summary(throughput_results(document))
+
+
+def many_workers_summary(document: Mapping[str, Any]) -> str:
+    """The section of stepping on many workers: setting and tables."""
+    setting = (
+        f"{document['workers']} workers on {machines(document)}, medians of {document['rounds']} rounds of "
+        f"{document['seconds']:g} s (in brackets: best runs), also divided by those of the limit and of "
+        "`AsyncVectorEnv`. Contenders `steps-*` have no policy, and their limit is `steps-alone`; the limit of the "
+        "others is `limit-eager` (`results/stepping-16-cores.json`):"
+    )
+    return f"{setting}\n\n{tables.many_workers_summary(throughput_results(document))}"
 
 
 def buffer_summary(document: Mapping[str, Any]) -> str:
@@ -102,6 +113,14 @@ SECTIONS = (
     Section(README, "throughput-pong", "throughput-pong.json", throughput_summary),
     Section(README, "throughput-pong-seeds", "throughput-pong-seeds.json", throughput_summary),
     Section(README, "stepping", "stepping.json", stepping_summary),
+    Section(
+        README,
+        "stepping-16-cores",
+        "stepping-16-cores.json",
+        many_workers_summary,
+        "throughput.py --workers 14 --env CartPole-v1 LunarLander-v3 --num-envs 112 448 --rounds 3 --only 'steps-*' "
+        "limit-eager farstep-make_vec gymnasium-async --out benchmarks/results/stepping-16-cores.json",
+    ),
     Section(README, "scaling", "scaling-16-cores.json", scaling.summary),
     Section(README, "scale", "scale-16-cores.json", scale.summary),
     Section(README, "buffer", "buffer.json", buffer_summary),

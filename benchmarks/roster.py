@@ -13,7 +13,7 @@ BENCHMARKS = Path(__file__).resolve().parent
 OWN = "farstep"
 """The virtual environment of this repository; every other name is one of setup_peers.py."""
 
-LIMITS = {"eager": "limit-eager", "fast": "limit-fast"}
+LIMITS = {"eager": "limit-eager", "fast": "limit-fast", "none": "steps-alone"}
 """The limit that a contender is compared with, by kind of inference."""
 
 FARSTEP = ("farstep-stream", "farstep-collect")
@@ -29,7 +29,8 @@ class Contender:
     venv: str
     options: tuple[str, ...] = ()
     inference: str = "eager"
-    """``fast`` if farstep's recorded inference path acts, ``eager`` if the policy is called directly."""
+    """``fast`` if farstep's recorded inference path acts, ``eager`` if the policy is called directly, ``none`` without
+    a policy."""
     by_default: bool = True
     """False for variants, which run only if ``--only`` names them."""
 
@@ -108,8 +109,15 @@ CONTENDERS = (
         by_default=False,
     ),
     *(
-        Contender(name=f"steps-{mode}", script="steps_only.py", venv=OWN, options=("--mode", mode), by_default=False)
-        for mode in ("sync", "doorbells", "farstep", "async")
+        Contender(
+            name=f"steps-{mode}",
+            script="steps_only.py",
+            venv=OWN,
+            options=("--mode", mode),
+            inference="none",
+            by_default=False,
+        )
+        for mode in ("alone", "sync", "doorbells", "farstep", "async")
     ),
 )
 

@@ -127,6 +127,20 @@ def stepping_summary(results: Results) -> str:
     return table(["contender", *(f"{case.env} N={case.num_envs}" for case in rates)], rows)
 
 
+def many_workers_summary(results: Results) -> str:
+    """Every contender in every case, compared with the limit and with `AsyncVectorEnv`."""
+    rows = []
+    for case, runs in results.items():
+        rates = {name: found for name, done in runs.items() if (found := rates_of(done))}
+        for name, found in rates.items():
+            baseline = rates.get("steps-async" if name.startswith("steps-") else "gymnasium-async")
+            to_async = found.over(baseline) if baseline else None
+            speed = f"{found.median:,.0f} ({found.best:,.0f})"
+            label = f"{case.env} N={case.num_envs}"
+            rows.append([label, name, speed, pair(ratio_to_limit(name, rates)), pair(to_async)])
+    return table(["environments", "contender", "steps per second", "/ limit", "/ `AsyncVectorEnv`"], rows)
+
+
 def load(others_cores: Sequence[float]) -> str:
     """A sentence about the load of the machine by other processes; empty without runs."""
     if not others_cores:

@@ -33,6 +33,7 @@ class Plan:
     rounds: int
     steps: int
     seconds: float
+    workers: int
     timeout_s: float
 
     @property
@@ -52,6 +53,7 @@ class Plan:
             *("--sampler", case.sampler),
             *("--steps", str(self.steps)),
             *("--seconds", str(self.seconds)),
+            *("--workers", str(self.workers)),
         ]
 
 
@@ -63,6 +65,7 @@ def main() -> int:
         rounds=options.rounds,
         steps=options.steps,
         seconds=options.seconds,
+        workers=options.workers,
         timeout_s=options.timeout,
     )
     missing = [contender for contender in plan.contenders if contender.interpreter is None]
@@ -93,6 +96,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=128, help="length T of a rollout")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contender in each case")
     parser.add_argument("--seconds", type=float, default=4.0, help="measured time of one run")
+    parser.add_argument("--workers", type=int, default=2, help="worker processes of a contender, one per core")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds after which a run is killed")
     add_contender_options(parser)
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "throughput.json")
@@ -118,6 +122,7 @@ def write_json(path: Path, plan: Plan, results: Results) -> None:
         "rounds": plan.rounds,
         "steps": plan.steps,
         "seconds": plan.seconds,
+        "workers": plan.workers,
         "runs": [
             {"env": case.env, "num_envs": case.num_envs, "sampler": case.sampler, "round": number, **asdict(done)}
             for case, runs in results.items()

@@ -37,8 +37,6 @@ Sampler: TypeAlias = Literal["eager", "lean"]
 Array: TypeAlias = npt.NDArray[Any]
 
 PIXEL_ENVS = ("ALE/Pong-v5",)
-NUM_PROCESSES = 2
-"""Processes that a contender may keep busy: one per core of the machines of the published numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +52,8 @@ class Workload:
     """The contender's way of collecting; None if it has only one."""
     inference: str | None = None
     """The contender's way of calling the policy; None if it has only one."""
+    workers: int = 2
+    """Processes (EnvPool, ale-py: threads) that step environments, in contenders that let one choose their number."""
 
     @property
     def transitions(self) -> int:
@@ -62,7 +62,7 @@ class Workload:
 
     @property
     def envs_per_process(self) -> int:
-        return self.num_envs // NUM_PROCESSES
+        return self.num_envs // self.workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +92,14 @@ def parse_arguments(*, modes: tuple[str, ...] = (), inferences: tuple[str, ...] 
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--sampler", choices=("eager", "lean"), default="eager")
+    parser.add_argument("--workers", type=int, default=2)
     if modes:
         parser.add_argument("--mode", choices=modes, default=modes[0])
     if inferences:
         parser.add_argument("--inference", choices=inferences, default=inferences[0])
     workload = Workload(**vars(parser.parse_args()))
-    if workload.num_envs % NUM_PROCESSES:
-        parser.error(f"got --num-envs {workload.num_envs}, expected a multiple of {NUM_PROCESSES}")
+    if workload.num_envs % workload.workers:
+        parser.error(f"got --num-envs {workload.num_envs}, expected a multiple of {workload.workers}")
     return workload
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
-from workload import NUM_PROCESSES, PIXEL_ENVS, Policy, Workload
+from workload import PIXEL_ENVS, Policy, Workload
 
 import farstep
 
@@ -48,7 +48,7 @@ def make_cluster(workload: Workload, *, envpool: bool = False, seed_episodes: bo
             "inference": workload.inference,
             **source,
         },
-        config=farstep.LocalConfig(nodes=1, workers_per_node=NUM_PROCESSES),
+        config=farstep.LocalConfig(nodes=1, workers_per_node=workload.workers),
     )
 
 

@@ -7,7 +7,7 @@ from _farstep import collecting
 from _vector import measure_steps
 from ale_py.vector_env import AtariVectorEnv
 from gymnasium.vector import AutoresetMode
-from workload import NUM_PROCESSES, PIXEL_ENVS, Workload, make_policy, measure, parse_arguments, report
+from workload import PIXEL_ENVS, Workload, make_policy, measure, parse_arguments, report
 
 import farstep
 
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def collect_native(workload: Workload) -> None:
-    envs = AtariVectorEnv(num_envs=workload.num_envs, num_threads=NUM_PROCESSES, **SETTINGS)
+    envs = AtariVectorEnv(num_envs=workload.num_envs, num_threads=workload.workers, **SETTINGS)
     measurement = measure_steps(envs, workload)
     report("ale-vector", workload, measurement, notes="autoreset SAME_STEP", packages=("ale-py",))
 
@@ -43,7 +43,7 @@ def collect_farstep(workload: Workload) -> None:
         "envs_per_node": workload.num_envs,
         "seed": 1,
     }
-    config = farstep.LocalConfig(workers_per_node=NUM_PROCESSES)
+    config = farstep.LocalConfig(workers_per_node=workload.workers)
     with farstep.ClusterEnv(env_config, config) as env:
         env.launch()
         measurement = measure(collecting(env, policy, workload), workload.seconds)

@@ -7,7 +7,6 @@ import envpool
 import numpy as np
 import torch
 from workload import (
-    NUM_PROCESSES,
     PIXEL_ENVS,
     Rollout,
     Workload,
@@ -32,7 +31,7 @@ def make(workload: Workload, batch_size: int) -> envpool.python.protocol.EnvPool
         "env_type": "gymnasium",
         "num_envs": workload.num_envs,
         "batch_size": batch_size,
-        "num_threads": NUM_PROCESSES,
+        "num_threads": workload.workers,
         "seed": 1,
     }
     if workload.env in PIXEL_ENVS:

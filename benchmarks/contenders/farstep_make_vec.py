@@ -6,7 +6,7 @@ import _setup  # noqa: F401
 from _farstep import PACKAGES, gymnasium_source
 from _vector import measure_steps
 from gymnasium.vector import AutoresetMode
-from workload import NUM_PROCESSES, parse_arguments, report
+from workload import parse_arguments, report
 
 import farstep
 
@@ -17,7 +17,7 @@ def main() -> None:
     envs = farstep.make_vec(
         source.pop("env_name"),
         num_envs=workload.num_envs,
-        config=farstep.LocalConfig(nodes=1, workers_per_node=NUM_PROCESSES),
+        config=farstep.LocalConfig(nodes=1, workers_per_node=workload.workers),
         autoreset_mode=AutoresetMode.SAME_STEP,
         **source,
     )

@@ -17,7 +17,6 @@ import _setup  # noqa: F401
 import numpy as np
 import torch
 from workload import (
-    NUM_PROCESSES,
     Array,
     Measurement,
     Policy,
@@ -36,10 +35,15 @@ Act: TypeAlias = Callable[[Array], Mapping[str, Any]]
 
 def main() -> None:
     workload = parse_arguments(inferences=("eager", "fast"))
+    report(f"limit-{workload.inference}", workload, in_processes(workload, run))
+
+
+def in_processes(workload: Workload, run: Callable[[int, Workload, Barrier, Connection], None]) -> Measurement:
+    """Call ``run`` in one forked process per worker; each sends its own measurement."""
     context = multiprocessing.get_context("fork")
-    barrier = context.Barrier(NUM_PROCESSES)
+    barrier = context.Barrier(workload.workers)
     receivers, processes = [], []
-    for index in range(NUM_PROCESSES):
+    for index in range(workload.workers):
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=run, args=(index, workload, barrier, sender), daemon=True)
         process.start()
@@ -49,10 +53,10 @@ def main() -> None:
     try:
         parts: list[Measurement] = [receiver.recv() for receiver in receivers]
     except EOFError:
-        raise SystemExit("limit.py: one of its processes failed; the error is printed above") from None
+        raise SystemExit("one of the processes of the limit failed; the error is printed above") from None
     for process in processes:
         process.join()
-    report(f"limit-{workload.inference}", workload, together(parts))
+    return together(parts)
 
 
 def run(index: int, workload: Workload, barrier: Barrier, sender: Connection) -> None:

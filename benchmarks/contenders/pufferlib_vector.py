@@ -10,7 +10,7 @@ import _setup  # noqa: F401
 import gymnasium as gym
 import numpy as np
 import torch
-from workload import NUM_PROCESSES, Rollout, make_env, make_policy, measure, parse_arguments, report
+from workload import Rollout, make_env, make_policy, measure, parse_arguments, report
 
 with tempfile.TemporaryDirectory() as _scratch, contextlib.chdir(_scratch):
     # Importing pufferlib leaves a link called "resources" in the working directory.
@@ -20,7 +20,7 @@ with tempfile.TemporaryDirectory() as _scratch, contextlib.chdir(_scratch):
 NOTES = {
     "serial": "in one process",
     "sync": "1 worker: a second one spins against the learner on 2 cores and is slower",
-    "async": f"{NUM_PROCESSES} workers, half of the environments per batch",
+    "async": "half of the environments per batch",
 }
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     if workload.mode != "serial":
         layout = {
             "backend": pufferlib.vector.Multiprocessing,
-            "num_workers": NUM_PROCESSES if workload.mode == "async" else 1,
+            "num_workers": workload.workers if workload.mode == "async" else 1,
             "batch_size": batch_size,
         }
     envs = pufferlib.vector.make(partial(puffer_env, workload.env), num_envs=workload.num_envs, seed=1, **layout)

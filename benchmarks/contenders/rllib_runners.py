@@ -13,7 +13,7 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.rllib.core.rl_module.torch import TorchRLModule
 from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
 from ray.tune.registry import register_env
-from workload import NUM_PROCESSES, Policy, Workload, make_env, measure, parse_arguments, report
+from workload import Policy, Workload, make_env, measure, parse_arguments, report
 
 
 class ActorCritic(TorchRLModule):
@@ -34,11 +34,11 @@ class ActorCritic(TorchRLModule):
 
 def main() -> None:
     workload = parse_arguments()
-    ray.init(num_cpus=NUM_PROCESSES, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init(num_cpus=workload.workers, include_dashboard=False, log_to_driver=False, configure_logging=False)
     register_env("throughput", EnvOf(workload.env))
     config = configuration(workload)
     runner = ray.remote(num_cpus=1)(SingleAgentEnvRunner)
-    runners = [runner.remote(config=config, worker_index=index + 1) for index in range(NUM_PROCESSES)]
+    runners = [runner.remote(config=config, worker_index=index + 1) for index in range(workload.workers)]
 
     def collect() -> int:
         batches = ray.get([runner.sample.remote() for runner in runners])
@@ -70,7 +70,7 @@ def configuration(workload: Workload) -> PPOConfig:
     config.environment("throughput")
     config.framework("torch")
     config.env_runners(
-        num_env_runners=NUM_PROCESSES,
+        num_env_runners=workload.workers,
         num_envs_per_env_runner=workload.envs_per_process,
         rollout_fragment_length=workload.steps,
     )

@@ -14,7 +14,7 @@ from sample_factory.algo.sampling.simplified_sampling_api import SyncSamplingAPI
 from sample_factory.algo.utils.env_info import obtain_env_info_in_a_separate_process
 from sample_factory.cfg.arguments import parse_full_cfg, parse_sf_args
 from sample_factory.envs.env_utils import register_env
-from workload import NUM_PROCESSES, PIXEL_ENVS, Workload, make_env, measure, parse_arguments, report
+from workload import PIXEL_ENVS, Workload, make_env, measure, parse_arguments, report
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def configuration(workload: Workload, folder: str) -> list[str]:
         "train_dir": folder,
         "device": "cpu",
         "seed": 1,
-        "num_workers": NUM_PROCESSES,
+        "num_workers": workload.workers,
         "num_envs_per_worker": workload.envs_per_process,
         "worker_num_splits": 2,
         "policy_workers_per_policy": 1,

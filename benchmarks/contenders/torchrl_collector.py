@@ -10,7 +10,7 @@ from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.envs import EnvBase, GymWrapper
-from workload import NUM_PROCESSES, Policy, make_env, make_policy, measure, parse_arguments, report
+from workload import Policy, make_env, make_policy, measure, parse_arguments, report
 
 ACT_KEYS = ("action", "logprob", "value")
 ROLLOUT_KEYS = ("observation", *ACT_KEYS, ("next", "reward"), ("next", "terminated"), ("next", "truncated"))
@@ -33,7 +33,7 @@ def main() -> None:
     sync = workload.mode == "sync"
     make = partial(vector_env, workload.env, workload.envs_per_process)
     shared = {
-        "create_env_fn": [make] * NUM_PROCESSES,
+        "create_env_fn": [make] * workload.workers,
         "policy": TensorDictModule(Act(make_policy(workload)), in_keys=["observation"], out_keys=list(ACT_KEYS)),
         "total_frames": -1,
         "num_threads": 1,
@@ -43,7 +43,7 @@ def main() -> None:
     if sync:
         collector = MultiSyncCollector(**shared, frames_per_batch=workload.transitions, cat_results="stack")
     else:
-        collector = MultiAsyncCollector(**shared, frames_per_batch=workload.transitions // NUM_PROCESSES)
+        collector = MultiAsyncCollector(**shared, frames_per_batch=workload.transitions // workload.workers)
     batches = iter(collector)
 
     def collect() -> int:

@@ -124,6 +124,32 @@ def test_elastic_benchmark_finds_released_slots_and_repeats_nothing(tmp_path: Pa
     assert (tmp_path / "elastic-slots.png").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["alone", "doorbells"])
+def test_environments_are_stepped_by_the_given_number_of_workers(mode: str) -> None:
+    words = f"--mode {mode} --num-envs 6 --steps 4 --seconds 0.1"
+    script = [sys.executable, str(BENCHMARKS / "contenders" / "steps_only.py"), *words.split()]
+    done = subprocess.run([*script, "--workers", "3"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["contender"] == f"steps-{mode}" and report["steps_per_second"] > 0
+    refused = subprocess.run([*script, "--workers", "4"], capture_output=True, text=True, timeout=120)
+    assert "expected a multiple of 4" in refused.stderr
+
+
+def test_stepping_on_many_workers_is_compared_with_the_limit_and_async() -> None:
+    (pages,) = benchmark_modules("pages")
+    found = {"steps-alone": 100.0, "steps-farstep": 60.0, "steps-async": 20.0}
+    found |= {"limit-eager": 50.0, "farstep-make_vec": 40.0, "gymnasium-async": 10.0}
+    case = {"env": "CartPole-v1", "num_envs": 112, "sampler": "eager", "status": "ok"}
+    runs = [{**case, "contender": name, "report": {"steps_per_second": rate}} for name, rate in found.items()]
+    document = {"machine": {"cores": 16, "cpu": "a CPU"}, "workers": 14, "rounds": 1, "seconds": 4.0, "runs": runs}
+    lines = pages.many_workers_summary(document).splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[2:-1]] for line in lines]
+    assert ["steps-farstep", "60 (60)", "0.60 (0.60)", "3.00 (3.00)"] in rows
+    assert ["farstep-make_vec", "40 (40)", "0.80 (0.80)", "4.00 (4.00)"] in rows
+
+
 def test_tables_of_the_elastic_benchmark() -> None:
     (tables,) = benchmark_modules("elastic_tables")
     work = {"workload": {"workers": 2, "step_ms": 1.0}, "wall_s": 1.0, "others_cpu_s": 0.0}
