@@ -8,55 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from farstep.agents.cuda_graphs import CudaGraphs, capturable
 from farstep.agents.graph_policy import GRAPHS, GraphPolicy, padded_size
 from farstep.agents.policy import Policy
 from farstep.agents.precision import reduce_layers
-from farstep.agents.tape.unread_array import tensor_of
-from farstep.schema import flat, map_leaves
+from tests.agents.fake_graphs import FakeGraphs
 
 if torch.cuda.is_available():
     torch.zeros(1, device="cuda")  # CUDA keeps descriptors open, which no test has to close
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-class FakeGraphs:
-    """Repeats calls on the CPU and, like a graph, writes their results into the memory of the first one."""
-
-    device = "cpu"
-
-    def __init__(self) -> None:
-        self.is_synchronized = True
-
-    def pinned(self, like: Any) -> Any:
-        return torch.empty(like.shape, dtype=like.dtype)
-
-    def synchronize(self) -> None:
-        self.is_synchronized = True
-
-    def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        with _Captures(), capturable():
-            result = map_leaves(tensor_of, function())
-
-        def replay() -> None:
-            assert self.is_synchronized, "the inputs were overwritten while the graph was running"
-            self.is_synchronized = False
-            with capturable(), torch.no_grad():
-                for target, source in zip(flat(result), flat(function()), strict=True):
-                    target.copy_(tensor_of(source))
-
-        return replay, result
-
-
-class _Captures(TorchFunctionMode):
-    """Refuses, like a capture, to read values of tensors."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in ("item", "tolist", "numpy", "cpu", "__bool__", "nonzero"):
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return func(*args, **(kwargs or {}))
 
 
 class NetPolicy(torch.nn.Module):
@@ -258,6 +219,55 @@ def test_a_replay_runs_no_python_code() -> None:
     assert agent.calls == []
 
 
+def launched(policy: Policy, count: int, seed: int) -> Any:
+    torch.manual_seed(seed)
+    return policy.launch(rows(count, seed), None, np.zeros(count, bool), None)
+
+
+@pytest.mark.parametrize("counts", [(8, 8, 8, 8), (8, 16, 8, 16), (16, 7, 16, 8)])
+def test_two_batches_in_flight_do_not_overwrite_each_other(graphs: Any, counts: Any) -> None:
+    policy, eager = policies(NetPolicy(), graphs)
+    for count in set(counts):
+        acts(policy, count)  # captures the size
+    expected = [acts(eager, count, seed)["logits"] for seed, count in enumerate(counts)]
+    running = launched(policy, counts[0], 0)
+    for seed, count in enumerate(counts[1:], 1):
+        following = launched(policy, count, seed)
+        out = running.wait()
+        np.testing.assert_allclose(out["logits"], expected[seed - 1], rtol=1e-5, atol=1e-5)
+        running = following
+    np.testing.assert_allclose(running.wait()["logits"], expected[-1], rtol=1e-5, atol=1e-5)
+    assert policy.note == GRAPHS
+
+
+def test_a_batch_is_done_before_the_one_that_was_launched_after_it() -> None:
+    graphs: Any = FakeGraphs()
+    policy, eager = policies(NetPolicy(), graphs)
+    first, second = launched(policy, 8, 0), launched(policy, 8, 1)
+    polls = 0
+    while not first.is_done():
+        polls += 1
+    assert polls > 1 and graphs.num_run < graphs.num_enqueued
+    np.testing.assert_allclose(first.wait()["logits"], acts(eager, 8, 0)["logits"], rtol=1e-5, atol=1e-5)
+    assert graphs.num_run < graphs.num_enqueued and not second.is_done()
+    np.testing.assert_allclose(second.wait()["logits"], acts(eager, 8, 1)["logits"], rtol=1e-5, atol=1e-5)
+    assert second.is_done()
+
+
+def test_a_batch_in_flight_survives_a_graph_that_cannot_be_captured(graphs: Any) -> None:
+    class LimitedPolicy(NetPolicy):
+        """Cannot be captured for more than eight rows."""
+
+        def act(self, obs: Any) -> dict[str, Any]:
+            return super().act(obs + obs.sum().item() if len(obs) > 8 else obs)
+
+    policy, eager = policies(LimitedPolicy(), graphs)
+    expected = acts(eager, 8, 0)
+    running = launched(policy, 8, 0)
+    assert launched(policy, 16, 1).is_done() and policy.note.startswith("eager: act cannot be captured")
+    np.testing.assert_allclose(running.wait()["logits"], expected["logits"], rtol=1e-5, atol=1e-5)
+
+
 def test_new_weights_need_no_new_graphs(graphs: Any, captures: list[int]) -> None:
     agent = NetPolicy()
     policy, eager = policies(agent, graphs)
@@ -367,7 +377,7 @@ def test_a_failure_outside_of_the_capture_falls_back_to_act(is_loaded: bool, mon
     if is_loaded:
         assert policy.note == GRAPHS
         policy.check_after_load()
-        monkeypatch.setattr(graphs, "synchronize", fail)
+        monkeypatch.setattr(graphs, "run", fail)
     assert_same(acts(policy, 8), acts(eager, 8))
     assert policy.note == "eager: a graph failed: RuntimeError: out of memory"
 

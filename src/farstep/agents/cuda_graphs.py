@@ -1,4 +1,4 @@
-"""The few functions of `torch.cuda` that replay a policy: pinned memory, graph capture and synchronization."""
+"""The few functions of `torch.cuda` that replay a policy: pinned memory, graph capture and events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _WARM_UPS = 3
 
 
 class CudaGraphs:
-    """Captures functions on the current GPU. All graphs share one pool of memory, so only one may run at a time."""
+    """Captures functions on the current GPU. All graphs share one pool of memory, so only one may run at a time: replay
+    them on one stream."""
 
     device = "cuda"
 
@@ -30,9 +31,10 @@ class CudaGraphs:
         """Return host memory of the same shape, to and from which the GPU can copy without waiting."""
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
-    def synchronize(self) -> None:
-        """Wait until the GPU has finished."""
-        torch.cuda.current_stream().synchronize()
+    def event(self) -> torch.cuda.Event:
+        """Return an event. `record` marks the end of the work so far; `query` and `synchronize` refer to this work,
+        not to later work."""
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Capture a call.

@@ -1,11 +1,14 @@
 """A policy on the GPU that replays CUDA graphs of `act`, one for each of a few batch sizes.
 
 A batch is padded to the next of these sizes. It is copied to pinned host memory, from there to the inputs of the graph,
-and the outputs back in the same way; the host waits once per batch. Weights are loaded in place, so graphs stay valid.
+and the outputs back in the same way; the host waits once per batch. While a batch runs, the next one may be launched:
+one stream orders their copies and replays, and each has its own pinned memory. Weights are loaded in place, so graphs
+stay valid.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +18,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from farstep.agents.parameters import as_array
-from farstep.agents.policy import UNPICKLABLE, Policy, constants_of, log, mapping_of, same_randomness
+from farstep.agents.policy import (
+    MAX_IN_FLIGHT,
+    UNPICKLABLE,
+    Launched,
+    Policy,
+    constants_of,
+    log,
+    mapping_of,
+    same_randomness,
+)
 from farstep.core import Array, Nested
 from farstep.errors import described
 from farstep.schema import flat, map_leaves
@@ -63,21 +75,18 @@ class GraphPolicy(Policy):
         self._addresses: list[int] = []
 
     def __call__(self, obs: Nested, state: Nested, episode_start: Any, rng: Sequence[Any] | None) -> dict[str, Any]:
-        return self.launch(obs, state, episode_start, rng)()
+        return self.launch(obs, state, episode_start, rng).wait()
 
-    def launch(
-        self, obs: Nested, state: Nested, episode_start: Any, rng: Sequence[Any] | None
-    ) -> Callable[[], dict[str, Any]]:
+    def launch(self, obs: Nested, state: Nested, episode_start: Any, rng: Sequence[Any] | None) -> Launched:
         rows = len(episode_start)
         if self.note == GRAPHS and rows <= self._max_batch:
             size, arguments = self._size_for(rows), self._inputs(obs, state, episode_start)
             if size not in self._graphs or size in self._unchecked:
                 self._prepare(size, arguments)
             if (graph := self._graphs.get(size)) is not None:
-                graph.start(arguments, rows)
-                return partial(graph.outputs, rows)
+                return graph.start(arguments, rows)
         out = super().__call__(obs, state, episode_start, rng)
-        return lambda: out
+        return Launched(lambda: out)
 
     @property
     def overlaps(self) -> bool:
@@ -164,7 +173,7 @@ class GraphPolicy(Policy):
         for leaf in flat(result):
             if not isinstance(leaf, torch.Tensor) or leaf.device.type != self.device or leaf.shape[:1] != (size,):
                 return "act returns something other than tensors on the GPU with one row per environment"
-        return _Graph(self._cuda, replay, example, [_Staged.of(tensor, self._cuda) for tensor in flat(inputs)], result)
+        return _Graph(self._cuda, replay, example, inputs, result)
 
     def _mismatch(self, graph: _Graph) -> str | None:
         """Compare a graph with `act`, on the same rows and random numbers; return the difference, or None."""
@@ -184,8 +193,7 @@ class GraphPolicy(Policy):
 
     def _replayed(self, graph: _Graph, arguments: tuple[Nested, ...]) -> dict[str, Any]:
         with same_randomness():
-            graph.start(arguments, graph.size)
-            out = graph.outputs(graph.size)
+            out = graph.start(arguments, graph.size).wait()
         return {name: map_leaves(np.array, value) for name, value in out.items()}
 
     def _current_addresses(self) -> list[int]:
@@ -214,6 +222,24 @@ class _Staged:
         return cls(tensor.detach(), on_host, on_host.numpy())
 
 
+class _Staging:
+    """Pinned memory for the inputs and outputs of one batch.
+
+    Args:
+        cuda: Allocates it.
+        inputs, outputs: The tensors of the graph.
+        example: The first inputs.
+    """
+
+    def __init__(self, cuda: CudaGraphs, inputs: Nested, outputs: Nested, example: tuple[Nested, ...]) -> None:
+        self.inputs = [_Staged.of(tensor, cuda) for tensor in flat(inputs)]
+        for staged, leaf in zip(self.inputs, flat(example), strict=True):
+            staged.array[...] = leaf
+        self.outputs = [_Staged.of(tensor, cuda) for tensor in flat(outputs)]
+        self.copied = cuda.event()
+        """The end of the copy of the outputs, until which nothing here may be read or overwritten."""
+
+
 class _Graph:
     """A captured call of `act` for one batch size.
 
@@ -221,8 +247,8 @@ class _Graph:
         cuda: The object that captured it.
         replay: Replays the captured operations.
         example: Arguments with this number of rows.
-        inputs: The memory of the arguments.
-        result: What the captured call returned.
+        inputs: The tensors that the captured call got.
+        result: What it returned.
     """
 
     def __init__(
@@ -230,29 +256,35 @@ class _Graph:
         cuda: CudaGraphs,
         replay: Callable[[], None],
         example: tuple[Nested, ...],
-        inputs: list[_Staged],
+        inputs: Nested,
         result: Nested,
     ) -> None:
-        self._cuda, self._replay, self.example, self._inputs = cuda, replay, example, inputs
+        self._replay, self.example, self._result = replay, example, result
         self.size = len(next(flat(example)))
-        for staged, leaf in zip(inputs, flat(example), strict=True):
-            staged.array[...] = leaf
-        self._result = result
-        self._outputs = [_Staged.of(tensor, cuda) for tensor in flat(result)]
+        self._stagings = itertools.cycle([_Staging(cuda, inputs, result, example) for _ in range(MAX_IN_FLIGHT)])
 
-    def start(self, arguments: tuple[Nested, ...], rows: int) -> None:
-        """Start to compute the result for some rows."""
-        for staged, leaf in zip(self._inputs, flat(arguments), strict=True):
+    def start(self, arguments: tuple[Nested, ...], rows: int) -> Launched:
+        """Start to compute the result for some rows.
+
+        Batches in flight share the inputs and outputs on the GPU: the stream copies the outputs of one batch before the
+        inputs of the next one.
+
+        Returns:
+            The call. Its outputs are views of memory that the start after the next one overwrites.
+        """
+        staging = next(self._stagings)
+        for staged, leaf in zip(staging.inputs, flat(arguments), strict=True):
             staged.array[:rows] = leaf
             staged.on_gpu.copy_(staged.on_host, non_blocking=True)
         self._replay()
-        for staged in self._outputs:
+        for staged in staging.outputs:
             staged.on_host.copy_(staged.on_gpu, non_blocking=True)
+        staging.copied.record()
+        return Launched(partial(self._outputs, staging, rows), staging.copied.query)
 
-    def outputs(self, rows: int) -> dict[str, Any]:
-        """Wait for the result of `start`, and return it: views of memory that the next start overwrites."""
-        self._cuda.synchronize()
-        outputs = iter(self._outputs)
+    def _outputs(self, staging: _Staging, rows: int) -> dict[str, Any]:
+        staging.copied.synchronize()
+        outputs = iter(staging.outputs)
         return mapping_of(map_leaves(lambda _: next(outputs).array[:rows], self._result))
 
 

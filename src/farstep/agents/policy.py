@@ -8,6 +8,7 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,22 @@ FAST = "fast: workers replay the recorded torch operations of act"
 """`Policy.note` of an agent whose `act` was recorded."""
 UNPICKLABLE = "an attribute of the agent cannot be pickled, so its changes could not be detected"
 """Why `act` of an agent is not recorded if `constants_of` fails."""
+MAX_IN_FLIGHT = 2
+"""Largest number of batches that were launched and whose outputs are still needed."""
+
+
+def _always() -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A call of `act` whose outputs may not be computed yet."""
+
+    wait: Callable[[], dict[str, Any]]
+    """Waits for the outputs, and returns them."""
+    is_done: Callable[[], bool] = _always
+    """Whether the outputs are computed."""
 
 
 class Policy:
@@ -94,16 +111,14 @@ class Policy:
             return mapping_of(self._fast(*self._arguments(obs, state, episode_start)))
         return self._eager(obs, state, episode_start, rng)
 
-    def launch(
-        self, obs: Nested, state: Nested, episode_start: Any, rng: Sequence[Any] | None
-    ) -> Callable[[], dict[str, Any]]:
+    def launch(self, obs: Nested, state: Nested, episode_start: Any, rng: Sequence[Any] | None) -> Launched:
         """Act as `__call__` does, without waiting for a GPU if possible (see `overlaps`).
 
-        Returns:
-            A function that waits for the outputs. Call it before the next batch, which may overwrite them.
+        If `overlaps`, the next batch may be launched before the outputs of this one are used; the batch after that may
+        overwrite them.
         """
         out = self(obs, state, episode_start, rng)
-        return lambda: out
+        return Launched(lambda: out)
 
     @property
     def overlaps(self) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +13,15 @@ import numpy as np
 import pytest
 
 from farstep.acting import messages as am
-from farstep.acting.mailbox import ANSWER, HELD, REQUEST, TICKET, VERSION, WAITS, MailboxLayout
+from farstep.acting.mailbox import ANSWER, CONTINUES, HELD, REQUEST, TICKET, VERSION, WAITS, MailboxLayout
 from farstep.acting.serving.answers import Answers
 from farstep.acting.serving.arena import Arena
 from farstep.acting.serving.batch_actor import BatchActor
 from farstep.acting.serving.batch_runner import BatchRunner
 from farstep.acting.serving.server_clients import Client
-from farstep.agents.policy import Policy
+from farstep.agents.policy import Launched, Policy
 from farstep.config.inference import ServedInference
+from farstep.rollout.progress import COUNT, PHASE, Phase
 from farstep.rollout.rows import Slots
 from farstep.schema import space_schema
 from farstep.testing import CountingEnv
@@ -44,15 +47,29 @@ class SlowPolicy(Policy):
     def __init__(self, agent: Any, log: list[str]) -> None:
         super().__init__(agent, "eager", False)
         self._log = log
+        self.while_running: deque[Callable[[], object]] = deque()
+        """What to do at each poll while a batch runs. A batch is done as soon as nothing is left."""
+        self.wait_error: Exception | None = None
+        """What the next wait for outputs raises."""
 
-    def launch(self, *arguments: Any) -> Any:
+    def launch(self, *arguments: Any) -> Launched:
         self._log.append("start")
+        copies: list[Any] = [np.array(array) if isinstance(array, np.ndarray) else array for array in arguments]
 
         def wait() -> dict[str, Any]:
             self._log.append("finish")
-            return self(*arguments)
+            if error := self.wait_error:
+                self.wait_error = None
+                raise error
+            return self(*copies)
 
-        return wait
+        return Launched(wait, self._is_done)
+
+    def _is_done(self) -> bool:
+        if not self.while_running:
+            return True
+        self.while_running.popleft()()
+        return False
 
 
 class Sync(SimpleNamespace):
@@ -78,9 +95,18 @@ class Served:
         )
         self.arenas: list[Arena] = []
         self.clients = [self.make_client(worker) for worker in range(2)]
+        self.words = memoryview(bytearray(8 * 64)).cast("q")
+        self.runner = self.make_runner(is_local=True)
+
+    def make_runner(self, is_local: bool) -> BatchRunner:
         sync: Any = self.sync
-        self.runner = BatchRunner(self.arenas, sync, memoryview(bytearray(8 * 64)).cast("q"), is_local=True)
-        self.runner.actor = self.actor
+        runner = BatchRunner(self.arenas, sync, self.words, is_local)
+        runner.actor = self.actor
+        return runner
+
+    @property
+    def policy(self) -> Any:
+        return self.actor.policy
 
     def run(self, until: float = float("inf")) -> float:
         return self.runner.run(until)
@@ -109,12 +135,22 @@ class Served:
         )
         return client
 
-    def request(self, worker: int, index: int, number: int, seen: float, ticket: int = 1, waits: bool = True) -> None:
+    def request(
+        self,
+        worker: int,
+        index: int,
+        number: int,
+        seen: float,
+        ticket: int = 1,
+        waits: bool = True,
+        continues: bool = False,
+    ) -> None:
         """Write a request, as a worker does."""
         group = self.clients[worker].groups[index]
         for name in self._obs:
             group.arrays[name][...] = seen
-        group.words[TICKET], group.words[REQUEST], group.words[WAITS] = ticket, number, waits
+        group.words[TICKET], group.words[WAITS], group.words[CONTINUES] = ticket, waits, continues
+        group.words[REQUEST] = number
 
     def answer(self, worker: int, index: int) -> tuple[int, int, set[float]]:
         """The number and version of a group's answer, and what the policy saw."""
@@ -222,6 +258,249 @@ def test_an_error_in_the_next_batch_does_not_affect_the_last_one(served: Served)
     assert served.clients[0].failure is None
     failure = served.clients[1].failure
     assert failure is not None and "no actions" in failure.message
+
+
+def nothing() -> None:
+    """Let a batch run until the next poll."""
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "stepping", "starts_early"),
+    [
+        pytest.param([(0, 0), (0, 1)], [(1, 0)], [], True, id="no other group is inside a chunk"),
+        pytest.param([(0, 0), (0, 1)], [(1, 0)], [(1, 1)], False, id="another group may come in time"),
+        pytest.param([(0, 0)], [(1, 0)], [(0, 1), (1, 1)], True, id="as many wait as are in flight"),
+        pytest.param([(0, 0)], [], [], False, id="nothing waits"),
+        pytest.param([(0, 0), (0, 1)], [(1, 0)], [(2, 0)], False, id="a group of another arena may come in time"),
+        pytest.param([(0, 0), (2, 1)], [(1, 0)], [], True, id="a batch of two arenas"),
+    ],
+)
+def test_a_batch_starts_while_another_runs_if_it_would_not_grow(
+    served: Served,
+    running: list[tuple[int, int]],
+    waiting: list[tuple[int, int]],
+    stepping: list[tuple[int, int]],
+    starts_early: bool,
+) -> None:
+    served.clients += [served.make_client(worker) for worker in (2, 3)]
+    served.clients.reverse()  # the last worker, alone in its arena, becomes worker 0
+    for worker, index in running:
+        served.request(worker, index, 1, seen=worker, continues=True)
+    for worker, index in stepping:
+        served.clients[worker].groups[index].words[CONTINUES] = 1
+
+    def arrive() -> None:
+        for worker, index in waiting:
+            served.request(worker, index, 1, seen=10 + worker, continues=True)
+
+    served.policy.while_running += [nothing, arrive, nothing, nothing]
+    served.run()
+    first, second = len(running) * ["answer"], len(waiting) * ["answer"]
+    if starts_early:
+        assert served.log == ["start", "start", "finish", *first, "finish", *second]
+    elif waiting:
+        assert served.log == ["start", "finish", "start", *first, "finish", *second]
+    assert [served.answer(*group) for group in running] == [(1, 1, {worker}) for worker, _ in running]
+    assert [served.answer(*group) for group in waiting] == [(1, 1, {10 + worker}) for worker, _ in waiting]
+
+
+def test_at_most_two_batches_are_in_flight(served: Served) -> None:
+    served.request(0, 0, 1, seen=3)
+    arrivals = [(0, 1), (1, 0), (1, 1)]
+    for seen, (worker, index) in enumerate(arrivals, 4):
+        served.policy.while_running.append(partial(served.request, worker, index, 1, seen))
+    served.run()
+    assert served.log == ["start", *["start", "finish", "answer"] * 3, "finish", "answer"]
+    assert [served.answer(*group)[2] for group in [(0, 0), *arrivals]] == [{3}, {4}, {5}, {6}]
+
+
+def test_no_batch_starts_while_another_runs_if_messages_are_due(served: Served) -> None:
+    served.request(0, 0, 1, seen=3)
+    served.policy.while_running.append(lambda: served.request(1, 0, 1, seen=5))
+    served.run(until=0.0)
+    assert served.log == ["start", "finish", "answer"]
+
+
+@pytest.mark.parametrize("case", ["cpu", "network"])
+def test_batches_overlap_only_on_the_gpu_and_with_shared_memory(served: Served, case: str) -> None:
+    served.policy.overlaps = case != "cpu"
+    served.runner = served.make_runner(is_local=case != "network")
+    served.request(0, 0, 1, seen=3)
+    served.policy.while_running.append(lambda: pytest.fail("polled"))
+    during_the_first_batch(served, lambda: served.request(1, 0, 1, seen=5))
+    served.run()
+    assert served.log == ["start", "finish", "answer"]
+
+
+def test_weights_do_not_change_while_a_batch_is_in_flight(served: Served) -> None:
+    served.request(0, 0, 1, seen=3)
+
+    def publish() -> None:
+        served.sync.newest = 2
+        served.request(1, 1, 1, seen=7)
+
+    served.policy.while_running += [lambda: served.request(1, 0, 1, seen=5), publish, nothing]
+    served.run()
+    served.run()
+    assert served.log == ["start", "start", *["finish", "answer"] * 2, "pull", "start", "finish", "answer"]
+    assert [served.answer(*group)[1] for group in ((0, 0), (1, 0), (1, 1))] == [1, 1, 2]
+
+
+@pytest.mark.parametrize("failing", ["first", "second", "poll"])
+def test_an_error_of_one_batch_in_flight_does_not_affect_the_other(served: Served, failing: str) -> None:
+    served.request(0, 0, 1, seen=3)
+    policy = served.policy
+
+    def fail_next_wait() -> None:
+        policy.wait_error = ValueError("no actions")
+
+    def fail_poll() -> None:
+        policy.wait_error = ValueError("no actions")
+        raise ValueError("no actions")
+
+    policy.while_running.append(lambda: served.request(1, 0, 1, seen=5))
+    if failing == "first":
+        fail_next_wait()
+    else:
+        policy.while_running.append(fail_next_wait if failing == "second" else fail_poll)
+    served.run()
+    assert served.log == ["start", "start", "finish", "answer", "finish", "answer"]
+    failed, other = (0, 1) if failing == "first" else (1, 0)
+    assert served.clients[other].failure is None
+    assert served.answer(other, 0) == (1, 1, {5 if other else 3})
+    failure = served.clients[failed].failure
+    assert failure is not None and "no actions" in failure.message and failure.phase == "act"
+
+
+def test_a_batch_that_cannot_start_does_not_affect_the_one_that_runs(served: Served) -> None:
+    served.request(0, 0, 1, seen=3)
+    policy = served.policy
+
+    def fail(*arguments: Any) -> Any:
+        raise ValueError("no actions")
+
+    def arrive() -> None:
+        policy.launch = fail
+        served.request(1, 0, 1, seen=5)
+
+    policy.while_running.append(arrive)
+    served.run()
+    assert served.log == ["start", "finish", "answer", "answer"]
+    assert served.answer(0, 0) == (1, 1, {3}) and served.clients[0].failure is None
+    failure = served.clients[1].failure
+    assert failure is not None and "no actions" in failure.message
+
+
+def test_the_server_ends_if_memory_runs_out_in_the_second_batch(served: Served) -> None:
+    served.request(0, 0, 1, seen=3)
+    policy = served.policy
+
+    def run_out() -> None:
+        policy.wait_error = MemoryError()
+
+    policy.while_running += [lambda: served.request(1, 0, 1, seen=5), run_out]
+    with pytest.raises(MemoryError):
+        served.run()
+    assert served.answer(0, 0) == (1, 1, {3}) and served.answer(1, 0)[0] == 0
+
+
+def test_the_time_limit_of_a_batch_begins_when_the_last_one_is_done(served: Served) -> None:
+    served.request(0, 0, 1, seen=3)
+    policy, found = served.policy, []
+    call = policy.agent.act
+
+    def act(obs: Any) -> Any:
+        found.append((served.words[PHASE], served.words[COUNT]))
+        return call(obs)
+
+    policy.agent.act = act
+    policy.while_running += [lambda: served.request(1, 0, 1, seen=5)]
+    served.run()
+    (first, count), (second, later) = found
+    assert first == second == Phase.ACT and later > count
+
+
+def test_a_request_that_replaces_one_in_flight_is_answered_last(served: Served) -> None:
+    served.request(0, 0, 1, seen=3)
+    served.policy.while_running.append(lambda: served.request(0, 0, 2, seen=5, ticket=2))
+    served.run()
+    assert served.log == ["start", "start", *["finish", "answer"] * 2]
+    assert served.answer(0, 0) == (2, 1, {5})
+
+
+def test_a_request_that_is_refused_while_another_is_in_flight_is_answered_last(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(ticket: Any, actor: Any) -> bool:
+        raise ValueError("no rule")
+
+    served.request(0, 0, 1, seen=3)
+
+    def replace() -> None:
+        for name in ("needs_pull", "pull_if_needed"):
+            monkeypatch.setattr(served.sync, name, fail)
+        served.request(0, 0, 2, seen=5, ticket=2)
+
+    served.policy.while_running.append(replace)
+    for _ in range(2):
+        served.run()
+    failure = served.clients[0].failure
+    assert served.answer(0, 0)[0] == 2 and failure is not None and "no rule" in failure.message
+
+
+def test_a_window_and_the_largest_batch_also_hold_while_a_batch_runs(served: Served) -> None:
+    served.request(0, 0, 1, seen=3, continues=True)
+
+    def arrive() -> None:
+        for index in range(2):
+            served.request(1, index, 1, seen=5, continues=True)
+
+    served.runner.options = ServedInference(window_ms=1e6, max_batch=4)
+    served.request(0, 1, 1, seen=3, continues=True)  # as many rows as a batch may have, so no window
+    served.policy.while_running += [lambda: served.request(1, 0, 1, seen=5, continues=True), nothing]
+    served.run()
+    assert served.log == ["start", "finish", "answer", "answer"], "it may become larger within the window"
+    served.log.clear()
+    served.runner.options = ServedInference(max_batch=2)
+    served.policy.while_running += [arrive, nothing, nothing]
+    served.request(0, 0, 2, seen=3, continues=True)
+    served.run()
+    assert served.log[:2] == ["start", "start"] and served.log.count("start") == 3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_request_gets_the_answer_to_its_own_observations(
+    served: Served, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers send their next requests, and versions are published, at any time while batches run."""
+    rng = np.random.default_rng(seed)
+    sent = dict.fromkeys([(worker, index) for worker in range(2) for index in range(2)], 0)
+    changes: list[tuple[int, int]] = []
+
+    def load(ticket: Any, actor: Any) -> None:
+        if actor.version < served.sync.newest:
+            actor.version = served.sync.newest
+            changes.append((served.log.count("start"), served.log.count("finish")))
+
+    monkeypatch.setattr(served.sync, "pull_if_needed", load)
+
+    def step() -> None:
+        for (worker, index), number in sent.items():
+            answered, _, seen = served.answer(worker, index)
+            if answered == number and rng.random() < 0.4:
+                assert not number or seen == {float(number % 100)}
+                sent[worker, index] = number + 1
+                served.request(worker, index, number + 1, seen=(number + 1) % 100, continues=bool(rng.random() < 0.9))
+        served.sync.newest += int(rng.random() < 0.1)
+
+    for _ in range(60):
+        served.policy.while_running += [step] * int(rng.integers(1, 12))
+        step()
+        served.run()
+    assert min(sent.values()) > 20 and len(changes) > 5
+    assert all(started == finished for started, finished in changes)
+    in_flight = np.cumsum([{"start": 1, "finish": -1}.get(event, 0) for event in served.log])
+    assert in_flight.max() == 2 and in_flight[-1] == 0
 
 
 def test_one_batch_has_requests_of_several_arenas(served: Served) -> None:

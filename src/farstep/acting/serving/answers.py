@@ -26,6 +26,13 @@ class Answers:
     batch: Batch | None = None
     """None if the policy did not start to act."""
 
+    def is_done(self) -> bool:
+        """Whether the policy has acted, or has failed."""
+        try:
+            return self.batch is None or self.batch.launched.is_done()
+        except Exception:
+            return True  # waiting for the outputs raises the error again
+
     def send(self, output_names: Iterable[str], total_pulls: int, divergence: float | None, fence: Fence) -> None:
         """Write the answers into the mailboxes, and notify the workers that wait.
 

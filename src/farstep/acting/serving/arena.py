@@ -202,6 +202,15 @@ def arena_with_free_mailbox(layout: MailboxLayout, arenas: list[Arena]) -> Arena
     return found
 
 
+def cover_running_chunks(arenas: Sequence[Arena], requests: Sequence[Requests]) -> bool:
+    """Whether each group that is inside a chunk has one of these requests, so that it sends no other one soon."""
+    for arena in arenas:
+        groups = [each.groups for each in requests if each.arena is arena]
+        if arena.num_expected(np.concatenate(groups) if groups else [], begins=False):
+            return False
+    return True
+
+
 def num_expected(arenas: Sequence[Arena], pending: Sequence[Requests]) -> int:
     """The number of groups that may soon send a request: inside a chunk or, if a chunk begins, any other group."""
     begins = any(requests.arena.group_words[IS_FIRST][requests.groups].any() for requests in pending)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from farstep.acting.serving.thread_choice import ThreadChoice
 from farstep.agents.base_weights import BaseBytes
 from farstep.agents.graph_policy import with_graphs
 from farstep.agents.parameters import as_array, leaves_of
-from farstep.agents.policy import Policy
+from farstep.agents.policy import MAX_IN_FLIGHT, Launched, Policy
 from farstep.agents.precision import USE_FLOAT32, ReducedPolicy, reduce_layers
 from farstep.agents.sized_policy import SizedPolicy
 from farstep.config.env import ALL_WEIGHTS, WeightsConfig
@@ -93,8 +94,12 @@ class Batch:
     """The rows of the requests of each arena."""
     rows: dict[str, Array]
     """Observations and, after `BatchActor.finish`, outputs: `[1, rows, ...]`."""
-    wait: Callable[[], dict[str, Any]]
-    """Waits for the outputs of `act`, and returns them."""
+    slots: Array
+    """Slot number of each row."""
+    state: Nested
+    """Recurrent state before the call of `act`; None if the agent is not recurrent."""
+    launched: Launched
+    """The call of `act`."""
 
     def answer(self, names: Iterable[str]) -> None:
         """Write the named outputs into the mailboxes."""
@@ -104,8 +109,36 @@ class Batch:
                 requests.arena.arrays[name][requests.rows] = row[part]
 
 
+class _RowBuffers:
+    """The arrays of one batch, which later batches use again.
+
+    Args:
+        specs: The arrays of a row beside `episode_start`.
+    """
+
+    def __init__(self, specs: Schema) -> None:
+        self._specs = specs
+        self._arrays: dict[str, Array] = {}
+        self._sizes: dict[int, dict[str, Array]] = {}
+        """The first rows of the arrays, by their number."""
+
+    def sized(self, count: int) -> dict[str, Array]:
+        """Arrays `[1, count, ...]`."""
+        if not self._arrays or self._arrays["episode_start"].shape[1] < count:
+            room = 1 << (count - 1).bit_length()
+            self._arrays = {n: np.zeros((1, room, *s.shape), np.dtype(s.dtype)) for n, s in self._specs.items()}
+            self._arrays["episode_start"] = np.zeros((1, room), bool)
+            self._sizes = {}
+        if count not in self._sizes:
+            self._sizes[count] = {name: array[:, :count] for name, array in self._arrays.items()}
+        return self._sizes[count]
+
+
 class BatchActor(Actor):
     """An `Actor` whose rows come from the mailboxes of several workers, and that may act in lower precision.
+
+    At most two batches may be in flight: after `start`, until their answers are written. They finish in the order in
+    which they started.
 
     Args:
         payload: The pickled agent.
@@ -132,8 +165,8 @@ class BatchActor(Actor):
         super().__init__(payload, "eager", obs, slots, weights, has_gpu and dtype == "float32", base)
         self._reduced: ReducedPolicy | None = None
         """The policy that acts, if its precision is lower than that of the weights that are loaded."""
-        self._state_before: Nested = None
-        """Recurrent state before the last call of `act`."""
+        self._last: tuple[dict[str, Array], Nested] | None = None
+        """The rows of the last batch that has finished, and its recurrent state before the call of `act`."""
         self._dtype = dtype
         if dtype != "float32":
             assert self._trial is not None
@@ -146,9 +179,6 @@ class BatchActor(Actor):
         self._numbers = np.zeros(0, np.int64)
         self._threads: ThreadChoice | None = None
         self._batch_rng: list[np.random.Generator] | None = None
-        self._buffers: dict[str, Array] = {}
-        self._sizes: dict[int, dict[str, Array]] = {}
-        """The first rows of the buffers, by their number."""
 
     def dry_run(self, current: dict[str, Array], action_schema: Schema) -> tuple[Schema, Schema, Structure]:
         if self._reduced is None:
@@ -174,14 +204,17 @@ class BatchActor(Actor):
 
     def _last_rows(self) -> dict[str, Array]:
         """The rows of the last call of `act`, with the recurrent state."""
-        if not self._buffers:
+        if self._last is None:
             return self.example
-        state = leaves_of(self._state_before, "state") if self.policy.recurrent else ()
-        return {name: array[0] for name, array in self._rows.items()} | {name: as_array(leaf) for name, leaf in state}
+        rows, before = self._last
+        state = leaves_of(before, "state") if self.policy.recurrent else ()
+        return {name: array[0] for name, array in rows.items()} | {name: as_array(leaf) for name, leaf in state}
 
     def prepare(self, obs: Schema, outputs: Schema) -> None:
         """Set the arrays of a batch; called once, after `dry_run`."""
-        self._specs = {**obs, **outputs}
+        buffers = [_RowBuffers({**obs, **outputs}) for _ in range(MAX_IN_FLIGHT)]
+        self._buffers = itertools.cycle(buffers)
+        self._write_to(buffers[0].sized(1))
         self._obs_names = list(obs)
         self.output_names = leaf_names(self.structure)
 
@@ -198,7 +231,8 @@ class BatchActor(Actor):
     def start(self, requests: Sequence[Requests]) -> Batch:
         """Start to act on these requests. On the GPU, this does not wait for the outputs."""
         count = sum(len(each.rows) for each in requests)
-        rows, parts, stop = self._sized(count), [], 0
+        self._rows = rows = next(self._buffers).sized(count)
+        parts, stop = [], 0
         for each in requests:
             part = slice(stop, stop := stop + len(each.rows))
             parts.append(part)
@@ -209,7 +243,7 @@ class BatchActor(Actor):
         if self._keeps_state:
             groups = [client.groups[i] for each in requests for client, i in each.clients()]
             self._begin_act(groups)
-        return Batch(requests, parts, rows, self._launched(rows, count))
+        return Batch(requests, parts, rows, self._numbers, self._state, self._launched(rows, count))
 
     @property
     def _keeps_state(self) -> bool:
@@ -226,8 +260,10 @@ class BatchActor(Actor):
 
     def finish(self, batch: Batch) -> None:
         """Wait until the policy has acted, and copy the outputs and the recurrent state."""
+        self._rows, self._numbers = batch.rows, batch.slots  # another batch may have started
+        self._last = (batch.rows, batch.state)
         try:
-            out = batch.wait()
+            out = batch.launched.wait()
         except Exception as error:
             self._explain(error, self._observations())
             raise
@@ -250,7 +286,7 @@ class BatchActor(Actor):
         """Let torch compute each batch with one thread or with `max_threads`, whichever is faster."""
         self._threads = ThreadChoice(max_threads)
 
-    def _launched(self, rows: dict[str, Array], count: int) -> Callable[[], dict[str, Any]]:
+    def _launched(self, rows: dict[str, Array], count: int) -> Launched:
         """Call the policy on these rows, on the CPU with the number of threads that is faster."""
         if self._threads is None:
             return self._launch(rows)
@@ -258,11 +294,11 @@ class BatchActor(Actor):
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         began = time.perf_counter()
-        wait = self._launch(rows)
+        launched = self._launch(rows)
         self._threads.note(count, threads, time.perf_counter() - began)
-        return wait
+        return launched
 
-    def _launch(self, rows: dict[str, Array]) -> Callable[[], dict[str, Any]]:
+    def _launch(self, rows: dict[str, Array]) -> Launched:
         try:
             return self.policy.launch(self._observed(0), self._state, rows["episode_start"][0], self._batch_rng)
         except Exception as error:
@@ -272,19 +308,6 @@ class BatchActor(Actor):
     def _observations(self) -> list[Array]:
         return [self._rows[name][0] for name in self._obs_names]
 
-    def _sized(self, count: int) -> dict[str, Array]:
-        """Arrays `[1, count, ...]` for a batch. The outputs of the batch before it stay unchanged until `finish`."""
-        if not self._buffers or self._buffers["episode_start"].shape[1] < count:
-            room = 1 << (count - 1).bit_length()
-            self._buffers = {n: np.zeros((1, room, *s.shape), np.dtype(s.dtype)) for n, s in self._specs.items()}
-            self._buffers["episode_start"] = np.zeros((1, room), bool)
-            self._write_to(self._buffers)
-            self._sizes = {}
-        if count not in self._sizes:
-            self._sizes[count] = {name: array[:, :count] for name, array in self._buffers.items()}
-        self._rows = self._sizes[count]
-        return self._rows
-
     def _gather_state(self, groups: Sequence[Group]) -> None:
         states = []
         for group in groups:
@@ -292,7 +315,7 @@ class BatchActor(Actor):
                 for name, leaf in leaves_of(group.state, "state"):
                     group.arrays[name][...] = as_array(leaf)
             states.append(group.state)
-        self._state = self._state_before = _joined(states)
+        self._state = _joined(states)
 
     def _slot_of(self, i: int) -> int:
         return int(self._numbers[i]) if len(self._numbers) else super()._slot_of(i)

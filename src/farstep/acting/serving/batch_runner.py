@@ -1,7 +1,8 @@
-"""Acts on the requests of workers, batch by batch, and pulls weights between two batches."""
+"""Acts on the requests of workers, batch by batch, and pulls weights while no batch is in flight."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Sequence
 
@@ -10,7 +11,7 @@ import numpy as np
 from farstep.acting import messages as am
 from farstep.acting.mailbox import PULLED_BYTES
 from farstep.acting.serving.answers import Answers
-from farstep.acting.serving.arena import Arena, Requests, num_expected
+from farstep.acting.serving.arena import Arena, Requests, cover_running_chunks, num_expected
 from farstep.acting.serving.batch_actor import BatchActor
 from farstep.acting.serving.batching import next_batch
 from farstep.config.inference import ServedInference
@@ -58,8 +59,9 @@ class BatchRunner:
     def run(self, until: float) -> float:
         """Act on pending requests.
 
-        On the GPU, the next batch starts before the answers to the last one are written, so that the GPU need not wait
-        for that.
+        On the GPU, the next batch starts while the last one runs, if this does not make it smaller (see
+        `_started_early`), or else before the answers to the last one are written. So the GPU need not wait for the
+        host. At the end, no batch is in flight.
 
         Args:
             until: When to handle messages, which may close a mailbox; no batch starts before another is answered then.
@@ -74,23 +76,53 @@ class BatchRunner:
             return wait_s
         answers = self._start(self.actor, requests)
         while True:
+            following = self._started_early(self.actor, answers, until)
             self._finish(self.actor, answers)
-            may_overlap = self._is_local and self.actor.policy.overlaps and time.monotonic() < until
-            following = self._next_batch(self.actor, may_pull=False)[0] if may_overlap else []
-            next_answers = self._start(self.actor, following) if following else None
+            if following is None and self._may_overlap(self.actor, until):
+                following = self._started_next(self.actor)
             self._send(self.actor, answers)
-            if next_answers is None:
+            if following is None:
                 return 0.0
-            answers = next_answers
+            answers = following
+
+    def _may_overlap(self, actor: BatchActor, until: float) -> bool:
+        """Whether a batch may start before the last one is answered."""
+        return self._is_local and actor.policy.overlaps and time.monotonic() < until
+
+    def _started_early(self, actor: BatchActor, running: Answers, until: float) -> Answers | None:
+        """Start the next batch while another one runs, as soon as no later start is likely to make it larger.
+
+        That is, all groups that are inside a chunk are in one of the two batches, or at least as many requests wait as
+        there are in the running batch.
+
+        Returns:
+            The next batch; None if the running one is done, or if the next one must not start yet.
+        """
+        while self._may_overlap(actor, until) and not running.is_done():
+            pending = self._pending()
+            is_large = _count(pending) >= _count(running.requests)
+            if is_large or (pending and cover_running_chunks(self._arenas, [*pending, *running.requests])):
+                return self._started_next(actor)
+            os.sched_yield()
+        return None
+
+    def _started_next(self, actor: BatchActor) -> Answers | None:
+        """Start the next batch while another one is in flight. Return None if there is none without a pull."""
+        requests, _ = self._next_batch(actor, may_pull=False)
+        return self._start(actor, requests) if requests else None
+
+    def _pending(self) -> list[Requests]:
+        return _nonempty(arena.pending(self._fence) for arena in self._arenas)
 
     def _next_batch(self, actor: BatchActor, may_pull: bool = True) -> tuple[Sequence[Requests], float]:
         """Return the requests to act on now, and, if there are none, for how many seconds to wait for messages.
 
         Args:
-            may_pull: Whether to pull weights first if the sync rule decides to. Otherwise there is no batch then.
+            may_pull: Whether to pull weights first if the sync rule decides to. Otherwise there is no batch then, nor
+                if the rule raises an error.
         """
         now = time.monotonic()
-        pending = _nonempty(arena.pending(self._fence) for arena in self._arenas)
+        pending = self._pending()
         try:
             admitted = self._update_weights(actor, pending, may_pull)
         except TicketCancelled:
@@ -98,6 +130,8 @@ class BatchRunner:
         except EOFError:
             raise  # the head closed the connection
         except (Exception, SystemExit, KeyboardInterrupt) as error:
+            if not may_pull:
+                return [], 0.0  # answers to the batch in flight come first
             for requests in pending:
                 requests.mark_taken()
             self._send(actor, self._answers_to(actor, pending, self._failure(error)))
@@ -181,6 +215,8 @@ class BatchRunner:
 
     def _finish(self, actor: BatchActor, answers: Answers) -> None:
         """Wait until the policy has acted."""
+        self._words[PHASE] = Phase.ACT
+        self._words[COUNT] += 1
         try:
             if answers.batch is not None:
                 actor.finish(answers.batch)
