@@ -30,10 +30,20 @@ def page(document: Document, part: str) -> str:
     return _PAGES[part](document, found)
 
 
-def claims(document: Document) -> str:
-    """The section of benchmarks/README.md: what was measured beside what the ARTOS paper reports."""
+def claims(document: Document, sac: Document | None = None) -> str:
+    """The section of benchmarks/README.md: what was measured beside what the ARTOS paper reports.
+
+    Args:
+        document: The results of all parts.
+        sac: Results that replace those of SAC in `document`; None: there are none.
+    """
+    where = f"On {machines(document)} (`results/elastic.json`)"
+    if sac is not None:
+        runs = [run for run in document["runs"] if not run["name"].startswith("SAC")]
+        document = {**document, "runs": [*runs, *sac["runs"]]}
+        where += f"; SAC on {machines(sac)} (`results/elastic-sac.json`)"
     rows = [[name, paper, found] for name, paper, measure in _CLAIMS if (found := measure(document))]
-    where = f"On {machines(document)}, `results/elastic.json`, medians of the rounds:"
+    where += ". Medians of the rounds; the row about adaptive batches has means of the seeds:"
     return f"{where}\n\n{table(['', 'ARTOS (paper)', 'farstep'], rows)}"
 
 
@@ -176,33 +186,47 @@ def _backends_page(document: Document, found: dict[str, list[Run]]) -> str:
 
 
 def _batch_page(document: Document, found: dict[str, list[Run]]) -> str:
-    parts = []
+    parts, names = [], ["workers", "reached", "seconds", "slot-seconds", "updates", "steps"]
     for task in dict.fromkeys(run["task"] for runs in found.values() for run in runs):
         mine = {name: [run for run in runs if run["task"] == task] for name, runs in found.items()}
         mine = {name: runs for name, runs in mine.items() if runs}
-        first = next(iter(mine.values()))[0]
+        first, end_s = next(iter(mine.values()))[0], _common_s(mine)
         parts += [
             f"{task} whose steps sleep for {first['workload']['step_ms']:g} ms, one environment per worker. Runs "
             f"end at a mean return of {first['target']:g} over 100 episodes, or after {first['seconds_limit']:g} s. "
-            "`schedule` uses from the smallest to the largest of the fixed numbers of workers, `noise` from 1 to the "
-            "largest. Means (from the lowest to the highest seed); times and slot-seconds are those until the end of "
-            "the run:",
+            "`schedule` may use from the smallest to the largest of the fixed numbers of workers, `noise` from 1 to "
+            "the largest; *last workers* is their number in the last update. The column before *last return* is the "
+            "mean return over the time that every run lasted. Means (from the lowest to the highest seed); times and "
+            "slot-seconds are those until the end of the run:",
             table(
-                ["workers", "reached", "seconds", "slot-seconds", "updates", "steps", "last return"],
-                [_batch_row(name, runs) for name, runs in mine.items()],
+                [*names, f"return, 0 - {end_s} s", "last return", "last workers"],
+                [_batch_row(name, runs, end_s) for name, runs in mine.items()],
             ),
         ]
     parts += [f"On {machines(document)}. {_load(found)}", f"![return and workers over time](images/{BATCH_IMAGE})"]
     return "\n\n".join(parts)
 
 
-def _batch_row(name: str, runs: list[Run]) -> list[str]:
+def _batch_row(name: str, runs: list[Run], end_s: float) -> list[str]:
     keys = (("seconds", "{:.1f}"), ("slot_seconds", "{:.0f}"), ("updates", "{:.0f}"), ("steps", "{:,.0f}"))
-    return [name, _reached(runs), *(_spread(runs, key, form) for key, form in (*keys, ("return", "{:.0f}")))]
+    found = [_spread([run[key] for run in runs], form) for key, form in keys]
+    found += [_spread([_mean_return(run, end_s) for run in runs], "{:.0f}")]
+    found += [_spread([run[key] for run in runs], "{:.0f}") for key in ("return", "workers")]
+    return [name, _reached(runs), *found]
 
 
-def _spread(runs: list[Run], key: str, form: str) -> str:
-    values = [run[key] for run in runs]
+def _common_s(found: dict[str, list[Run]]) -> int:
+    """Whole seconds that every run lasted."""
+    return int(min(run["seconds"] for runs in found.values() for run in runs))
+
+
+def _mean_return(run: Run, end_s: float) -> float:
+    """The mean over time of the return, from the start of the run."""
+    seconds, *_, returns = zip(*run["curve"], strict=True)
+    return float(np.interp(np.linspace(0.0, end_s, 1000), seconds, returns).mean())
+
+
+def _spread(values: Sequence[float], form: str) -> str:
     return f"{form.format(mean(values))} ({form.format(min(values))} - {form.format(max(values))})"
 
 
@@ -337,6 +361,13 @@ _CLAIMS: tuple[tuple[str, str, Callable[[Document], str]], ...] = (
     ("PPO: slot-seconds released / Ray actors held", "0.55", _ratio("held", RELEASED, RAY, _slot_s)),
     ("PPO: slot-seconds released / farstep held", "-", _ratio("held", RELEASED, HELD, _slot_s)),
     ("PPO: time of an update, released / farstep held", "-", _ratio("held", RELEASED, HELD, _mean_update_s)),
+    ("SAC: slot-seconds released / Ray actors held", "0.54", _ratio("held", SAC_RELEASED, SAC_RAY, _slot_s)),
+    ("SAC: slot-seconds released / farstep held", "-", _ratio("held", SAC_RELEASED, SAC_HELD, _slot_s)),
+    (
+        "SAC: time of an update, released / farstep held",
+        "-",
+        _ratio("held", SAC_RELEASED, SAC_HELD, _seconds_per_update),
+    ),
     ("released local workers, updates of 0.05 and 0.5 s: rollouts that wait less than 50 ms", "92.75 %", _soon),
     ("adaptive batch: slot-seconds / most workers (runs that reached the target)", "0.45 to 0.53", _adaptive),
     (

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 import farstep
+from farstep.errors import LaunchError
+from farstep.launch.daemon.criu import PROGRAM
 from farstep.launch.engines.ssh import SSHEngine
 from farstep.testing import TableAgent
-from tests.cluster.checks import assert_balanced, eventually, within
-from tests.cluster.nodes import on_nodes, shell_in
+from tests.cluster.checks import assert_balanced, cluster, eventually, within
+from tests.cluster.nodes import node_config, on_nodes, shell_in
 from tests.cluster.parking import (
     Trajectories,
     collect_while_scaling,
@@ -163,3 +165,19 @@ def test_no_stopped_process_outlives_a_killed_head_or_daemon(killed: str, tmp_pa
     with parking_head(tmp_path, shell) as pids:
         os.kill(pids["daemons" if killed == "daemon" else "head"][0], signal.SIGKILL)
         eventually(lambda: not any(map(is_running, pids["workers"])), 30)
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [("/bin/false", "/bin/false check' failed"), ("/nowhere/criu", "criu is not installed")],
+    ids=["broken", "absent"],
+)
+def test_node_without_a_working_criu_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, reason: str
+) -> None:
+    """Also where criu does not work: test_criu.py is skipped there."""
+    monkeypatch.setenv(PROGRAM, program)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    config = node_config(tmp_path, 1, workers_per_node=2, relay=True, park_method="criu")
+    with pytest.raises(LaunchError, match=rf"(?s){reason}.*park_method='suspend'"), cluster(config=config) as env:
+        env.launch()
