@@ -92,8 +92,8 @@ aaps: setup      ## the AAPS experiment: return, pulls and bytes for thresholds 
 stagger: setup   ## staggered resets against environments that begin together, on a chain and on Pendulum (ten minutes)
 	@$(BIN)/python benchmarks/stagger.py
 
-defaults: setup  ## steps that every learner needs with its defaults, 16 to 128 environments (hours; continues where it was stopped)
-	@$(BIN)/python benchmarks/defaults.py
+defaults: setup  ## steps that every learner needs with its defaults, 16 to 128 environments (many hours; continues where it was stopped)
+	@$(BIN)/python benchmarks/defaults.py --tasks main Pendulum-v1 HalfCheetah-v5
 
 learning: setup  ## seconds and steps to learn CartPole and LunarLander, beside CleanRL and RLlib (three hours; see the top of the file)
 	@$(BIN)/python benchmarks/learning.py

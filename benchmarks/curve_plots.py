@@ -13,20 +13,25 @@ Curve = Sequence[Sequence[float]]
 
 
 def panels(count: int, title: str, xlabel: str = "environment steps") -> tuple[Any, list[Any]]:
-    """Make a figure with panels side by side."""
+    """Make a figure with panels side by side; more than three are in two columns."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.ticker import EngFormatter
 
-    figure, axes = plt.subplots(1, count, figsize=(5.4 * count, 4.2), layout="constrained", squeeze=False)
+    columns = count if count <= 3 else 2
+    rows = -(-count // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(5.4 * columns, 4.2 * rows), layout="constrained", squeeze=False)
+    axes = list(grid.flat)
+    for unused in axes[count:]:
+        unused.remove()
     figure.suptitle(title)
-    for axis in axes[0]:
+    for axis in axes[:count]:
         axis.set_xlabel(xlabel)
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))
         axis.grid(alpha=0.3)
-    return figure, list(axes[0])
+    return figure, axes[:count]
 
 
 def band(axis: Any, curves: Sequence[Curve], column: int, label: str, color: Any, style: str = "-") -> None:

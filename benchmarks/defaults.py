@@ -1,7 +1,7 @@
 """Steps until `farstep train` has learned a task with default options, except `--env` and `--num-envs`.
 
     python benchmarks/defaults.py --jobs 8 --minutes 9       # repeat until all runs are complete
-    python benchmarks/defaults.py --tasks other --seeds 1
+    python benchmarks/defaults.py --tasks other
     python benchmarks/defaults.py --show benchmarks/results/defaults.json      # only tables and plots
 
 A task is learned when the mean return of the last 100 training episodes reaches its threshold; the run ends there.
@@ -17,6 +17,7 @@ import argparse
 import importlib.util
 import itertools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -31,7 +32,7 @@ from trainings import Metrics, Sitting, Training, curve, evaluations, metrics_of
 
 IMAGES = BENCHMARKS.parent / "docs" / "images"
 ON_POLICY = ("ppo", "async-ppo", "impala")
-REPLAY = ("dqn", "apex", "sac")
+REPLAY = ("dqn", "apex", "sac", "aride")
 LEARNERS = ON_POLICY + REPLAY
 POINTS = 40
 """Points of the stored curve of training returns."""
@@ -64,7 +65,7 @@ class Task:
 
 MAIN = {
     "CartPole-v1": Task(threshold=475.0, eval_every=10_000, learners=LEARNERS, evaluated=("apex",)),
-    "LunarLander-v3": Task(threshold=200.0, learners=LEARNERS),
+    "LunarLander-v3": Task(threshold=200.0, learners=(*ON_POLICY, "dqn", "apex", "sac")),
 }
 OTHER = {
     "Acrobot-v1": Task(threshold=-100.0),
@@ -103,7 +104,7 @@ def main() -> int:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=[*GROUPS, *TASKS], default=["main"], help="tasks, or groups")
-    parser.add_argument("--learners", nargs="+", choices=LEARNERS, default=list(ON_POLICY))
+    parser.add_argument("--learners", nargs="+", choices=LEARNERS, default=list(LEARNERS))
     parser.add_argument(
         "--num-envs",
         nargs="+",
@@ -226,7 +227,8 @@ def summary(document: dict[str, Any], env: str) -> str:
         mine = [run for run in runs if run["learner"] == learner]
         if mine:
             cells = [_steps([run for run in mine if run["num_envs"] == number]) for number in numbers]
-            rows.append([f"`{learner}`", *cells, f"{mean(run['steps'] for run in mine) / 1000:.0f}k"])
+            bound = "> " if any(run.get("stopped") for run in mine) else ""
+            rows.append([f"`{learner}`", *cells, f"{bound}{mean(run['steps'] for run in mine) / 1000:.0f}k"])
     goal = " (on-policy learners) or ".join(f"{goal:g}" for goal in sorted(goals)) + " (SAC)" * (len(goals) > 1)
     evaluated = [f"`{learner}`" for learner in TASKS[env].evaluated if any(run["learner"] == learner for run in runs)]
     by = f"; {', '.join(evaluated)}: until no later evaluation is lower" if evaluated else ""
@@ -242,7 +244,7 @@ def page(document: dict[str, Any]) -> str:
     return "\n\n".join(
         [
             f"On {machines(document)}, `results/defaults.json`. The mean includes runs that did not reach the "
-            "threshold, with all of their steps:",
+            "threshold, with all of their steps; it is a lower bound (>) if one of them was stopped:",
             *(text for env in TASKS if (text := summary(document, env))),
         ]
     )
@@ -250,7 +252,7 @@ def page(document: dict[str, Any]) -> str:
 
 def learner_page(document: dict[str, Any], learner: str) -> str:
     """The section of a learner's page: table and curves."""
-    if not any(run["learner"] == learner and run["env"] in MAIN for run in document["runs"]):
+    if not any(run["learner"] == learner and run["env"] in drawn_tasks(learner) for run in document["runs"]):
         return f"Not measured yet. To measure it, run `python benchmarks/defaults.py --learners {learner}`."
     image = f"![evaluation returns over steps of {learner}, by task and number of environments]"
     return f"{learner_summary(document, learner)}\n\n{image}(images/defaults-{learner}.png)"
@@ -264,12 +266,13 @@ def learner_summary(document: dict[str, Any], learner: str) -> str:
         runs = [run for run in of_case if run["learner"] == learner]
         if not runs:
             continue
-        last = [run["evaluations"][-1][1] for run in runs if run["evaluations"] and not run.get("stopped")]
+        ended = [run for run in runs if not run.get("stopped")]
+        last = [run["evaluations"][-1][1] for run in ended if run["evaluations"]]
         reached = sum(run["reached"] for run in runs)
         row = [f"{env} ({TASKS[env].threshold_of(learner):g})", str(number), f"{reached} of {len(runs)}"]
         row += [_steps(runs), f"{mean(last):.0f} ({min(last):.0f} to {max(last):.0f})" if last else "-"]
         if learner in REPLAY:
-            row.append(f"{median(run['seconds'] for run in runs) / 60:.1f}")
+            row.append(f"{median(run['seconds'] for run in ended) / 60:.1f}" if ended else "-")
         elif learner != "ppo":
             row.append(_of_sync(runs, [run for run in of_case if run["learner"] == "ppo"]))
         rows.append(row)
@@ -301,19 +304,24 @@ def _in_brackets(run: dict[str, Any]) -> str:
     return steps if run["reached"] else f"({steps})"
 
 
+def drawn_tasks(learner: str) -> Mapping[str, Task]:
+    """The tasks of a learner's plot: the main ones, and all for replay learners."""
+    return TASKS if learner in REPLAY else MAIN
+
+
 def draw(document: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw a plot per learner: evaluation returns on the main tasks, with a line per number of environments."""
+    """Draw a plot per learner: evaluation returns by task, with a line per number of environments."""
     written = []
     for learner in LEARNERS:
-        runs = [run for run in document["runs"] if run["learner"] == learner and run["env"] in MAIN]
-        if not runs:
+        runs = [run for run in document["runs"] if run["learner"] == learner]
+        tasks = [env for env in drawn_tasks(learner) if any(run["env"] == env for run in runs)]
+        if not tasks:
             continue
-        tasks = [env for env in MAIN if any(run["env"] == env for run in runs)]
         title = f"farstep train {learner}: evaluation returns\nmean and range of the seeds; runs end at the threshold"
         figure, axes = panels(len(tasks), title)
         for axis, env in zip(axes, tasks, strict=True):
             axis.set(title=env, ylabel="return of an evaluation")
-            axis.axhline(MAIN[env].threshold, color="grey", linestyle=":", linewidth=1)
+            axis.axhline(TASKS[env].threshold_of(learner), color="grey", linestyle=":", linewidth=1)
             for index, number in enumerate(sorted({run["num_envs"] for run in runs})):
                 mine = [run["evaluations"] for run in runs if run["env"] == env and run["num_envs"] == number]
                 band(axis, mine, 1, f"{number} environments", f"C{index}")

@@ -164,6 +164,7 @@ SECTIONS = (
     learners_section("dqn", "dqn.md"),
     learners_section("apex", "dqn.md"),
     learners_section("sac", "sac.md"),
+    learners_section("aride", "aride.md"),
     Section(
         DOCS / "async_ppo.md",
         "async-lunarlander",

@@ -123,6 +123,36 @@ def test_run_that_is_judged_by_evaluations_has_no_target_return(
     assert (training.total_steps < 1_000_000) is not has_target
 
 
+def test_default_options_run_every_learner_on_its_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["defaults.py"])
+    cases = defaults.cases_of(defaults.parse_options())
+    tasks = {learner: {case["env"] for case in cases if case["learner"] == learner} for learner in defaults.LEARNERS}
+    assert tasks.pop("aride") == {"CartPole-v1"}
+    assert all(found == {"CartPole-v1", "LunarLander-v3"} for found in tasks.values())
+    aride = [(case["num_envs"], case["seed"]) for case in cases if case["learner"] == "aride"]
+    assert aride == [(16, 1), (16, 2), (16, 3)]
+
+
+def sac_run(env: str, seed: int, seconds: float, **more: Any) -> dict[str, Any]:
+    run = {"env": env, "learner": "sac", "num_envs": 16, "seed": seed, "reached": True, "steps": 8000}
+    return run | {"seconds": seconds, "curve": [[8000, -150.0, 1.0]], "evaluations": [[8000, -150.0, 3.0]]} | more
+
+
+def test_stopped_runs_do_not_count_in_the_minutes() -> None:
+    stopped = {"reached": False, "stopped": True}
+    runs = [sac_run("Pendulum-v1", 1, 120.0), sac_run("Pendulum-v1", 2, 6000.0, **stopped)]
+    runs.append(sac_run("HalfCheetah-v5", 1, 6000.0, **stopped))
+    pendulum, cheetah = defaults.learner_summary({"runs": runs}, "sac").splitlines()[-2:]
+    assert pendulum.split("|")[-2].strip() == "2.0" and cheetah.split("|")[-2].strip() == "-"
+    assert "> 8k" in defaults.summary({"runs": runs}, "Pendulum-v1")  # a lower bound: one run was stopped
+
+
+def test_all_tasks_of_a_replay_learner_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(defaults, "save", lambda figure, path: [axis.get_title() for axis in figure.axes])
+    envs = ["CartPole-v1", "LunarLander-v3", "Pendulum-v1", "HalfCheetah-v5"]
+    assert defaults.draw({"runs": [sac_run(env, 1, 60.0) for env in envs]}, tmp_path) == [envs]
+
+
 def test_counters_of_a_continued_run_are_added_up() -> None:
     lines = [{"pulls": pulls, "bytes": size} for pulls, size in ((2, 10), (4, 30), (4, 20), (6, 40))]
     # A new process begins with the third line: its pulls do not show it, its bytes do.

@@ -56,6 +56,12 @@ def test_identity_is_learned(learner: str, kind: str) -> None:
     assert mean >= 7.0
 
 
+def test_identity_is_learned_while_workers_roll() -> None:
+    """With in-process workers, as above, rolling and learning always alternate."""
+    mean, _ = trained(Identity, CONFIGS["dqn"], 8_000, target=7.0, launcher="local")
+    assert mean >= 7.0
+
+
 def train(config: Any, total_steps: int, launcher: str = "local", **options: Any) -> tuple[list[dict[str, float]], Any]:
     rows = Rows()
     with make_env(Identity, 4, launcher=launcher) as env:
