@@ -26,7 +26,7 @@ from roster import BENCHMARKS, OWN
 
 TASKS = {
     "Pendulum-v1": Task(env="Pendulum-v1", threshold=-200.0, max_steps=100_000),
-    "LunarLander-v3": Task(env="LunarLander-v3", threshold=200.0, max_steps=500_000),
+    "LunarLander-v3": Task(env="LunarLander-v3", threshold=200.0, max_steps=250_000),
     "HalfCheetah-v5": Task(env="HalfCheetah-v5", threshold=None, max_steps=100_000, package="mujoco"),
 }
 
