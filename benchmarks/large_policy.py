@@ -16,7 +16,7 @@ repeated command measures only the cases that are missing in them or have failed
 
 With `--where head`, workers and head are on two hosts (network namespaces), and an acting server with the head chooses
 random actions. Observations have `--obs-bytes` bytes. They cross the link twice: to the server and in the rollout. The
-limit is the smaller one of environments alone and the link.
+limit is the smaller one of environments alone and the link. A repeated command measures only missing rounds.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from large_policy_tables import (
     described,
     env_case,
 )
+    link_described,
 from policy_models import SIZES, VISUAL_SIZES, LargePolicy, NoiseEnv, RandomPolicy, VisualPolicy
 from roster import BENCHMARKS
 from runner import last_line, last_report, run_command
@@ -100,6 +101,20 @@ def over_a_link(options: argparse.Namespace) -> dict[str, float]:
 
 
 def on_host(options: argparse.Namespace) -> dict[str, float]:
+def measure_link(options: argparse.Namespace) -> None:
+    """Measure the missing rounds with these settings, and write them down."""
+    document = continued(options.out, "large_policy.py")
+    check_machine(document, options.out)
+    names = ("workers", "envs", "steps", "seconds", "mbit", "obs_bytes")
+    settings = {name: getattr(options, name) for name in names}
+    runs = document["runs"]
+    for number in range(sum(run.items() >= settings.items() for run in runs), options.rounds):
+        runs.append({**settings, "round": number + 1, **over_a_link(options)})
+        write_document(options.out, document)
+        print(f"round {number + 1}: {link_described(runs[-1])}", flush=True)
+    print(f"written: {options.out}, {len(runs)} rounds")
+
+
     """What `over_a_link` runs on the host of the head."""
     launch = {**json.loads(options.on_host), "workers_per_node": options.workers}
     source = {
@@ -249,11 +264,7 @@ def main() -> int:
         print(json.dumps(measure(options)))
         return 0
     if options.where == "head":
-        found = over_a_link(options)
-        limit = min(found["environments"], found["link"])
-        print(
-            f"{found}\nserved by the head: {found['served']:,.0f} steps/s, {found['served'] / limit:.2f} of the limit"
-        )
+        measure_link(options)
         return 0
     document = continued(options.out, "large_policy.py")
     check_machine(document, options.out)
@@ -287,7 +298,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--on-host", default="", help=argparse.SUPPRESS)
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--quick", action="store_true", help="a smoke run with two workers")
-    parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "large_policy.json")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of environments alone, or with --where head of all")
+    parser.add_argument("--out", type=Path, help="default: results/large_policy.json or results/served-link.json")
     options = parser.parse_args()
     if options.quick:
         options.sizes, options.workers, options.envs = ["10k", "ViT-tiny"], 2, 8
@@ -297,3 +309,5 @@ def parse_options() -> argparse.Namespace:
 
 if __name__ == "__main__":
     run_script(main)
+    name = "served-link.json" if options.where == "head" else "large_policy.json"
+    options.out = options.out or BENCHMARKS / "results" / name

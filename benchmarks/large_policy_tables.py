@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
+from document import machines
 from tables import table
 
 ENV_ALONE, POLICY_ON_CPU, POLICY_ON_GPU = "environments", "policy-cpu", "policy-cuda"
@@ -76,3 +78,44 @@ def _cell(rates: dict[tuple[str, str], float], size: str, name: str) -> str:
         return ""
     limit = limit_of(rates, size, name)
     return f"{found:,.0f} ({found / limit:.2f})" if limit else f"{found:,.0f}"
+
+
+LINK_ROWS = {
+    "environments": "environments alone",
+    "link": "what the link allows",
+    "local": "local inference over the link",
+    "served": "served inference at the head",
+}
+"""Labels of what is measured over a link."""
+
+
+def link_fraction(run: dict[str, Any], name: str) -> float:
+    """Steps per second divided by the limit of the same round: the smaller one of environments alone and the link."""
+    return float(run[name] / min(run["environments"], run["link"]))
+
+
+def link_described(run: dict[str, Any]) -> str:
+    """One line about one round."""
+    speeds = ", ".join(f"{name} {run[name]:,.0f}" for name in LINK_ROWS)
+    return f"steps/s: {speeds}; served {link_fraction(run, 'served'):.2f} of the limit"
+
+
+def link_page(document: dict[str, Any]) -> str:
+    """Setting and table of served inference over a link; of the rounds with the settings of the last one."""
+    last = document["runs"][-1]
+    settings = {name: last[name] for name in ("workers", "envs", "steps", "seconds", "mbit", "obs_bytes")}
+    runs = [run for run in document["runs"] if run.items() >= settings.items()]
+    rounds = f"{len(runs)} round{'s' if len(runs) > 1 else ''}"
+    setting = (
+        f"{last['envs']} environments on {last['workers']} workers, a link of {last['mbit']:g} Mbit/s, observations of "
+        f"{last['obs_bytes']:,} bytes, {machines(document)}; medians of {rounds} of {last['seconds']:g} s (lowest to "
+        "highest). The limit is the lower one of the first two rows (`results/served-link.json`):"
+    )
+    rows = []
+    for name, label in LINK_ROWS.items():
+        speeds = [run[name] for run in runs]
+        fractions = [link_fraction(run, name) for run in runs]
+        shares = f"{median(fractions):.2f} ({min(fractions):.2f} to {max(fractions):.2f})"
+        speed = f"{median(speeds):,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})"
+        rows.append([label, speed, shares if name in ("local", "served") else ""])
+    return f"{setting}\n\n{table(['', 'steps per second', 'of the limit'], rows)}"

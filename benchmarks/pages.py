@@ -175,6 +175,13 @@ SECTIONS = (
     Section(
         DOCS / "large_policies.md", "large-policy", "large_policy.json", large_policy_tables.page, "large_policy.py"
     ),
+    Section(
+        DOCS / "large_policies.md",
+        "served-link",
+        "served-link.json",
+        large_policy_tables.link_page,
+        "large_policy.py --where head --workers 2 --envs 16",
+    ),
     Section(DOCS / "aride.md", "aride", "aride.json", aride_tables.page, "aride.py"),
     Section(DOCS / "aaps.md", "aaps-ppo", "aaps-ppo.json", aaps.page, "aaps.py"),
     Section(DOCS / "aaps.md", "aaps-large", "aaps-large.json", aaps.summary),

@@ -92,6 +92,23 @@ def test_large_policies_are_measured_again_only_after_a_failure_or_with_other_se
 @pytest.mark.long
 def test_ablation_of_aride_runs_and_repeats_nothing(tmp_path: Path) -> None:
     words = "--seeds 1 --variants full sync --warmups recorded --total-steps 300 --workers 1 --step-ms 0.1 0.2"
+def test_rounds_over_a_link_are_added_until_there_are_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large_policy, tables = benchmark_modules("large_policy", "large_policy_tables")
+    rates = [{"environments": 500.0, "link": 100.0, "local": 90.0, "served": served} for served in (70.0, 90.0, 80.0)]
+    monkeypatch.setattr(large_policy, "over_a_link", lambda options: rates.pop(0))
+    for rounds in ("2", "3", "3"):
+        command = ["large_policy.py", "--where", "head", "--rounds", rounds, "--out", str(tmp_path / "found.json")]
+        monkeypatch.setattr(sys, "argv", command)
+        assert large_policy.main() == 0
+    assert not rates and "served 0.80 of the limit" in capsys.readouterr().out
+    document = json.loads((tmp_path / "found.json").read_text())
+    assert [run["round"] for run in document["runs"]] == [1, 2, 3]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables.link_page(document).splitlines()]
+    assert ["served inference at the head", "80 (70 to 90)", "0.80 (0.70 to 0.90)"] in rows
+
+
     words += " --eval-every 200 --eval-episodes 8 --final-episodes 16"
     paths = ["--out", str(tmp_path / "found.json"), "--images", str(tmp_path)]
     for missing in (2, 0):
