@@ -67,7 +67,7 @@ def test_large_policies_are_measured_again_only_after_a_failure_or_with_other_se
     found: list[float | None] = []
 
     def run_case(options: Any, size: str, name: str) -> dict[str, Any]:
-        case = {"size": size, "contender": name, **large_policy.settings_of(options, size)}
+        case = {"size": size, "contender": name, **large_policy.settings_of(options, size, name)}
         return {**case, "steps_per_second": found.pop(0), "reason": "took more than 60 s"}
 
     def measured(*words: str) -> list[tuple[int, float | None]]:
@@ -87,6 +87,37 @@ def test_large_policies_are_measured_again_only_after_a_failure_or_with_other_se
     found[:] = [2.0, 4.0, 1.0]
     assert len(measured("--workers", "14")) == 6
     assert "1 steps/s, 0.50 of the limit" in capsys.readouterr().out, "the limit with the same settings"
+
+
+def test_large_policies_on_the_gpu_are_measured_in_longer_rollouts_than_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (large_policy,) = benchmark_modules("large_policy")
+    measured: list[tuple[str, str, int]] = []
+
+    def run_case(options: Any, size: str, name: str) -> dict[str, Any]:
+        case = {"size": size, "contender": name, **large_policy.settings_of(options, size, name)}
+        measured.append((size, name, case["steps"]))
+        return {**case, "steps_per_second": 1.0}
+
+    path = tmp_path / "f"
+    words = ["--sizes", "4M", "67M", "ViT-S", "--only", "served-cpu", "served-cuda"]
+    monkeypatch.setattr(sys, "argv", ["large_policy.py", *words, "--out", str(path)])
+    monkeypatch.setattr(large_policy, "run_case", run_case)
+    monkeypatch.setattr(large_policy.torch.cuda, "is_available", lambda: True)
+    assert large_policy.main() == 0
+    steps = {(size, name): count for size, name, count in measured}
+    short = [(size, name) for size in ("67M", "ViT-S") for name in ("policy-cpu", "served-cpu")]
+    assert steps == {case: 8 if case in short else 32 for case in steps} and {*short, ("67M", "served-cuda")} < {*steps}
+    assert {("10k", "environments"), ("ViT-S", "environments")} < {*steps}
+    document = json.loads(path.read_text())
+    for run in document["runs"]:
+        run["steps"] = 8
+    path.write_text(json.dumps(document))
+    expected = [case for case in measured if case[2] == 32]
+    measured.clear()
+    assert large_policy.main() == 0
+    assert measured == expected, "results of shorter rollouts are other cases"
 
 
 @pytest.mark.long

@@ -271,7 +271,7 @@ def nothing() -> None:
         pytest.param([(0, 0), (0, 1)], [(1, 0)], [(1, 1)], False, id="another group may come in time"),
         pytest.param([(0, 0)], [(1, 0)], [(0, 1), (1, 1)], True, id="as many wait as are in flight"),
         pytest.param([(0, 0)], [], [], False, id="nothing waits"),
-        pytest.param([(0, 0), (0, 1)], [(1, 0)], [(2, 0)], False, id="a group of another arena may come in time"),
+        pytest.param([(0, 0), (0, 1)], [(1, 0)], [(3, 0)], False, id="a group of another arena may come in time"),
         pytest.param([(0, 0), (2, 1)], [(1, 0)], [], True, id="a batch of two arenas"),
     ],
 )
