@@ -113,6 +113,10 @@ class Launcher(Protocol):
         """Request the nodes for the workers, once, before the first `start`; raise `LaunchError` if refused."""
         return
 
+    def preload(self, modules: Sequence[str]) -> None:
+        """Let zygotes import these modules, too, before they fork further workers. The default does nothing."""
+        return
+
     def start(self, worker: int, incarnation: int, run: str) -> Started:
         """Start a worker or its replacement. `incarnation` is the number of earlier processes of this worker."""
 

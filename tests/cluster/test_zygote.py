@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,9 @@ from farstep.testing import CountingEnv, TableAgent
 from farstep.testing.zygote import shared_zygote
 from tests.cluster import checks
 from tests.cluster.checks import assert_sound, cluster, eventually, worker_pids
+from tests.cluster.nodes import on_nodes
+from tests.cluster.parking_head import TellingEnv
+from tests.cluster.tables import ENDLESS
 
 MODULE = """
 import json, os, sys, threading, time
@@ -48,6 +54,20 @@ def describe():
 """
 
 
+AGENT = """
+import os, threading, time
+from pathlib import Path
+from farstep.testing import TableAgent
+
+with Path(__file__).with_suffix(".pids").open("a") as file:
+    print(os.getpid(), file=file)
+{on_import}
+
+class LaterAgent(TableAgent):
+    pass
+"""
+
+
 class EnvWithProcess(CountingEnv):
     """Starts a process and writes its id to a file."""
 
@@ -66,6 +86,20 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         return "zygote_module:make"
 
     return write
+
+
+@pytest.fixture
+def later_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Writes a module with an agent, imports it, and returns the agent."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(on_import: str = "") -> TableAgent:
+        (tmp_path / "later_module.py").write_text(AGENT.format(on_import=on_import))
+        agent: TableAgent = importlib.import_module("later_module").LaterAgent()
+        return agent
+
+    yield make
+    sys.modules.pop("later_module", None)
 
 
 def parent(pid: int) -> int:
@@ -118,6 +152,42 @@ def test_a_killed_worker_is_replaced_by_a_fork(transport: str) -> None:
         assert zygote != os.getpid()
         assert parent(restart(env, agent)) == zygote
         assert env.stats()["workers"]["restarts"] == 1
+
+
+@pytest.mark.parametrize("where", ["shm", "tcp", "node"])
+def test_zygote_imports_the_module_of_a_later_agent_before_its_next_fork(
+    where: str, later_agent, tmp_path: Path
+) -> None:
+    local: Any = {"envs": 2, "workers": 2, "transport": where, "env_kwargs": ENDLESS}
+    with on_nodes(tmp_path, 1, 1, env=TellingEnv) if where == "node" else cluster(TellingEnv, **local) as env:
+        pids_of(env, TableAgent())
+        agent = later_agent()
+        first = pids_of(env, agent)
+        (zygote,) = {parent(pid) for pid in first}
+        os.kill(first[0], signal.SIGKILL)
+        new, _ = eventually(lambda: (pids := pids_of(env, agent)) != first and pids)
+        assert parent(new) == zygote
+        imported_in = [int(line) for line in (tmp_path / "later_module.pids").read_text().split()]
+        assert set(imported_in[:3]) == {os.getpid(), *first}
+        assert imported_in[3:] == [zygote]  # the new worker has imported nothing
+
+
+def pids_of(env: farstep.ClusterEnv, agent: TableAgent) -> list[int]:
+    return [int(pid) for pid in env.step(agent)[4]["pid"]]
+
+
+def test_zygote_forks_without_the_module_of_a_later_agent_that_starts_threads(later_agent) -> None:
+    agent = later_agent(
+        'if "FARSTEP_WORKER" in os.environ: threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()'
+    )
+    with cluster(envs=2, workers=2) as env:
+        env.collect(agent, steps=8)
+        (zygote,) = {parent(pid) for pid in worker_pids()}
+        assert parent(restart(env, agent)) == os.getpid()
+        second = parent(restart(env, agent))
+        assert second not in (os.getpid(), zygote) and not Path(f"/proc/{zygote}").exists()
+        assert parent(restart(env, agent)) == second
+        assert env.stats()["workers"]["restarts"] == 3 and not env.events("warned")
 
 
 def test_workers_continue_without_their_zygote(recwarn) -> None:

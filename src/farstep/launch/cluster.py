@@ -23,7 +23,7 @@ from farstep.errors import UNKNOWN_HOST, ConfigError, LaunchError, WireError, co
 from farstep.event import Emit
 from farstep.launch.acting_plan import ActingPlan
 from farstep.launch.addresses import own_addresses
-from farstep.launch.daemon.process import ProcessStarter
+from farstep.launch.daemon.process import ProcessStarter, import_path
 from farstep.launch.engines.engine import Engine
 from farstep.launch.groups import Groups
 from farstep.launch.hub import HubLink, admit, admit_worker, drain
@@ -54,6 +54,8 @@ class ClusterLauncher(Launcher):
         self, config: EngineConfig, plan: ActingPlan, envs: int, modules: Sequence[str], engine: Engine, emit: Emit
     ) -> None:
         self._config, self._envs, self._modules, self._engine, self._emit = config, envs, modules, engine, emit
+        self._further: Sequence[str] = ()
+        """Modules that zygotes import beside `modules`, since the run has adopted an agent that needs them."""
         self._plan, self._per_node = plan, plan.num_workers // config.most_nodes
         self.run = os.urandom(8).hex()
         self.connected: dict[str, Node] = {}
@@ -113,6 +115,11 @@ class ClusterLauncher(Launcher):
     def prepare(self) -> None:
         self.groups.request(self._wanted)
 
+    def preload(self, modules: Sequence[str]) -> None:
+        self._further = modules
+        if self._starter is not None:
+            self._starter.preload(modules, import_path())
+
     def start(self, worker: int, incarnation: int, run: str) -> Started:
         listen = [f"tcp://{address}:*" for address in self._addresses]
         bootstrap = admit_worker(self.hub, worker, incarnation, run, self._envs) | {
@@ -121,6 +128,7 @@ class ClusterLauncher(Launcher):
             "encrypted": self._config.encrypted,
             "gpu": self._config.gpu_of(worker % self._per_node),
             "rank": worker % self._per_node,
+            "preload": {"modules": list(self._further), "path": import_path()},
             **self._plan.bootstrap(worker, listen=listen),
         }
         words = private_words(self._envs)

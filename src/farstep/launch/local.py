@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from farstep.core import Launcher, Received, Started
 from farstep.launch.acting_plan import ActingPlan
-from farstep.launch.daemon.process import ProcessStarter
+from farstep.launch.daemon.process import ProcessStarter, import_path
 from farstep.rollout.progress import PHASE, Phase, ProgressBoard
 from farstep.wire.channels.local import local_pair
 
@@ -21,6 +21,9 @@ class LocalLauncher(Launcher):
     def __init__(self, plan: ActingPlan, envs: int, starter: ProcessStarter, gpus: Sequence[int | None]) -> None:
         self._plan, self._starter, self._gpus = plan, starter, gpus
         self._board = ProgressBoard(plan.num_workers + plan.num_servers, envs)
+
+    def preload(self, modules: Sequence[str]) -> None:
+        self._starter.preload(modules, import_path())
 
     def start(self, worker: int, incarnation: int, run: str) -> Started:
         words = self._board.words(worker)

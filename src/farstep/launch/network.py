@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from farstep.core import Launcher, Received, Started
 from farstep.launch.acting_plan import ActingPlan
-from farstep.launch.daemon.process import ProcessStarter
+from farstep.launch.daemon.process import ProcessStarter, import_path
 from farstep.launch.hub import HubLink, admit_worker, drain
 from farstep.rollout.progress import PHASE, Phase, private_words
 from farstep.wire.channels.zmq import Hub
@@ -30,6 +30,9 @@ class NetworkLauncher(Launcher):
         self._transport, self._envs, self._gpus = transport, envs, gpus
         self._plan, self._starter = plan, starter
         self.hub = Hub(address, reliable=True)
+
+    def preload(self, modules: Sequence[str]) -> None:
+        self._starter.preload(modules, import_path())
 
     def start(self, worker: int, incarnation: int, run: str) -> Started:
         bootstrap = admit_worker(self.hub, worker, incarnation, run, self._envs) | {

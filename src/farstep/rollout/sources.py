@@ -57,9 +57,7 @@ class Source:
     def modules(self) -> list[str]:
         """Return the modules that define environments and wrappers, as far as they are known before building."""
         wrappers = [wrapper[0] if isinstance(wrapper, tuple) else wrapper for wrapper in self.wrappers]
-        found = [_module_of(part) for part in (*(self.thunks or (self.env_name,)), *wrappers)]
-        by_value = {"", "__main__", "__mp_main__", *cloudpickle.list_registry_pickle_by_value()}
-        return [name for name in dict.fromkeys(found) if by_value.isdisjoint(_with_packages(name))]
+        return modules_of([*(self.thunks or (self.env_name,)), *wrappers])
 
     def check(self, load: bool = False) -> None:
         """Check what can be checked without building an environment.
@@ -310,8 +308,14 @@ def _wrap(env: Any, wrapper: Any) -> Any:
         return _callable(function)(env, **kwargs)
 
 
+def modules_of(parts: Sequence[Any]) -> list[str]:
+    """Return the modules of environments, wrappers or classes, without those that are pickled by value."""
+    by_value = {"", "__main__", "__mp_main__", *cloudpickle.list_registry_pickle_by_value()}
+    return [name for name in dict.fromkeys(map(_module_of, parts)) if by_value.isdisjoint(_with_packages(name))]
+
+
 def _module_of(part: Any) -> str:
-    """Return the module of an environment or wrapper; empty if it is unknown."""
+    """Return the module of an environment, a wrapper or a class; empty if it is unknown."""
     if isinstance(part, str) and ":" not in part:
         part = gymnasium.registry.get(part, part)
     if isinstance(part, EnvSpec):

@@ -4,6 +4,9 @@ The launcher's side is `launch/daemon/zygote.py`. It sends one request per worke
 job (a file in memory with bootstrap, environment variables and folder), the worker's output, a socket for reports, and
 what the worker inherits. The zygote reports the process id and later the exit status of the worker.
 
+A job may name further modules, such as that of an agent that the run has adopted since. The zygote imports them before
+it forks.
+
 A fork of a process that has threads can deadlock. If an import starts a thread, the zygote therefore refuses to fork,
 and the launcher starts workers without it.
 """
@@ -22,7 +25,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,6 +97,7 @@ class Zygote:
         self._workers: dict[int, _Forked] = {}
         """Workers by their pidfd, and by the descriptor of their reports."""
         self._refusal = ""
+        self._limit_s = 0.0
         self._import_output = b""
         """What imports printed, for the output of the first worker."""
 
@@ -103,23 +107,27 @@ class Zygote:
         If an import fails or takes too long, modules may be half imported, so that a fork could not repeat the import.
         The zygote then refuses to fork, and a worker that starts cold reports the error.
         """
-        with os.fdopen(os.memfd_create("farstep-imports"), "w+b") as printed:
-            with _output_to(printed.fileno()):
-                self._import_all([*_BASE, *names], limit_s)
-            printed.seek(0)
-            self._import_output = printed.read()[-_OUTPUT_BYTES:]
-        gc.collect()
-        gc.freeze()  # a collection in a worker does not touch these objects, so their pages stay shared
+        self._limit_s = limit_s
+        self._import([*_BASE, *names])
         _report(self._requests, READY)
 
-    def _import_all(self, names: Sequence[str], limit_s: float) -> None:
-        deadline = time.monotonic() + limit_s
+    def _import(self, names: Sequence[str]) -> None:
+        with os.fdopen(os.memfd_create("farstep-imports"), "w+b") as printed:
+            with _output_to(printed.fileno()):
+                self._import_all(names)
+            printed.seek(0)
+            self._import_output = (self._import_output + printed.read())[-_OUTPUT_BYTES:]
+        gc.collect()
+        gc.freeze()  # a collection in a worker does not touch these objects, so their pages stay shared
+
+    def _import_all(self, names: Sequence[str]) -> None:
+        deadline = time.monotonic() + self._limit_s
         for name in names:
             try:
                 with _time_limit(deadline - time.monotonic()):
                     importlib.import_module(name)
             except _TooSlow:
-                self._refusal = f"its imports take longer than {limit_s:g} s (the last one: {name})"
+                self._refusal = f"its imports take longer than {self._limit_s:g} s (the last one: {name})"
             except (Exception, SystemExit):
                 self._refusal = FAILED
             if len(list(Path("/proc/self/task").iterdir())) > 1:
@@ -154,10 +162,13 @@ class Zygote:
         if request is None:
             sys.exit()
         try:
+            job = _read_job(request.job)
+            if not self._refusal:
+                self._import_further(job)
             if self._refusal:
                 _report(request.reports, REFUSED + self._refusal.encode())
             elif not (pid := os.fork()):
-                return self._become_worker(request)
+                return self._become_worker(request, job)
             else:
                 self._import_output = b""
                 self._watch(pid, request.reports)
@@ -165,6 +176,12 @@ class Zygote:
             _report(request.reports, NOT_FORKED)
         request.close()
         return None
+
+    def _import_further(self, job: Mapping[str, Any]) -> None:
+        """Import the modules of a job that this process has not imported yet."""
+        if names := [name for name in job["modules"] if name not in sys.modules]:
+            sys.path[:] = list(dict.fromkeys(job["path"] + sys.path))
+            self._import(names)
 
     def _watch(self, pid: int, reports: socket.socket) -> None:
         try:
@@ -187,15 +204,14 @@ class Zygote:
                 self._poll.unregister(fd)
         worker.close()
 
-    def _become_worker(self, request: _Request) -> dict[str, Any]:
+    def _become_worker(self, request: _Request, job: Mapping[str, Any]) -> dict[str, Any]:
         """Make this fork look like a process that the launcher has started. Return the bootstrap."""
         os.setsid()
         self._requests.close()
         request.reports.close()
         for worker in {id(worker): worker for worker in self._workers.values()}.values():
             worker.close()
-        with os.fdopen(request.job, "rb") as file:
-            job = json.loads(file.read())
+        os.close(request.job)
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (request.output, 1), (request.output, 2)):
             os.dup2(source, target)
@@ -212,6 +228,11 @@ class Zygote:
                 bootstrap[name] = received[value]
         _use_threads(int(bootstrap["threads"]))
         return bootstrap
+
+
+def _read_job(fd: int) -> dict[str, Any]:
+    job: dict[str, Any] = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
+    return job
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ BOOTSTRAP = {
     "workers": 1,
     "park_method": "suspend",
 }
-START = n.StartWorker(0, 3, json.dumps({"envs": 1, "rank": 0}).encode())
+START = n.StartWorker(0, 3, json.dumps({"envs": 1, "rank": 0, "preload": {"modules": [], "path": []}}).encode())
 
 
 def messages(hub: Hub) -> Iterator[Any]:

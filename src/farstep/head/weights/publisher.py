@@ -15,6 +15,7 @@ from farstep.config.env import EnvConfig
 from farstep.core import Agent, Array, BytesLike, SyncRule
 from farstep.errors import AgentError, HandshakeError, WireError, WorkerError, described, typed_shortage
 from farstep.head.chunks.rollouts import Rollouts, agent_structures
+from farstep.head.members.handshake import preloaded
 from farstep.head.members.worker_records import WorkerRecord
 from farstep.head.server import Server
 from farstep.head.stats.counters import Counters
@@ -22,6 +23,7 @@ from farstep.head.warnings.user_warnings import UserWarnings
 from farstep.head.weights.parameters import ParameterStore
 from farstep.head.weights.probes import Prober, ProbeRequest
 from farstep.rollout.blocks import Layout
+from farstep.rollout.sources import modules_of
 from farstep.schema import Schema, differences
 from farstep.sync.rules import probes_of, rows_of
 from farstep.wire import messages as m
@@ -268,6 +270,10 @@ class Publisher:
             self._forget_agent()
             raise
         self._agent = agent
+        with self._server.locked():
+            by_value = "<locals>" in type(agent).__qualname__  # then workers do not import its module
+            modules = [] if by_value else modules_of([type(agent)])
+            self._server.supervisor.launcher.preload([*preloaded(), *modules])
         self._server.handshake.start_s["agent"] = time.monotonic() - began
 
     def _announce_base(self, base: BaseWeights | None) -> None:

@@ -270,6 +270,7 @@ class NodeDaemon:
             return
         self._started[key] = None
         bootstrap = json.loads(message.bootstrap)
+        self._starter.preload(**bootstrap.pop("preload"))
         try:
             board = ProgressBoard(1, int(bootstrap["envs"]))
             board.words(0)[PHASE] = Phase.CONNECT

@@ -9,6 +9,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -52,8 +53,14 @@ class ProcessStarter:
         self._assignment = assignment
         self._import_s = 0.75 * connect_s
         self._zygote: ZygoteProcess | None = None
-        self._refusals: list[str] = []
-        """Why the zygote has not forked workers; each entry lets one worker start cold."""
+        self._further: list[str] = []
+        """Modules that the zygote imports before it forks the next worker."""
+        self._path: Sequence[str] = ()
+        """Where the zygote searches them first."""
+        self._unusable: set[str] = set()
+        """Those that the zygote could not import, or that started a thread."""
+        self._refusals: list[tuple[ZygoteProcess | None, str]] = []
+        """Zygotes that have not forked a worker, and why; each entry lets one worker start cold."""
         # The kernel closes this pipe when this process ends, for any reason, and then kills every worker
         # (worker/__main__.py).
         self._death_read, self._death_write = os.pipe()
@@ -61,6 +68,18 @@ class ProcessStarter:
         self._close_pipe = weakref.finalize(self, _close_fds, self._death_read, self._death_write)
         self._close_pipe.atexit = False
         _starters.add(self)
+
+    def preload(self, modules: Sequence[str], path: Sequence[str]) -> None:
+        """Let the zygote import these modules, too, before it forks the next worker.
+
+        If an import fails or starts a thread, a new zygote forks workers without these modules.
+
+        Args:
+            modules: Names of modules.
+            path: The head's module search path.
+        """
+        self._path = path
+        self._further = [name for name in modules if name not in {*self._modules, *self._unusable}]
 
     def start(self, bootstrap: Mapping[str, object], fds: Sequence[int] = (), rank: int = 0) -> WorkerProcess:
         """Start a worker.
@@ -102,21 +121,37 @@ class ProcessStarter:
         for _ in range(2):
             self._zygote = self._zygote or self.start_zygote()
             try:
-                return self._zygote.fork(_job(bootstrap, environ, fds), output_fd, self._refusals.append)
+                refused = partial(self._note_refusal, self._zygote)
+                job = _job(bootstrap, environ, fds) | {"modules": self._further, "path": list(self._path)}
+                return self._zygote.fork(job, output_fd, refused)
             except ZygoteBusy:
                 break
             except ZygoteEnded:
                 if not self._zygote.is_ready:
                     break  # the refusals of earlier requests say why
-                self._zygote.close()
-                self._zygote = None
+                self._drop_zygote()
         return None
+
+    def _drop_zygote(self) -> None:
+        if self._zygote is not None:
+            self._zygote.close()
+            self._zygote = None
+
+    def _note_refusal(self, zygote: ZygoteProcess | None, reason: str) -> None:
+        self._refusals.append((zygote, reason))
 
     def _has_refused(self) -> bool:
         """Whether the zygote has refused a request for which no worker has started cold yet."""
         if not self._refusals:
             return False
-        if reason := self._refusals.pop(0):
+        zygote, reason = self._refusals.pop(0)
+        if not reason or zygote not in (None, self._zygote):
+            return True
+        if self._further:
+            self._unusable.update(self._further)
+            self._further = []
+            self._drop_zygote()
+        else:
             self._method = "cold"
             if reason != FAILED:
                 self._warn(f"workers start in new interpreters, because the zygote cannot fork them: {reason}.")
@@ -130,7 +165,9 @@ class ProcessStarter:
             try:
                 if self.shared is not None:
                     with contextlib.suppress(ZygoteEnded, ZygoteBusy):
-                        return self.shared.fork(_job(bootstrap, _environ(), fds), null, self._refusals.append)
+                        return self.shared.fork(
+                            _job(bootstrap, _environ(), fds), null, partial(self._note_refusal, None)
+                        )
                 return spawn(bootstrap, _environ(), null, fds)
             finally:
                 os.close(null)
@@ -158,8 +195,7 @@ class ProcessStarter:
 
     def close(self) -> None:
         _starters.discard(self)
-        if self._zygote is not None:
-            self._zygote.close()
+        self._drop_zygote()
         self._close_pipe()
 
 
@@ -253,7 +289,8 @@ class WorkerProcess:
 
 def _job(bootstrap: Mapping[str, Any], environ: Mapping[str, str], fds: Sequence[int]) -> dict[str, Any]:
     """What a zygote needs to fork a process that looks like one that this process has started."""
-    return {"bootstrap": bootstrap, "environ": dict(environ), "folder": str(Path.cwd()), "inherited": list(fds)}
+    of_process = {"environ": dict(environ), "folder": str(Path.cwd()), "inherited": list(fds)}
+    return {"bootstrap": bootstrap, "modules": [], **of_process}
 
 
 def _environ() -> dict[str, str]:

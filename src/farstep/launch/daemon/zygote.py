@@ -65,7 +65,8 @@ class ZygoteProcess:
         """Request a worker.
 
         Args:
-            job: Bootstrap, environment variables, folder, and the descriptors that the worker inherits.
+            job: Bootstrap, environment variables, folder, the descriptors that the worker inherits, modules that the
+                zygote imports before it forks, and the path on which it finds them.
             output_fd: Descriptor for what the worker prints.
             refused: Called if the zygote does not fork the worker.
 
