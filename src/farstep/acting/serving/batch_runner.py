@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Sequence
 
@@ -98,12 +97,12 @@ class BatchRunner:
         Returns:
             The next batch; None if the running one is done, or if the next one must not start yet.
         """
+        # No yield between two polls: a wait for the GPU spins as well, and on a shared core a yield takes milliseconds.
         while self._may_overlap(actor, until) and not running.is_done():
             pending = self._pending()
             is_large = _count(pending) >= _count(running.requests)
             if is_large or (pending and cover_running_chunks(self._arenas, [*pending, *running.requests])):
                 return self._started_next(actor)
-            os.sched_yield()
         return None
 
     def _started_next(self, actor: BatchActor) -> Answers | None:
