@@ -23,9 +23,14 @@ ROOT = Path(__file__).parents[2]
 
 
 class Trajectories:
-    """Checks that each slot of an endless `CountingEnv` continues exactly where its last batch ended."""
+    """Checks that each slot of an endless `CountingEnv` continues exactly where its last batch ended.
 
-    def __init__(self) -> None:
+    Args:
+        may_restart: Whether a slot may start a new episode, because its worker was replaced; the batch must say so.
+    """
+
+    def __init__(self, may_restart: bool = False) -> None:
+        self._may_restart, self.restarts = may_restart, 0
         self.next: dict[int, int] = {}
         self.batches = 0
         self.columns: list[int] = []
@@ -36,6 +41,9 @@ class Trajectories:
         self.columns.append(len(set(batch.slots.tolist())))
         counts = batch["obs"][:, :, 1]
         for column, slot in enumerate(batch.slots.tolist()):
+            if self._may_restart and slot in self.next and not batch.continues[column]:
+                del self.next[slot]
+                self.restarts += 1
             first = self.next.get(slot, 0)
             np.testing.assert_array_equal(counts[:, column], np.arange(first, first + len(counts)), err_msg=str(slot))
             assert batch.continues[column] == (slot in self.next), (slot, first)

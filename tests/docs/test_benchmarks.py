@@ -220,20 +220,20 @@ def test_tables_of_the_elastic_benchmark() -> None:
     sac = {"part": "held", "slot_seconds": 1.0, "updates": 4, "seconds": 2.0, **work}
     sac_runs = [{**sac, "name": tables.SAC_RELEASED}, {**sac, "name": tables.SAC_RAY, "slot_seconds": 5.0}]
     assert "SAC: slot-seconds released / Ray actors held" not in tables.claims(document)
-    rows = [line.split("|") for line in tables.claims(document, {**document, "runs": sac_runs}).splitlines()]
+    lines = [line.split("|") for line in tables.claims(document, {**document, "runs": sac_runs}).splitlines()]
     assert ["SAC: slot-seconds released / Ray actors held", "0.54", "0.20"] in [
-        [cell.strip() for cell in row[1:-1]] for row in rows
+        [cell.strip() for cell in line[1:-1]] for line in lines
     ]
     found = [[cell.strip() for cell in line.split("|")[1:5]] for line in tables.page(document, "held").splitlines()]
     assert ["farstep, released", "1.10", "0.50", "1100"] in found
     assert "1300 (1300 - 1300)" in tables.page(document, "shared")
     assert tables.page(document, "batch").startswith("Not measured yet.")
-    found = {"part": "batch", "task": "CartPole-v1", "target": 475.0, "seconds_limit": 45.0, "reached": True, **work}
-    found |= {"seconds": 10.5, "steps": 80, "updates": 2, "slot_seconds": 30.0, "workers": 3, "return": 20.0}
+    trained = {"part": "batch", "task": "CartPole-v1", "target": 475.0, "seconds_limit": 45.0, "reached": True, **work}
+    trained |= {"seconds": 10.5, "steps": 80, "updates": 2, "slot_seconds": 30.0, "workers": 3, "return": 20.0}
     curve = [[0.0, 0, 0, 0.0, 1, 0.0], [10.0, 70, 1, 25.0, 2, 20.0], [10.5, 80, 2, 30.0, 3, 20.0]]
-    (line,) = tables.page({**document, "runs": [{**found, "name": "schedule", "curve": curve}]}, "batch").splitlines()[
-        4:5
-    ]
+    (line,) = tables.page(
+        {**document, "runs": [{**trained, "name": "schedule", "curve": curve}]}, "batch"
+    ).splitlines()[4:5]
     assert [cell.strip() for cell in line.split("|")[7:-1]] == ["10 (10 - 10)", "20 (20 - 20)", "3 (3 - 3)"]
     gpu = {"part": "gpu", "seconds": 8.0, "updates": 4, "parameters": 10_000, "device": "a GPU", **work}
     released = {**gpu, "name": f"{tables.RELEASED}, 64", "gpu_seconds": 2.0, "move_s": 0.1, "memory_mib": 0.0}
