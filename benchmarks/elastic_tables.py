@@ -147,8 +147,8 @@ def _sac(found: dict[str, list[Run]]) -> list[str]:
     return [
         f"SAC rolls while it learns: {_workers(any_run)}, {any_run['total_steps']:,} steps, and "
         f"{any_run['updates_per_step']:g} updates per step. With `release_idle`, a worker is released while it has no "
-        "ticket, because the limiter admits no more of its rows. The actors of Ray may be the same number of steps "
-        "ahead of the learner; then they wait. *Idle* is the share of the slot-seconds in which workers waited. "
+        "ticket, because the limiter admits no more of its rows. Ray's actors wait as soon as they are the same number "
+        "of steps ahead of the learner. *Idle* is the share of the slot-seconds in which workers waited. "
         f"Medians of {len(next(iter(sac.values())))} rounds:",
         table(header, rows),
     ]
@@ -195,9 +195,10 @@ def _batch_page(document: Document, found: dict[str, list[Run]]) -> str:
             f"{task} whose steps sleep for {first['workload']['step_ms']:g} ms, one environment per worker. Runs "
             f"end at a mean return of {first['target']:g} over 100 episodes, or after {first['seconds_limit']:g} s. "
             "`schedule` may use from the smallest to the largest of the fixed numbers of workers, `noise` from 1 to "
-            "the largest; *last workers* is their number in the last update. The column before *last return* is the "
-            "mean return over the time that every run lasted. Means (from the lowest to the highest seed); times and "
-            "slot-seconds are those until the end of the run:",
+            "the largest; *last workers* is their number in the last update. *Return, 0 - "
+            f"{end_s} s* is the mean return over this time, in which all runs lasted. The table has means over "
+            "the seeds, with the lowest and the highest value in brackets; times and slot-seconds are those until the "
+            "end of the run:",
             table(
                 [*names, f"return, 0 - {end_s} s", "last return", "last workers"],
                 [_batch_row(name, runs, end_s) for name, runs in mine.items()],

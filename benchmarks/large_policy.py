@@ -7,9 +7,10 @@
 
 Contenders: `local-cpu` and `local-cuda` (each worker has a copy of the policy), `served-cpu`, `served-cuda` and
 `served-bf16` (one acting server for all workers; the last one on the GPU in bfloat16), `vec-cpu` and `vec-cuda`
-(`make_vec`, this process acts). The limit is the smaller of two numbers: environments alone, with random actions, and
-the policy alone on the best device, in the same precision and with the same batch size: half of the environments for
-`served-cuda` and `served-bf16`, whose workers step one half while the server acts on the other; otherwise all.
+(`make_vec`, this process acts). The limit is the smaller of two numbers: environments alone, with random actions (the
+best of `--rounds` runs), and the policy alone on the best device, in the same precision and with the same batch size:
+half of the environments for `served-cuda` and `served-bf16`, whose workers step one half while the server acts on the
+other; otherwise all.
 
 A rollout has `--steps` steps, so that the start and the end of a rollout take little of its time. With policies of 67
 million parameters and more and with images, contenders on the CPU collect at most 8 steps at a time, because 32 would
@@ -50,8 +51,8 @@ from large_policy_tables import (
     POLICY_ON_HALF,
     described,
     env_case,
-)
     link_described,
+)
 from policy_models import SIZES, VISUAL_SIZES, LargePolicy, NoiseEnv, RandomPolicy, VisualPolicy
 from roster import BENCHMARKS
 from runner import last_line, last_report, run_command
@@ -104,7 +105,6 @@ def over_a_link(options: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-def on_host(options: argparse.Namespace) -> dict[str, float]:
 def measure_link(options: argparse.Namespace) -> None:
     """Measure the missing rounds with these settings, and write them down."""
     document = continued(options.out, "large_policy.py")
@@ -119,6 +119,7 @@ def measure_link(options: argparse.Namespace) -> None:
     print(f"written: {options.out}, {len(runs)} rounds")
 
 
+def on_host(options: argparse.Namespace) -> dict[str, float]:
     """What `over_a_link` runs on the host of the head."""
     launch = {**json.loads(options.on_host), "workers_per_node": options.workers}
     source = {
@@ -211,7 +212,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     options.obs_space, num_actions = env.observation_space, int(env.action_space.n)
     env.close()
     if name == ENV_ALONE:
-        return {"contender": name, "steps_per_second": collected(options, RandomPolicy(num_actions), "local")}
+        rounds = [collected(options, RandomPolicy(num_actions), "local") for _ in range(options.rounds)]
+        return {"contender": name, "rounds": rounds, "steps_per_second": max(rounds)}
     torch.manual_seed(0)
     if options.is_visual:
         agent: LargePolicy = VisualPolicy(num_actions, *VISUAL_SIZES[size])
@@ -238,21 +240,32 @@ def settings_of(options: argparse.Namespace, size: str, name: str) -> dict[str, 
     return settings
 
 
+def recorded_settings(options: argparse.Namespace, size: str) -> dict[str, Any]:
+    """The settings of a size's cases as the results have them: with the environment that was stepped."""
+    return settings_of(options, size) | ({"env": NoiseEnv.__name__} if size in VISUAL_SIZES else {})
+
+
 def measured_in(runs: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
     """The results with the settings of this command."""
+<<<<<<< /tmp/lp_m.py
+    return [run for run in runs if run.items() >= recorded_settings(options, run["size"]).items()]
+=======
     return [run for run in runs if run.items() >= settings_of(options, run["size"], run["contender"]).items()]
+>>>>>>> /tmp/lp_p.py
 
 
 def run_case(options: argparse.Namespace, size: str, name: str) -> dict[str, Any]:
     """Measure one case in another process."""
     settings = settings_of(options, size, name)
     words = [str(word) for key, value in settings.items() for word in (f"--{key}", value)]
+    words += ["--rounds", str(options.rounds)]
     command = [sys.executable, str(Path(__file__).resolve()), "--case", size, name, *words]
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         status, output, errors = run_command(command, Path(folder), options.timeout)
     report = last_report(output) if status == "ok" else None
-    found = {"size": size, "contender": name, **settings, "wall_s": round(time.monotonic() - began, 1)}
+    found = {"size": size, "contender": name, **recorded_settings(options, size)}
+    found |= {"wall_s": round(time.monotonic() - began, 1)}
     if report is None:
         reason = f"took more than {options.timeout:g} s" if status == "timeout" else last_line(errors)
         return {**found, "steps_per_second": None, "reason": reason}
@@ -306,6 +319,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="runs of environments alone, or with --where head of all")
     parser.add_argument("--out", type=Path, help="default: results/large_policy.json or results/served-link.json")
     options = parser.parse_args()
+    name = "served-link.json" if options.where == "head" else "large_policy.json"
+    options.out = options.out or BENCHMARKS / "results" / name
     if options.quick:
         options.sizes, options.workers, options.envs = ["10k", "ViT-tiny"], 2, 8
         options.steps, options.seconds = 8, 0.5
@@ -314,5 +329,3 @@ def parse_options() -> argparse.Namespace:
 
 if __name__ == "__main__":
     run_script(main)
-    name = "served-link.json" if options.where == "head" else "large_policy.json"
-    options.out = options.out or BENCHMARKS / "results" / name
