@@ -240,18 +240,14 @@ def settings_of(options: argparse.Namespace, size: str, name: str) -> dict[str, 
     return settings
 
 
-def recorded_settings(options: argparse.Namespace, size: str) -> dict[str, Any]:
-    """The settings of a size's cases as the results have them: with the environment that was stepped."""
-    return settings_of(options, size) | ({"env": NoiseEnv.__name__} if size in VISUAL_SIZES else {})
+def recorded_settings(options: argparse.Namespace, size: str, name: str) -> dict[str, Any]:
+    """The settings of a case as the results have them: with the environment that was stepped."""
+    return settings_of(options, size, name) | ({"env": NoiseEnv.__name__} if size in VISUAL_SIZES else {})
 
 
 def measured_in(runs: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
     """The results with the settings of this command."""
-<<<<<<< /tmp/lp_m.py
-    return [run for run in runs if run.items() >= recorded_settings(options, run["size"]).items()]
-=======
-    return [run for run in runs if run.items() >= settings_of(options, run["size"], run["contender"]).items()]
->>>>>>> /tmp/lp_p.py
+    return [run for run in runs if run.items() >= recorded_settings(options, run["size"], run["contender"]).items()]
 
 
 def run_case(options: argparse.Namespace, size: str, name: str) -> dict[str, Any]:
@@ -264,7 +260,7 @@ def run_case(options: argparse.Namespace, size: str, name: str) -> dict[str, Any
     with tempfile.TemporaryDirectory() as folder:
         status, output, errors = run_command(command, Path(folder), options.timeout)
     report = last_report(output) if status == "ok" else None
-    found = {"size": size, "contender": name, **recorded_settings(options, size)}
+    found = {"size": size, "contender": name, **recorded_settings(options, size, name)}
     found |= {"wall_s": round(time.monotonic() - began, 1)}
     if report is None:
         reason = f"took more than {options.timeout:g} s" if status == "timeout" else last_line(errors)
