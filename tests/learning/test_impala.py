@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections import Counter
@@ -102,6 +103,16 @@ def test_a_slow_worker_holds_up_no_update_and_its_old_rows_are_not_used(tmp_path
     assert len({slot for batch in learner.seen[:8] for slot in batch.slots.tolist()}) == 1
     assert max(learner.ages) == max(row["lag/versions_max"] for row in sink.rows) <= 1
     gaps_of(learner.seen)
+
+
+def test_divergence_from_the_policy_that_acted_is_logged() -> None:
+    """Workers keep their first weights; from this metric `farstep train` warns about rows that are too old."""
+    sink = Rows()
+    with cluster(envs=2, config=in_process(2), kl_threshold=math.inf) as env:
+        learner = learner_for(env, learning_rate=0.05)
+        within(training_until(lambda: len(sink.rows) == 6, learner, env, sink).run)
+    found = [row["train/actor/behave_k3"] for row in sink.rows]
+    assert found[0] == pytest.approx(0.0, abs=1e-6) and found[-1] > 1e-3
 
 
 def test_rows_of_a_killed_worker_are_neither_lost_nor_repeated(tmp_path: Path) -> None:

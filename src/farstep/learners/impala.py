@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from farstep.agents.distributions import kl_estimate
 from farstep.batch import Batch
 from farstep.buffer.replay import Buffer
 from farstep.buffer.samplers import FullBatch
@@ -141,7 +142,8 @@ class Impala(OnPolicy):
         """Return V-trace targets, advantages, and metrics of the importance ratios."""
         config = self.config
         valid = rollout.valid.numpy(force=True)
-        log_rhos = (rollout.proximal - rollout.logprob).numpy(force=True)
+        proximal, behave = rollout.proximal.numpy(force=True), rollout.logprob.numpy(force=True)
+        log_rhos = proximal - behave
         ends = rollout.terminated, rollout.truncated, rollout.final_value
         rewards, discounts, _ = fold_ends(rollout.reward, *ends, config.gamma)
         arrays = vtrace(
@@ -158,6 +160,8 @@ class Impala(OnPolicy):
         )
         targets, advantages = (torch.from_numpy(array).to(self.device) for array in arrays)
         statistics = ratio_statistics(log_rhos[valid], config.rho_bar)
+        if statistics:
+            statistics["behave_k3"] = float(kl_estimate(behave[valid], proximal[valid]).mean())
         return targets, advantages, {f"actor/{name}": number for name, number in statistics.items()}
 
     def _loss(self, minibatch: Minibatch) -> tuple[Tensor, Mapping[str, Tensor]]:

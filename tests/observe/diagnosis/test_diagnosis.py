@@ -124,7 +124,12 @@ FIRES: list[tuple[str, Window, str]] = [
         window(kl_threshold=0.05, metrics=pulling(0.0, **CLIPPED)),
         "35 % of the rows .* stalls at its clip range",
     ),
-    ("off-policy rows", window(metrics=updates(train__actor__ess=0.1)), "effective sample size is 10 %"),
+    (
+        "clip range",
+        window(stats(versions={"current": 5}, chunks=10), kl_threshold=0.05, metrics=pulling(0.0, 5, **CLIPPED)),
+        "2.0 versions old, and the loss clips around those",
+    ),
+    ("off-policy rows", window(metrics=updates(5, train__actor__ess=0.1)), "effective sample size is 10 %"),
     ("off-policy rows", window(metrics=updates(train__actor__behave_k3=2.0)), "is 2 nats"),
     (
         "kl_threshold without effect",
@@ -196,7 +201,8 @@ HEALTHY_WINDOWS: dict[str, Window] = {
     "two restarts": window(restarts={0: 2, 1: 2}),
     "a trigger with a period": window(stats(**workflow(learn={}, save={"fired": 0, "waits_for": None}))),
     "a workflow that has just begun": window(stats(steps=500, **workflow(a={"fired": 9}, b={"fired": 0}))),
-    "few updates": window(metrics=updates(19, train__actor__clip_fraction=0.9, train__actor__ess=0.1)),
+    "few updates": window(metrics=updates(4, train__actor__clip_fraction=0.9, train__actor__ess=0.1)),
+    "held weights for few versions": window(kl_threshold=0.05, metrics=pulling(0.0, updates=19)),
     "normal learning": window(
         metrics=updates(train__actor__clip_fraction=0.2, train__actor__ess=0.9, train__actor__behave_k3=0.02)
     ),

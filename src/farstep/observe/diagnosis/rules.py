@@ -17,8 +17,9 @@ _LIMITS_MUCH = 0.95
 """Share of the learner's time that it waits for rollouts from which this is a problem: workers are 20 times as slow."""
 _WASTE = 0.3
 """Share of time from which waiting that another setting avoids is worth a remark."""
-UPDATES = 20
-"""Updates, versions and chunks over which learning is judged."""
+UPDATES, _FIRST_UPDATES = 20, 5
+"""Latest updates, versions and chunks over which learning is judged; updates that are enough for the mean of a metric:
+a run of 60,000 steps with PPO's default of 4,096 rows has only 15 updates."""
 _MEMORY_LEFT, _MEMORY_S, _MIN_GROWTH_BYTES = 0.05, 600.0, 256 * 2**20
 """Share of memory that must be left; seconds for which it must last; smallest growth in a window that counts."""
 _RESTARTS = 3
@@ -130,7 +131,7 @@ def not_finite(window: Window) -> Finding | None:
 
 def _judged(window: Window, name: str) -> float | None:
     """The mean of a metric, if there are enough updates."""
-    return window.mean(name) if len(window.after.metrics) >= UPDATES else None
+    return window.mean(name) if len(window.after.metrics) >= _FIRST_UPDATES else None
 
 
 def clip_range(window: Window) -> Finding | None:
@@ -142,7 +143,7 @@ def clip_range(window: Window) -> Finding | None:
     numbers = {"train/actor/clip_fraction": share, "lag/versions_mean": lag}
     excluded = f"Clipping excludes {percent(share)} of the rows from the gradient (train/actor/clip_fraction)"
     clips_around_old = lag >= 1 and not window.mean("train/actor/behave_k3")
-    pulls, versions, _ = _pulls(window)
+    pulls, versions, _ = _pulls(window, _FIRST_UPDATES)
     if clips_around_old and share > (_CLIPPED_FRESH if pulls <= (1 - _ALWAYS) * versions else _CLIPPED):
         return Finding(
             f"{excluded}: workers act with weights that are {lag:.1f} versions old, and the loss clips around those, "
@@ -178,7 +179,7 @@ def threshold_without_effect(window: Window) -> Finding | None:
     threshold = window.after.kl_threshold
     if not threshold or window.mean("train/critic/warmup") is not None:
         return None
-    pulls, versions, chunks = _pulls(window)
+    pulls, versions, chunks = _pulls(window, UPDATES)
     chances = min(versions, chunks)
     numbers = {"pulls_per_worker": pulls, "versions": versions, "kl_threshold": threshold}
     if chances < UPDATES - 1:  # between as many updates
@@ -204,10 +205,10 @@ def threshold_without_effect(window: Window) -> Finding | None:
     return None
 
 
-def _pulls(window: Window) -> tuple[float, float, float]:
-    """Pulls per worker, versions, and chunks per worker: between the updates if their metrics are known."""
+def _pulls(window: Window, updates: int) -> tuple[float, float, float]:
+    """Pulls per worker, versions, and chunks per worker: between the updates if the metrics of enough are known."""
     metrics = window.after.metrics
-    if len(metrics) >= UPDATES and "sync/pulls_per_worker" in metrics[0]:
+    if len(metrics) >= updates and "sync/pulls_per_worker" in metrics[0]:
         pulls = metrics[-1]["sync/pulls_per_worker"] - metrics[0]["sync/pulls_per_worker"]
         return pulls, len(metrics) - 1, len(metrics) - 1
     pulls, chunks = (window.grown(*path) / window.alive for path in (("pulls", "total"), ("chunks",)))

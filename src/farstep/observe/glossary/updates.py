@@ -88,9 +88,9 @@ UPDATES = (
             _learner(
                 "train/actor/behave_k3",
                 "KL divergence between proximal and behavior policy, as the mean of weight - 1 - log(weight) over all "
-                "rows: includes outliers, never negative",
+                "rows: includes outliers, never negative. impala: weight is rho, before clipping",
                 unit="nats",
-                when=_PPO,
+                when=ON_POLICY,
                 healthy="below 0.05, with AAPS below its threshold; ppo: 0 without AAPS",
             ),
             _learner(
