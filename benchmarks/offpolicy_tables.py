@@ -1,4 +1,4 @@
-"""The results of offpolicy.py as tables and plots."""
+"""The results of offpolicy.py and equal_updates.py as tables and plots."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REPLAY = Layout(
     baseline="rllib",
     image="offpolicy",
 )
-CONCURRENT, ALTERNATING = "farstep-sac", "farstep-sac-alternating"
+VARIANTS = CONCURRENT, ALTERNATING = "farstep-sac", "farstep-sac-alternating"
 PAPER = {"seconds": "42 to 49 %", "update": "38 %"}
 """ARTOS's savings compared with Ray."""
 
@@ -40,6 +40,37 @@ def summary(document: dict[str, Any]) -> str:
     return "\n\n".join([*parts, learning_tables.summary(document, REPLAY), "`results/offpolicy.json` has every run."])
 
 
+def equal_updates(document: dict[str, Any]) -> str:
+    """Concurrent and alternating SAC with the same number of steps: a row per seed that both have."""
+    variants = [[run for run in document["runs"] if run["report"] and run["contender"] == name] for name in VARIANTS]
+    pairs = sorted(_same_seeds(*variants), key=lambda pair: pair[0]["seed"])
+    if not pairs:
+        return "No seed has both variants yet."
+    rows, ratios = [], []
+    for pair in pairs:
+        updates = dict.fromkeys(f"{run['report']['updates']:,}" for run in pair)  # one number if both are equal
+        seconds, per_update = ([key(run) for run in pair] for key in (_seconds, _learner_ms))
+        ratios.append((seconds[0] / seconds[1], per_update[0] / per_update[1]))
+        cells = [f"{value:.1f}" for value in seconds] + [f"{ratios[-1][0]:.2f}"]
+        cells += [f"{value:.2f}" for value in per_update] + [f"{ratios[-1][1]:.2f}"]
+        rows.append([str(pair[0]["seed"]), " and ".join(updates), *cells])
+    time, update = (_less(median(found), 1.0) for found in zip(*ratios, strict=True))
+    (task,) = document["tasks"]
+    others = max(run["others_cpu_s"] / run["wall_s"] for pair in pairs for run in pair)
+    header = ["seed", "updates", "s, concurrent", "s, alternating", "ratio"]
+    header += ["learner, ms per update, concurrent", "alternating", "ratio"]
+    return "\n\n".join(
+        [
+            f"{task['env']}, {task['max_steps']:,} steps, {_seeds(len(pairs))}: SAC that learns while workers roll "
+            f"takes {time} time than SAC that alternates (median; ARTOS's paper, compared with Ray: "
+            f"{PAPER['seconds']} less). An update takes the learner {update} time (paper: {PAPER['update']} less). "
+            f"Other processes used at most {others:.2f} cores.",
+            table(header, rows),
+            "`results/equal_updates.json` has every run.",
+        ]
+    )
+
+
 def draw(document: dict[str, Any], folder: Path) -> list[Path]:
     """Draw the plot of each task: return over seconds and steps."""
     return learning_tables.draw(document, folder, REPLAY)
@@ -51,7 +82,7 @@ def _concurrency(task: Row, calm: dict[str, list[Row]]) -> list[str]:
     if not pairs:
         return []
     first, second = zip(*pairs, strict=True)
-    own, other = (median(_update_ms(run, "learner_s") for run in runs) for runs in (first, second))
+    own, other = (median(map(_learner_ms, runs)) for runs in (first, second))
     return [
         f"{task['env']}, SAC that learns while workers roll, {_seeds(len(pairs))}: "
         f"{_comparison(task, first, second, 'SAC that alternates')} (ARTOS's paper, compared with Ray: "
@@ -67,13 +98,13 @@ def _updates(task: Row, calm: dict[str, list[Row]]) -> list[str]:
         counted = [run for run in runs if run["report"].get("updates")]
         if counted:
             reports = [run["report"] for run in counted]
-            timed = [_update_ms(run, "learner_s") for run in counted if "learner_s" in run["report"]]
+            timed = [_learner_ms(run) for run in counted if "learner_s" in run["report"]]
             rows.append(
                 [
                     REPLAY.label(name),
                     f"{median(report['updates'] for report in reports):,.0f}",
                     f"{median(report['updates'] / report['steps'] for report in reports):.2f}",
-                    f"{median(_update_ms(run, 'seconds') for run in counted):.2f}",
+                    f"{median(1000 * _seconds(run) / run['report']['updates'] for run in counted):.2f}",
                     f"{median(timed):.2f}" if timed else "-",
                 ]
             )
@@ -98,7 +129,7 @@ def _against_peers(task: Row, calm: dict[str, list[Row]]) -> list[str]:
 
 def _comparison(task: Row, first: Sequence[Row], second: Sequence[Row], name: str) -> str:
     """Seconds of the first compared with those of the second, whose runs below the threshold are lower bounds."""
-    own, other = (median(run["report"]["seconds"] for run in runs) for runs in (first, second))
+    own, other = (median(map(_seconds, runs)) for runs in (first, second))
     if task["threshold"] is not None:
         if not _all_reached(first):
             return "not every seed reaches the threshold, so times are not compared"
@@ -126,6 +157,11 @@ def _seeds(number: int) -> str:
     return "one seed" if number == 1 else f"{number} seeds"
 
 
-def _update_ms(run: Row, key: str) -> float:
-    """Milliseconds per update: of all training (`seconds`), or of the learner's own work (`learner_s`)."""
-    return 1000 * float(run["report"][key]) / max(run["report"]["updates"], 1)
+def _seconds(run: Row) -> float:
+    """Seconds of training."""
+    return float(run["report"]["seconds"])
+
+
+def _learner_ms(run: Row) -> float:
+    """Milliseconds per update of the learner's own work: sampling a batch and the optimizer step."""
+    return 1000 * float(run["report"]["learner_s"]) / max(run["report"]["updates"], 1)

@@ -132,6 +132,7 @@ SECTIONS = (
     Section(README, "buffer", "buffer.json", buffer_summary),
     Section(README, "learning", "learning.json", learning_tables.summary),
     Section(README, "offpolicy", "offpolicy.json", offpolicy_tables.summary, "offpolicy.py"),
+    Section(README, "equal_updates", "equal_updates.json", offpolicy_tables.equal_updates, "equal_updates.py"),
     Section(README, "async", "async-16-cores.json", async_tables.summary),
     Section(README, "aride", "aride.json", aride_tables.summary, "aride.py"),
     Section(README, "uneven", "uneven.json", uneven.summary, "uneven.py"),

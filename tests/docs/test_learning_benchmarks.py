@@ -249,6 +249,21 @@ def test_replay_learners_are_compared_with_every_peer_and_with_alternating() -> 
     assert "less time than RLlib" not in offpolicy_tables.summary(pendulum(late))
 
 
+def test_variants_of_sac_are_compared_by_seed_after_equal_updates() -> None:
+    runs = [
+        replay_run("farstep-sac", 2, 6.4, learner_s=1.0),
+        replay_run("farstep-sac-alternating", 2, 8.0, learner_s=2.0),
+        replay_run("farstep-sac-alternating", 3, 8.0, learner_s=2.0),  # the other has no such seed
+        replay_run("farstep-sac", 1, 4.0, learner_s=1.0),
+        replay_run("farstep-sac-alternating", 1, 10.0, learner_s=1.0, updates=501),
+    ]
+    text = offpolicy_tables.equal_updates(pendulum(runs, threshold=None))
+    assert "1,000 steps, 2 seeds" in text and "takes 40% less time than SAC that alternates" in text
+    first, second = text.splitlines()[-4:-2]
+    assert first.replace(" ", "") == "|1|500and501|4.0|10.0|0.40|2.00|2.00|1.00|"
+    assert second.replace(" ", "") == "|2|500|6.4|8.0|0.80|2.00|4.00|0.50|"
+
+
 def test_task_without_threshold_shows_returns() -> None:
     runs = [replay_run("farstep-sac", 1, 4.0, reached=False), replay_run("rllib", 1, 16.0, reached=False)]
     text = offpolicy_tables.summary(pendulum(runs, threshold=None))

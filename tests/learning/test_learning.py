@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from farstep.learners.ppo import PPOConfig
+from farstep.learners.sac import SACConfig
 from tests.learning.tasks import DEFAULTS, best_evaluation, greedy_returns, make_env, make_training
 
 pytestmark = pytest.mark.timeout(600)
@@ -23,9 +24,14 @@ def test_cart_pole_is_solved(learner: str, num_envs: int, launcher: str) -> None
 
 
 @pytest.mark.long
-def test_pendulum_is_swung_up() -> None:
-    """A policy that does nothing gets about -1,200."""
-    assert best_evaluation("Pendulum-v1", PPOConfig(), 200_000, 16, -250.0) >= -250
+@pytest.mark.parametrize(
+    ("config", "total_steps", "launcher"),
+    [(PPOConfig(), 200_000, "in-process"), (SACConfig(), 40_000, "local")],
+    ids=["ppo", "sac-concurrent"],
+)
+def test_pendulum_is_swung_up(config: PPOConfig | SACConfig, total_steps: int, launcher: str) -> None:
+    """A policy that does nothing gets about -1,200. With local workers, SAC learns while they roll."""
+    assert best_evaluation("Pendulum-v1", config, total_steps, 16, -250.0, launcher) >= -250
 
 
 # Cheaper than the defaults (half the epochs, a higher rate): what follows is about weights that workers do not pull.
