@@ -120,9 +120,6 @@ def test_large_policies_on_the_gpu_are_measured_in_longer_rollouts_than_on_the_c
     assert measured == expected, "results of shorter rollouts are other cases"
 
 
-@pytest.mark.long
-def test_ablation_of_aride_runs_and_repeats_nothing(tmp_path: Path) -> None:
-    words = "--seeds 1 --variants full sync --warmups recorded --total-steps 300 --workers 1 --step-ms 0.1 0.2"
 def test_rounds_over_a_link_are_added_until_there_are_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,6 +137,9 @@ def test_rounds_over_a_link_are_added_until_there_are_enough(
     assert ["served inference at the head", "80 (70 to 90)", "0.80 (0.70 to 0.90)"] in rows
 
 
+@pytest.mark.long
+def test_ablation_of_aride_runs_and_repeats_nothing(tmp_path: Path) -> None:
+    words = "--seeds 1 --variants full sync --warmups recorded --total-steps 300 --workers 1 --step-ms 0.1 0.2"
     words += " --eval-every 200 --eval-episodes 8 --final-episodes 16"
     paths = ["--out", str(tmp_path / "found.json"), "--images", str(tmp_path)]
     for missing in (2, 0):
