@@ -67,7 +67,7 @@ def test_large_policies_are_measured_again_only_after_a_failure_or_with_other_se
     found: list[float | None] = []
 
     def run_case(options: Any, size: str, name: str) -> dict[str, Any]:
-        case = {"size": size, "contender": name, **large_policy.settings_of(options, size, name)}
+        case = {"size": size, "contender": name, **large_policy.recorded_settings(options, size, name)}
         return {**case, "steps_per_second": found.pop(0), "reason": "took more than 60 s"}
 
     def measured(*words: str) -> list[tuple[int, float | None]]:
@@ -96,7 +96,7 @@ def test_large_policies_on_the_gpu_are_measured_in_longer_rollouts_than_on_the_c
     measured: list[tuple[str, str, int]] = []
 
     def run_case(options: Any, size: str, name: str) -> dict[str, Any]:
-        case = {"size": size, "contender": name, **large_policy.settings_of(options, size, name)}
+        case = {"size": size, "contender": name, **large_policy.recorded_settings(options, size, name)}
         measured.append((size, name, case["steps"]))
         return {**case, "steps_per_second": 1.0}
 
