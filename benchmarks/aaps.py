@@ -3,8 +3,8 @@
     python benchmarks/aaps.py --jobs 6 --steps 1000000 --minutes 9     # repeat until all runs are complete
     python benchmarks/aaps.py --jobs 6 --steps 5000000 --minutes 9     # the same runs, continued
     python benchmarks/aaps.py --hidden 912 --deltas 0 0.05 --plain --out benchmarks/results/aaps-ppo-large.json
-    python benchmarks/aaps.py --hidden 256 --deltas 0 --plain --compact 0.05 --seeds 5 --workers 4 --envs-per-worker 8
-        --steps 1000000 --out benchmarks/results/aaps-compact.json           # fewer bytes
+    python benchmarks/aaps.py --hidden 256 --deltas 0 --plain --half 0.05 --compact 0.05 --seeds 5 --workers 4
+        --envs-per-worker 8 --steps 1000000 --out benchmarks/results/aaps-compact.json           # fewer bytes
     python benchmarks/aaps.py --show benchmarks/results/aaps-ppo.json          # only tables and plots
 
 PPO on LunarLander-v3 with four workers of 64 environments each, and the paper's learning rate (5e-4), minibatches (8),
@@ -12,7 +12,7 @@ gamma (.99) and lambda (.95). The paper's rollouts have 1,024 steps and 30 epoch
 epochs. Workers are connected over TCP on loopback, so that weights and probes are sent and counted. Returns are
 those of evaluations: 20 episodes with the most likely actions, every 100,000 steps. `decoupled` clips around the
 learner's own policy and weights rows by the ratio to the policy that acted, `plain` clips around the policy that acted.
-`compact` is `decoupled`, but workers get only the policy, without the critic, as differences of bfloat16 numbers.
+`half` is `decoupled`, but weights are sent as differences of bfloat16 numbers. `compact` is `half` without the critic.
 Runs differ in their steps until all have been continued; tables and plots end where the shortest run ends.
 """
 
@@ -38,9 +38,21 @@ LOWEST_RETURN = -400.0
 """Plots end here, so that the first bad policies do not hide the later differences."""
 POINTS = 100
 """Points of the curves of pulls and bytes that are stored."""
-COMPACT = {"only": ["actor.*", "heads.*", "encoders.*"], "half": "bfloat16", "delta": True}
-"""In what form weights are sent in `compact` runs."""
-LOSSES = {"decoupled": "decoupled loss", "plain": "plain loss", "compact": "decoupled loss, compact weights"}
+HALF = {"half": "bfloat16", "delta": True}
+WEIGHTS = {"half": HALF, "compact": {"only": ["actor.*", "heads.*", "encoders.*"], **HALF}}
+"""In what form weights are sent in runs that do not send all of them in float32."""
+LOSSES = {
+    "decoupled": "decoupled loss",
+    "plain": "plain loss",
+    "half": "decoupled loss, bfloat16 differences",
+    "compact": "decoupled loss, bfloat16 differences without the critic",
+}
+FORMS = {
+    "decoupled": "all, float32",
+    "half": "all, bfloat16 differences",
+    "compact": "without the critic, bfloat16 differences",
+}
+"""In what form weights are sent, by loss."""
 LAST = 0.1
 """Fraction of the steps, at the end, over whose evaluations the final return is the mean."""
 
@@ -71,7 +83,8 @@ def parse_options() -> argparse.Namespace:
     deltas, plain = (0.0, 0.01, 0.05, 0.2, 0.8, 1.0), (0.0, 0.05, 0.8)
     parser.add_argument("--deltas", nargs="*", type=float, default=deltas, help="thresholds with the decoupled loss")
     parser.add_argument("--plain", nargs="*", type=float, default=plain, help="thresholds with the plain loss")
-    parser.add_argument("--compact", nargs="*", type=float, default=(), help="thresholds with compact weights")
+    parser.add_argument("--half", nargs="*", type=float, default=(), help="thresholds with bfloat16 differences")
+    parser.add_argument("--compact", nargs="*", type=float, default=(), help="the same without the critic")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each threshold, with seeds 1, 2, ...")
     parser.add_argument(
         "--repeated",
@@ -127,7 +140,8 @@ def measure(document: dict[str, Any], options: argparse.Namespace) -> bool:
 
 def cases_of(options: argparse.Namespace) -> list[Run]:
     """All runs, ordered by seed, so that every threshold soon has one run."""
-    thresholds = {"decoupled": options.deltas, "plain": options.plain, "compact": options.compact}
+    thresholds = {name: getattr(options, name) for name in ("plain", "half", "compact")}
+    thresholds = {"decoupled": options.deltas, **thresholds}
     chosen = [(loss, delta) for loss, deltas in thresholds.items() for delta in deltas]
     repeated = {delta for _, delta in chosen} if options.repeated is None else set(options.repeated)
     return [
@@ -167,7 +181,7 @@ def training_of(case: Run, options: argparse.Namespace) -> Training:
     words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     words += ["--hidden", str(options.hidden), str(options.hidden)]
     words.append("--no-decoupled" if case["loss"] == "plain" else "--decoupled")
-    words += ["--weights", json.dumps(COMPACT)] if case["loss"] == "compact" else []
+    words += ["--weights", json.dumps(WEIGHTS[case["loss"]])] if case["loss"] in WEIGHTS else []
     name = f"aaps-{options.hidden}-{case['loss']}-{case['delta']:g}-{case['seed']}"
     return Training(name=name, learner="ppo", options=tuple(words), total_steps=options.steps)
 
@@ -272,6 +286,30 @@ def page(document: dict[str, Any]) -> str:
     return "\n\n".join([setting, summary(document), verdict(document), *images])
 
 
+def compact_page(document: dict[str, Any]) -> str:
+    """The section of docs/aaps.md about the form of the weights: bytes, and returns with their range over seeds."""
+    settings, steps = document["settings"], common_steps(document["runs"])
+    ends = ends_of(document)
+    full = _mean(ends["decoupled", 0.0], "weights")
+    rows = []
+    for loss, delta in sorted(ends, key=lambda case: (list(FORMS).index(case[0]), case[1])):
+        found = ends[loss, delta]
+        returns = [end["return"] for end in found]
+        weights, probes = _mean(found, "weights"), _mean(found, "probes")
+        spread = f"{np.mean(returns):.0f} ({min(returns):.0f} to {max(returns):.0f})"
+        row = [FORMS[loss], f"{delta:g}", str(len(found)), spread, f"{_mean(found, 'pulls'):.0f}"]
+        rows.append([*row, f"{weights / 1e6:,.2f}", f"{probes / 1e6:.2f}", f"{(weights + probes) / full:.1%}"])
+    setting = (
+        f"{settings['workers']} workers with {settings['envs_per_worker']} environments each over TCP, hidden layers "
+        f"of {settings['hidden']} units, {steps:,} steps, {machines(document)}. Final return: the mean of the "
+        "evaluations in the last tenth of the steps, mean (lowest to highest) of the seeds. The last column compares "
+        "all bytes, probes included, with those of all weights in float32 at every version "
+        "(`results/aaps-compact.json`):"
+    )
+    header = ["weights", "δ", "seeds", "final return", "pulls per worker", "weights, MB", "probes, MB", "bytes"]
+    return "\n\n".join([setting, table(header, rows), verdict(document)])
+
+
 def verdict(document: dict[str, Any]) -> str:
     """Compare each threshold with pulling every version, as far as the seeds allow."""
     ends = ends_of(document)
@@ -347,7 +385,7 @@ def draw(name: str, document: dict[str, Any], folder: Path) -> list[Path]:
         axis.set(title=LOSSES[loss], ylabel="pulls per worker, so far")
         lines(axis, loss, 2, lambda run: run["curve"])
     ends = ends_of(document)
-    for loss, style in zip(losses, ("o-", "s--", "^:"), strict=False):
+    for loss, style in zip(losses, ("o-", "s--", "^:", "D-."), strict=False):
         found = {delta: ends[loss, delta] for other, delta in ends if other == loss}
         megabytes = [(_mean(end, "weights") + _mean(end, "probes")) / 1e6 for end in found.values()]
         axes[-1].plot([f"{delta:g}" for delta in found], megabytes, style, color="black", label=LOSSES[loss])

@@ -185,6 +185,14 @@ SECTIONS = (
     ),
     Section(DOCS / "aride.md", "aride", "aride.json", aride_tables.page, "aride.py"),
     Section(DOCS / "aaps.md", "aaps-ppo", "aaps-ppo.json", aaps.page, "aaps.py"),
+    Section(
+        DOCS / "aaps.md",
+        "aaps-compact",
+        "aaps-compact.json",
+        aaps.compact_page,
+        "aaps.py --hidden 256 --deltas 0 --plain --half 0.05 --compact 0.05 --seeds 5 --workers 4 --envs-per-worker 8 "
+        "--steps 1000000 --out benchmarks/results/aaps-compact.json",
+    ),
     Section(DOCS / "aaps.md", "aaps-large", "aaps-large.json", aaps.summary),
     Section(DOCS / "aaps.md", "aaps", "aaps.json", aaps.summary),
     Section(DOCS / "stagger.md", "stagger-chain", "stagger.json", stagger.chain_summary),

@@ -185,6 +185,30 @@ def test_thresholds_are_compared_by_their_seeds() -> None:
     assert "δ = 0.8, every seed ends below" in text and "0.9" not in text  # one seed shows nothing
 
 
+def test_bytes_are_compared_with_all_weights_in_float32() -> None:
+    runs = [aaps_run("decoupled", 0.0, seed, 200.0 + seed) for seed in (1, 2)]
+    runs += [aaps_run(loss, 0.05, seed, 190.0 + seed) for loss in ("half", "compact") for seed in (1, 2)]
+    for run in runs[2:]:
+        run["curve"][-1][3] = 1.0 if run["loss"] == "half" else 0.0
+    settings = {"workers": 4, "envs_per_worker": 8, "hidden": 256}
+    text = aaps.compact_page({"machine": {"cores": 2, "cpu": "a CPU"}, "settings": settings, "runs": runs})
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")][2:]
+    assert [row[0].split(",")[0] for row in rows] == ["all", "all", "without the critic"]
+    assert [row[3] for row in rows] == ["202 (201 to 202)", "192 (191 to 192)", "192 (191 to 192)"]
+    assert [row[-1] for row in rows] == ["105.0%", "7.5%", "5.0%"]  # 2 bytes of probes each
+
+
+def test_weights_are_sent_with_and_without_the_critic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["aaps.py", "--deltas", "0", "--plain", "--half", "0.05", "--compact", "0.05"])
+    options = aaps.parse_options()
+    sent = {}
+    for case in aaps.cases_of(options):
+        words = aaps.training_of(case, options).options
+        sent[case["loss"]] = json.loads(words[words.index("--weights") + 1]) if "--weights" in words else None
+    assert sent["decoupled"] is None and sent["half"] == {"half": "bfloat16", "delta": True}
+    assert sent["compact"] == {**sent["half"], "only": ["actor.*", "heads.*", "encoders.*"]}
+
+
 def test_runs_of_different_lengths_are_compared_where_the_shortest_ends() -> None:
     document = {"runs": [aaps_run("decoupled", 0.0, 1, 200.0), aaps_run("decoupled", 0.05, 1, 100.0, steps=4600)]}
     (always,), (rarely,) = aaps.ends_of(document).values()
