@@ -206,6 +206,22 @@ def test_table_has_the_best_number_of_environments_of_a_peer() -> None:
     assert "0.80" in text and "0.40" in text  # of the best CleanRL's seconds
 
 
+def test_peer_that_never_reaches_the_threshold_is_shown_where_its_return_is_highest() -> None:
+    report = {"reached": False, "steps": 9, "notes": "", "versions": {}, "curve": []}
+    measured = {"cleanrl": (8.0, 36.0), "cleanrl-16": (5.0, -39.0), "farstep-ppo-16": (2.0, 480.0)}
+    measured["farstep-impala-16"] = (4.0, 100.0)
+    runs = [
+        {"contender": name, "env": "CartPole-v1", "wall_s": 1.0, "others_cpu_s": 0.0}
+        | {"report": {**report, "seconds": seconds, "last_mean": mean, "reached": mean >= 475.0}}
+        for name, (seconds, mean) in measured.items()
+    ]
+    tasks = [{"env": "CartPole-v1", "threshold": 475.0, "max_steps": 10}]
+    text = learning_tables.summary({"tasks": tasks, "runs": runs})
+    assert "| CleanRL  " in text and "| CleanRL, 16 environments" not in text
+    shares = [line.split("|")[-3].strip() for line in text.splitlines() if line.startswith("| farstep")]
+    assert shares == ["< 0.25", "-"]  # of at least 8 seconds
+
+
 def replay_run(contender: str, seed: int, seconds: float, reached: bool = True, **found: Any) -> dict[str, Any]:
     report = {"reached": reached, "steps": 1000, "seconds": seconds, "last_mean": -190.0, "updates": 500, "notes": ""}
     run = {"contender": contender, "env": "Pendulum-v1", "seed": seed, "wall_s": 1.0, "others_cpu_s": 0.0}
