@@ -19,7 +19,9 @@ Runs differ in their steps until all have been continued; tables and plots end w
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,9 +57,13 @@ FORMS = {
 """In what form weights are sent, by loss."""
 LAST = 0.1
 """Fraction of the steps, at the end, over whose evaluations the final return is the mean."""
+SOLVED = 200.0
+"""Return from which LunarLander-v3 counts as solved."""
 
 Run = dict[str, Any]
 """One run, as in the results file."""
+End = dict[str, float]
+"""What one run has reached, by name."""
 
 
 def main() -> int:
@@ -214,7 +220,7 @@ def common_steps(runs: list[Run]) -> int:
     return int(min(run["curve"][-1][0] for run in runs))
 
 
-def at_end(run: Run, steps: int) -> dict[str, float]:
+def at_end(run: Run, steps: int) -> End:
     """Final return, pulls per worker and bytes of one run after `steps` steps."""
     if "evaluations" not in run:  # results of 2026-11-15: the script's own learner, and training returns
         sent = run["bytes"]
@@ -225,14 +231,27 @@ def at_end(run: Run, steps: int) -> dict[str, float]:
     points = np.array(run["curve"])
     pulls, weights, probes = (float(np.interp(steps, points[:, 0], points[:, column])) for column in (2, 3, 4))
     value = float(np.mean(last or before[-1:] or [np.nan]))
-    return {"return": value, "pulls": pulls, "weights": weights, "probes": probes}
+    return {
+        "return": value,
+        "solved": solved_after(run, steps),
+        "pulls": pulls,
+        "weights": weights,
+        "probes": probes,
+    }
 
 
-def ends_of(document: dict[str, Any]) -> dict[tuple[str, float], list[dict[str, float]]]:
+def solved_after(run: Run, steps: int) -> float:
+    """Steps of the first evaluation from which on none, within `steps` steps, is below `SOLVED`; else infinity."""
+    before = [(step, value) for step, value, _ in run["evaluations"] if step <= steps]
+    good = list(itertools.takewhile(lambda evaluation: evaluation[1] >= SOLVED, reversed(before)))
+    return good[-1][0] if good else math.inf
+
+
+def ends_of(document: dict[str, Any]) -> dict[tuple[str, float], list[End]]:
     """Results of all seeds, by loss and threshold."""
     runs = document["runs"]
     steps = common_steps(runs)
-    found: dict[tuple[str, float], list[dict[str, float]]] = {}
+    found: dict[tuple[str, float], list[End]] = {}
     for run in sorted(runs, key=key_of):
         found.setdefault(key_of(run)[:2], []).append(at_end(run, steps))
     return found
@@ -243,6 +262,7 @@ def summary(document: dict[str, Any]) -> str:
     ends = ends_of(document)
     always = ends.get(("decoupled", 0.0)) or ends.get(("plain", 0.0))
     full = _mean(always, "weights") if always else 0.0
+    is_evaluated = all("solved" in end for found in ends.values() for end in found)
     rows = []
     for (loss, delta), found in ends.items():
         returns = [end["return"] for end in found]
@@ -253,6 +273,7 @@ def summary(document: dict[str, Any]) -> str:
                 f"{delta:g}" if delta else "0 (always)",
                 str(len(found)),
                 f"{np.mean(returns):.0f}" + (f" ± {np.std(returns):.0f}" if len(returns) > 1 else ""),
+                *([_millions([end["solved"] for end in found])] if is_evaluated else []),
                 f"{_mean(found, 'pulls'):.0f}",
                 f"{weights / 1e6:,.1f}",
                 f"{probes / 1e6:.2f}",
@@ -260,7 +281,9 @@ def summary(document: dict[str, Any]) -> str:
                 f"{probes / full:.4f}" if full else "-",
             ]
         )
-    header = ["δ", "seeds", "final return", "pulls per worker", "weights, MB", "probes, MB"]
+    header = ["δ", "seeds", "final return"]
+    header += [f"million steps to {SOLVED:g}, by seed"] if is_evaluated else []
+    header += ["pulls per worker", "weights, MB", "probes, MB"]
     header += ["all bytes / bytes of `always`", "probes / bytes of `always`"]
     return table(["loss", *header] if len(rows[0]) > len(header) else header, rows)
 
@@ -274,7 +297,8 @@ def page(document: dict[str, Any]) -> str:
         f"{settings['workers']} workers with {settings['envs_per_worker']} environments each over TCP, "
         f"{settings['num_steps']} steps per rollout, {settings['epochs']} epochs, {steps:,} steps ({versions} "
         f"versions), {machines(document)}. Final return: the mean of the evaluations in the last tenth of the steps, ± "
-        "the standard deviation over seeds (`results/aaps-ppo.json`)."
+        f"the standard deviation over seeds (`results/aaps-ppo.json`). Steps to {SOLVED:g}: until the first evaluation "
+        "from which on none is lower (`-`: the last one is lower)."
     )
     if continued_times := max(run["continued"] for run in document["runs"]):
         often = "once" if continued_times == 1 else f"up to {continued_times} times"
@@ -316,26 +340,44 @@ def verdict(document: dict[str, Any]) -> str:
     sentences = []
     for loss in dict.fromkeys(loss for loss, _ in ends):
         # If workers always have the newest weights, both losses are equal, and so are the runs.
-        always = [end["return"] for end in ends.get((loss, 0.0)) or ends.get(("decoupled", 0.0), [])]
+        always = ends.get((loss, 0.0)) or ends.get(("decoupled", 0.0), [])
         groups: dict[str, list[str]] = {}
         for (other, delta), found in ends.items():
             if other == loss and delta and min(len(always), len(found)) > 1:
-                groups.setdefault(_compared([end["return"] for end in found], always), []).append(f"{delta:g}")
+                groups.setdefault(_compared(found, always), []).append(f"{delta:g}")
         said = [f"With δ = {_alternatives(deltas)}, {words}." for words, deltas in groups.items()]
         if said:
-            spread = f"{min(always):.0f} and {max(always):.0f}"
+            returns = _values(always, "return")
+            spread = f"{min(returns):.0f} and {max(returns):.0f}"
             sentences.append(
                 f"{LOSSES[loss].capitalize()}: with δ = 0, the seeds end between {spread}. {' '.join(said)}"
             )
     return " ".join(sentences) or "There are too few seeds to compare thresholds."
 
 
-def _compared(values: list[float], always: list[float]) -> str:
-    if max(values) < min(always):
-        return "every seed ends below every seed of δ = 0"
-    if min(values) > max(always):
-        return "every seed ends above every seed of δ = 0"
-    return "the range of the seeds overlaps that of δ = 0, so no difference is visible"
+def _compared(found: list[End], always: list[End]) -> str:
+    said = []
+    if _all_below(found, always, "return"):
+        said.append("every seed ends below every seed of δ = 0")
+    elif _all_below(always, found, "return"):
+        said.append("every seed ends above every seed of δ = 0")
+    if all(end.get("solved") == math.inf for end in found):
+        said.append(f"no seed ends at {SOLVED:g} or above")
+    elif _all_below(always, found, "solved"):
+        said.append(f"every seed needs more steps to {SOLVED:g} than every seed of δ = 0")
+    elif _all_below(found, always, "solved"):
+        said.append(f"every seed needs fewer steps to {SOLVED:g} than every seed of δ = 0")
+    if not said:
+        return "the ranges of the seeds overlap those of δ = 0, so no difference is visible"
+    overlap = "" if "ends" in said[0] else "final returns overlap with those of δ = 0, but "
+    return overlap + " and ".join(said)
+
+
+def _all_below(found: list[End], others: list[End], name: str) -> bool:
+    """Whether every seed has a lower number than every other seed; False if one has no such number."""
+    if not all(name in end for end in (*found, *others)):
+        return False
+    return max(_values(found, name)) < min(_values(others, name))
 
 
 def _alternatives(words: list[str]) -> str:
@@ -343,8 +385,16 @@ def _alternatives(words: list[str]) -> str:
     return " or ".join([part for part in (", ".join(words[:-1]), words[-1]) if part])
 
 
-def _mean(found: list[dict[str, float]], name: str) -> float:
-    return float(np.mean([end[name] for end in found]))
+def _millions(steps: list[float]) -> str:
+    return ", ".join("-" if step == math.inf else f"{step / 1e6:.1f}" for step in steps)
+
+
+def _values(found: list[End], name: str) -> list[float]:
+    return [end[name] for end in found]
+
+
+def _mean(found: list[End], name: str) -> float:
+    return float(np.mean(_values(found, name)))
 
 
 # ---- plots ----

@@ -103,8 +103,8 @@ def _table_of(runs: Sequence[Row], task: Row, layout: Layout) -> str:
                 _spread([run["wall_s"] for run in found], reports, "{:,.1f}"),
                 _spread([report["steps"] for report in reports], reports, "{:,.0f}"),
                 f"{median(report['steps'] / max(report['seconds'], 1e-9) for report in reports):,.0f}",
-                _share(calm, name, "seconds", layout),
-                _share(calm, name, "steps", layout),
+                _share(calm, name, "seconds", layout, has_goal),
+                _share(calm, name, "steps", layout, has_goal),
             ]
         )
     columns = ["", "reached" if has_goal else "return", "seconds", "whole process, s", "steps", "steps/s"]
@@ -142,10 +142,15 @@ def _best_of(runs: Sequence[Row], families: Sequence[str], layout: Layout) -> li
 
 
 def _rank(runs: Sequence[Row], name: str) -> tuple[int, float]:
-    """Sort key of contenders: most seeds that reached the threshold, then fewest seconds."""
+    """Sort key of contenders: most seeds that reached the threshold, then fewest seconds; if none did, highest return.
+
+    Without the threshold, seconds are those of a fixed number of steps, and say nothing about learning.
+    """
     reports = [run["report"] for run in runs if run["contender"] == name and run["report"]]
-    seconds = median(report["seconds"] for report in reports) if reports else float("inf")
-    return -sum(report["reached"] for report in reports), seconds
+    reached = sum(report["reached"] for report in reports)
+    if reached:
+        return -reached, median(report["seconds"] for report in reports)
+    return 0, -median(report["last_mean"] for report in reports) if reports else float("inf")
 
 
 def family(name: str) -> str:
@@ -170,12 +175,15 @@ def _spread(values: Sequence[float], reports: Sequence[Row], form: str) -> str:
     return f"{more}{form.format(median(values))} ({form.format(min(values))} - {form.format(max(values))})"
 
 
-def _share(runs: dict[str, list[Row]], name: str, key: str, layout: Layout) -> str:
+def _share(runs: dict[str, list[Row]], name: str, key: str, layout: Layout, has_goal: bool) -> str:
+    """Median divided by that of the baseline; a bound if one of them did not always reach the goal, `-` if both."""
     baseline = next((who for who in runs if family(who) == layout.baseline), layout.baseline)
     if not runs.get(baseline) or name == baseline:
         return "1" if name == baseline else "-"
     own, other = (median(run["report"][key] for run in runs[who]) for who in (name, baseline))
-    return f"{own / other:.2f}"
+    late = [has_goal and not all(run["report"]["reached"] for run in runs[who]) for who in (name, baseline)]
+    bound = "> " if late[0] else "< " if late[1] else ""
+    return "-" if all(late) else f"{bound}{own / other:.2f}"
 
 
 def _versions(done: Sequence[Row], layout: Layout) -> str:

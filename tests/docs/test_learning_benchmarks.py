@@ -164,9 +164,12 @@ def test_every_evaluation_counts_once() -> None:
     assert trainings.evaluations([{"step": 10}, line, {**line, "step": 30}]) == [[10, 1.3, 0.0]]
 
 
-def aaps_run(loss: str, delta: float, seed: int, final: float, steps: int = 1000) -> dict[str, Any]:
+def aaps_run(
+    loss: str, delta: float, seed: int, final: float, steps: int = 1000, middle: float = -200.0
+) -> dict[str, Any]:
     points = [[100, 0.0, 1.0, 10.0, 1.0], [steps, 0.0, 4.0, 40.0, 2.0]]
-    kept = {"steps": steps, "curve": points, "evaluations": [[100, -200.0, 1.0], [950, final, 1.0], [2000, 0.0, 1.0]]}
+    evaluations = [[100, -200.0, 1.0], [500, middle, 1.0], [950, final, 1.0], [2000, 0.0, 1.0]]
+    kept = {"steps": steps, "curve": points, "evaluations": evaluations}
     return {"loss": loss, "delta": delta, "seed": seed, "continued": 0, **kept}
 
 
@@ -181,8 +184,21 @@ def test_thresholds_are_compared_by_their_seeds() -> None:
     }
     runs = [aaps_run(*key, seed, final) for key, found in finals.items() for seed, final in enumerate(found, 1)]
     text = aaps.verdict({"runs": runs})
-    assert "δ = 0.05, the range of the seeds overlaps" in text and "δ = 1, every seed ends below every seed" in text
-    assert "δ = 0.8, every seed ends below" in text and "0.9" not in text  # one seed shows nothing
+    assert "δ = 0.05, the ranges of the seeds overlap" in text and "δ = 1, every seed ends below every seed" in text
+    assert "δ = 0.8, every seed ends below every seed of δ = 0 and no seed ends at 200 or above" in text
+    assert "0.9" not in text  # one seed shows nothing
+
+
+def test_thresholds_are_compared_by_their_steps_too() -> None:
+    """Runs that end alike may have learned more slowly."""
+    always = [aaps_run("decoupled", 0.0, seed, 240.0, middle=220.0) for seed in (1, 2)]
+    late = [aaps_run("decoupled", 0.2, seed, 240.0, middle=199.0) for seed in (1, 2)]
+    document = {"runs": [*always, *late]}
+    text = aaps.verdict(document)
+    assert "δ = 0.2, final returns overlap with those of δ = 0, but every seed needs more steps to 200" in text
+    steps = {delta: [end["solved"] for end in found] for (_, delta), found in aaps.ends_of(document).items()}
+    assert steps == {0.0: [500, 500], 0.2: [950, 950]}
+    assert "million steps to 200" in aaps.summary(document)
 
 
 def test_bytes_are_compared_with_all_weights_in_float32() -> None:
@@ -242,6 +258,22 @@ def test_table_has_the_best_number_of_environments_of_a_peer() -> None:
     assert "| CleanRL, 16 environments " in text and "| CleanRL  " not in text
     assert "`ppo`, 16 environments" in text and "`ppo`, 128 environments" in text
     assert "0.80" in text and "0.40" in text  # of the best CleanRL's seconds
+
+
+def test_peer_that_never_reaches_the_threshold_is_shown_where_its_return_is_highest() -> None:
+    report = {"reached": False, "steps": 9, "notes": "", "versions": {}, "curve": []}
+    measured = {"cleanrl": (8.0, 36.0), "cleanrl-16": (5.0, -39.0), "farstep-ppo-16": (2.0, 480.0)}
+    measured["farstep-impala-16"] = (4.0, 100.0)
+    runs = [
+        {"contender": name, "env": "CartPole-v1", "wall_s": 1.0, "others_cpu_s": 0.0}
+        | {"report": {**report, "seconds": seconds, "last_mean": mean, "reached": mean >= 475.0}}
+        for name, (seconds, mean) in measured.items()
+    ]
+    tasks = [{"env": "CartPole-v1", "threshold": 475.0, "max_steps": 10}]
+    text = learning_tables.summary({"tasks": tasks, "runs": runs})
+    assert "| CleanRL  " in text and "| CleanRL, 16 environments" not in text
+    shares = [line.split("|")[-3].strip() for line in text.splitlines() if line.startswith("| farstep")]
+    assert shares == ["< 0.25", "-"]  # of at least 8 seconds
 
 
 def replay_run(contender: str, seed: int, seconds: float, reached: bool = True, **found: Any) -> dict[str, Any]:
