@@ -49,13 +49,17 @@ def test_large_policies_are_measured(
 ) -> None:
     """Each case is a process of its own."""
     (large_policy,) = benchmark_modules("large_policy")
-    words = "--sizes ViT-tiny --only served-cpu --workers 1 --envs 4 --steps 4 --seconds 0.2"
+    words = "--sizes ViT-tiny --only served-cpu --workers 1 --envs 4 --steps 4 --seconds 0.2 --rounds 2"
+    words += " --timeout 200"
     monkeypatch.setattr(sys, "argv", ["large_policy.py", *words.split(), "--out", str(tmp_path / "found.json")])
     assert large_policy.main() == 0
     assert capsys.readouterr().out.count("steps/s") == 3
     document = json.loads((tmp_path / "found.json").read_text())
     assert [run["contender"] for run in document["runs"]] == ["environments", "policy-cpu", "served-cpu"]
     assert document["runs"][2]["inference"].startswith("served on cpu")
+    assert {run["env"] for run in document["runs"]} == {"NoiseEnv"}
+    rounds = document["runs"][0]["rounds"]
+    assert len(rounds) == 2 and document["runs"][0]["steps_per_second"] == max(rounds)
     monkeypatch.setattr(large_policy, "run_case", None)
     assert large_policy.main() == 0  # measures nothing again
 
@@ -67,7 +71,7 @@ def test_large_policies_are_measured_again_only_after_a_failure_or_with_other_se
     found: list[float | None] = []
 
     def run_case(options: Any, size: str, name: str) -> dict[str, Any]:
-        case = {"size": size, "contender": name, **large_policy.settings_of(options, size, name)}
+        case = {"size": size, "contender": name, **large_policy.recorded_settings(options, size, name)}
         return {**case, "steps_per_second": found.pop(0), "reason": "took more than 60 s"}
 
     def measured(*words: str) -> list[tuple[int, float | None]]:
@@ -96,7 +100,7 @@ def test_large_policies_on_the_gpu_are_measured_in_longer_rollouts_than_on_the_c
     measured: list[tuple[str, str, int]] = []
 
     def run_case(options: Any, size: str, name: str) -> dict[str, Any]:
-        case = {"size": size, "contender": name, **large_policy.settings_of(options, size, name)}
+        case = {"size": size, "contender": name, **large_policy.recorded_settings(options, size, name)}
         measured.append((size, name, case["steps"]))
         return {**case, "steps_per_second": 1.0}
 
