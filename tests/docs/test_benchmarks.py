@@ -189,6 +189,17 @@ def test_environments_are_stepped_by_the_given_number_of_workers(mode: str) -> N
     assert "expected a multiple of 4" in refused.stderr
 
 
+def test_contenders_run_only_in_environments_that_they_support() -> None:
+    throughput, roster, tables = benchmark_modules("throughput", "roster", "tables")
+    cases = [tables.Case(env, 16, "eager") for env in ("CartPole-v1", "ALE/Pong-v5")]
+    chosen = [found for found in roster.choose(roster.CONTENDERS, [], []) if found.name in ("rllib", "ale-vector")]
+    sizes = {"rounds": 2, "steps": 8, "seconds": 1.0, "workers": 2, "timeout_s": 60.0}
+    plan = throughput.Plan(cases=cases, contenders=chosen, **sizes)
+    runs = [(case.env, contender.name) for case, _, contender in plan]
+    assert len(runs) == plan.num_runs == 6
+    assert set(runs) == {("CartPole-v1", "rllib"), ("ALE/Pong-v5", "rllib"), ("ALE/Pong-v5", "ale-vector")}
+
+
 def test_stepping_on_many_workers_is_compared_with_the_limit_and_async() -> None:
     (pages,) = benchmark_modules("pages")
     found = {"steps-alone": 100.0, "steps-farstep": 60.0, "steps-async": 20.0}
