@@ -54,6 +54,15 @@ def throughput_summary(document: Mapping[str, Any]) -> str:
     return tables.summary(throughput_results(document))
 
 
+def ale_summary(document: Mapping[str, Any]) -> str:
+    """The section of ale-py's vector environment: setting and tables."""
+    setting = (
+        f"{machines(document)}, {document['rounds']} rounds of {document['seconds']:g} s each "
+        "(`results/throughput-pong-ale.json`). "
+    )
+    return f"{setting}{throughput_summary(document)}"
+
+
 def stepping_summary(document: Mapping[str, Any]) -> str:
     return tables.stepping_summary(throughput_results(document))
 
@@ -117,6 +126,15 @@ def elastic_section(part: str) -> Section:
 SECTIONS = (
     Section(README, "throughput", "throughput.json", throughput_summary),
     Section(README, "throughput-pong", "throughput-pong.json", throughput_summary),
+    Section(
+        README,
+        "throughput-pong-ale",
+        "throughput-pong-ale.json",
+        ale_summary,
+        "throughput.py --env ALE/Pong-v5 --rounds 2 --seconds 20 --only 'limit-*' farstep-collect farstep-make_vec "
+        "farstep-envpool-collect envpool-sync gymnasium-async '*ale-vector' --out "
+        "benchmarks/results/throughput-pong-ale.json",
+    ),
     Section(README, "throughput-pong-seeds", "throughput-pong-seeds.json", throughput_summary),
     Section(README, "stepping", "stepping.json", stepping_summary),
     Section(

@@ -33,6 +33,8 @@ class Contender:
     a policy."""
     by_default: bool = True
     """False for variants, which run only if ``--only`` names them."""
+    envs: tuple[str, ...] = ()
+    """The environments that it supports; empty: all."""
 
     @property
     def interpreter(self) -> Path | None:
@@ -54,6 +56,7 @@ class Contender:
 AnyContender = TypeVar("AnyContender", bound=Contender)
 
 EAGER = ("--inference", "eager")
+PONG = ("ALE/Pong-v5",)
 
 CONTENDERS = (
     Contender(name="limit-eager", script="limit.py", venv=OWN, options=EAGER),
@@ -99,14 +102,14 @@ CONTENDERS = (
     Contender(name="torchrl-sync", script="torchrl_collector.py", venv="torchrl", options=("--mode", "sync")),
     Contender(name="torchrl-async", script="torchrl_collector.py", venv="torchrl", options=("--mode", "async")),
     Contender(name="rllib", script="rllib_runners.py", venv="rllib"),
-    Contender(name="ale-vector", script="ale_vector.py", venv=OWN, by_default=False),
+    Contender(name="ale-vector", script="ale_vector.py", venv=OWN, envs=PONG),
     Contender(
         name="farstep-ale-vector",
         script="ale_vector.py",
         venv=OWN,
         options=("--mode", "farstep"),
         inference="fast",
-        by_default=False,
+        envs=PONG,
     ),
     *(
         Contender(

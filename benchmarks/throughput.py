@@ -38,12 +38,16 @@ class Plan:
 
     @property
     def num_runs(self) -> int:
-        return len(self.cases) * len(self.contenders) * self.rounds
+        return sum(len(self.contenders_of(case)) for case in self.cases) * self.rounds
+
+    def contenders_of(self, case: Case) -> list[Contender]:
+        """The contenders that support the environment of a case."""
+        return [contender for contender in self.contenders if not contender.envs or case.env in contender.envs]
 
     def __iter__(self) -> Iterator[tuple[Case, int, Contender]]:
         """Ordered by case, so that runs that are compared are close in time."""
         for case in self.cases:
-            for number, contender in turns(self.contenders, self.rounds):
+            for number, contender in turns(self.contenders_of(case), self.rounds):
                 yield case, number, contender
 
     def arguments(self, case: Case) -> list[str]:
@@ -72,7 +76,7 @@ def main() -> int:
     print(f"{plan.num_runs} runs of {len(plan.contenders)} contenders, {len(plan.cases)} cases")
     for contender in missing:
         print(f"  {contender.name} is not installed: {contender.how_to_install}")
-    results: Results = {case: {contender.name: [] for contender in plan.contenders} for case in plan.cases}
+    results: Results = {case: {contender.name: [] for contender in plan.contenders_of(case)} for case in plan.cases}
     try:
         execute(plan, results, outcome)
     except KeyboardInterrupt:

@@ -49,13 +49,17 @@ def test_large_policies_are_measured(
 ) -> None:
     """Each case is a process of its own."""
     (large_policy,) = benchmark_modules("large_policy")
-    words = "--sizes ViT-tiny --only served-cpu --workers 1 --envs 4 --steps 4 --seconds 0.2"
+    words = "--sizes ViT-tiny --only served-cpu --workers 1 --envs 4 --steps 4 --seconds 0.2 --rounds 2"
+    words += " --timeout 200"
     monkeypatch.setattr(sys, "argv", ["large_policy.py", *words.split(), "--out", str(tmp_path / "found.json")])
     assert large_policy.main() == 0
     assert capsys.readouterr().out.count("steps/s") == 3
     document = json.loads((tmp_path / "found.json").read_text())
     assert [run["contender"] for run in document["runs"]] == ["environments", "policy-cpu", "served-cpu"]
     assert document["runs"][2]["inference"].startswith("served on cpu")
+    assert {run["env"] for run in document["runs"]} == {"NoiseEnv"}
+    rounds = document["runs"][0]["rounds"]
+    assert len(rounds) == 2 and document["runs"][0]["steps_per_second"] == max(rounds)
     monkeypatch.setattr(large_policy, "run_case", None)
     assert large_policy.main() == 0  # measures nothing again
 
@@ -183,6 +187,17 @@ def test_environments_are_stepped_by_the_given_number_of_workers(mode: str) -> N
     assert report["contender"] == f"steps-{mode}" and report["steps_per_second"] > 0
     refused = subprocess.run([*script, "--workers", "4"], capture_output=True, text=True, timeout=120)
     assert "expected a multiple of 4" in refused.stderr
+
+
+def test_contenders_run_only_in_environments_that_they_support() -> None:
+    throughput, roster, tables = benchmark_modules("throughput", "roster", "tables")
+    cases = [tables.Case(env, 16, "eager") for env in ("CartPole-v1", "ALE/Pong-v5")]
+    chosen = [found for found in roster.choose(roster.CONTENDERS, [], []) if found.name in ("rllib", "ale-vector")]
+    sizes = {"rounds": 2, "steps": 8, "seconds": 1.0, "workers": 2, "timeout_s": 60.0}
+    plan = throughput.Plan(cases=cases, contenders=chosen, **sizes)
+    runs = [(case.env, contender.name) for case, _, contender in plan]
+    assert len(runs) == plan.num_runs == 6
+    assert set(runs) == {("CartPole-v1", "rllib"), ("ALE/Pong-v5", "rllib"), ("ALE/Pong-v5", "ale-vector")}
 
 
 def test_stepping_on_many_workers_is_compared_with_the_limit_and_async() -> None:
