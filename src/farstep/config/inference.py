@@ -38,7 +38,7 @@ class ServedInference(Options):
     """`node`: each node has its own acting servers, which act for its workers. `head`: all acting servers run on the
     machine of the head, and act for workers of all nodes over the network. A list of nodes: these nodes have acting
     servers, which act for workers of all nodes over the network. A node is named by its host name, or as in
-    `SSHConfig.hosts`."""
+    `SSHConfig.hosts`. With ssh, a host that is not in `SSHConfig.hosts` runs only acting servers."""
 
     def __post_init__(self) -> None:
         self._at_least("copies", 1)
@@ -56,9 +56,14 @@ class ServedInference(Options):
 
     def _check_nodes(self) -> None:
         nodes = tuple(self.where) if isinstance(self.where, Sequence) else ()
-        if not nodes or not all(isinstance(node, str) and node for node in nodes) or len(set(nodes)) < len(nodes):
+        if not nodes or not all(map(_is_host, nodes)) or len(set(nodes)) < len(nodes):
             raise ConfigError(
                 f"ServedInference.where is {self.where!r}; expected 'node', 'head' or a list of different nodes, e.g. "
                 "['gpu1', 'gpu2']."
             )
         object.__setattr__(self, "where", nodes)
+
+
+def _is_host(name: object) -> bool:
+    """Whether `name` can be a host name. An argument of ssh must not begin with `-`."""
+    return isinstance(name, str) and len(name.split()) == 1 and not name.startswith("-")

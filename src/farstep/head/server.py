@@ -134,14 +134,14 @@ class Server:
     # ---- start and end ----
 
     def start(self, on_begun: Callable[[], None] | None = None) -> tuple[Any, Any]:
-        """Start all workers, call `on_begun`, and wait until the workers have built their environments. Return the
-        spaces of one environment."""
+        """Start all workers, call `on_begun`, and wait until the workers have built their environments and all their
+        acting servers have a node. Return the spaces of one environment."""
         self.begin()
         if on_begun is not None:
             with self.locked():
                 self.raise_failure()
             on_begun()
-        self.wait(lambda: True if self.available.all_ready() else None, starting=True)
+        self.wait(lambda: True if self.available.all_ready() and not self.lacks_server() else None, starting=True)
         assert self.handshake.spaces is not None
         return self.handshake.spaces
 
@@ -263,8 +263,12 @@ class Server:
         """Describe the unconnected nodes if a call has waited for several seconds and needs them; empty otherwise."""
         with self.locked():
             presence, waited_s = self.tickets.presence, time.monotonic() - self._wait_began
-            needs_more = len(presence.present) < presence.quorum
+            needs_more = len(presence.present) < presence.quorum or self.lacks_server()
             return self.supervisor.launcher.waiting() if needs_more and waited_s >= FIRST_START_S else ""
+
+    def lacks_server(self) -> bool:
+        """Whether present workers cannot act because the node of their acting server is not connected."""
+        return self._plan.is_remote and any(record.phase == "queued" for record in self.servers)
 
     @property
     def input_fd(self) -> int:

@@ -72,13 +72,16 @@ class ActingPlan:
             return self.num_workers + worker % self.num_servers
         return self.num_workers + self.node_of(worker) * self.copies + worker % self.copies
 
-    def bootstrap(self, number: int, nodes_on_machine: int = 1, listen: Sequence[str] = ()) -> dict[str, object]:
+    def bootstrap(
+        self, number: int, nodes_on_machine: int = 1, listen: Sequence[str] = (), has_workers: bool = True
+    ) -> dict[str, object]:
         """The bootstrap entries of a worker or an acting server; they replace those of the launcher.
 
         Args:
             number: The worker or acting server.
             nodes_on_machine: How many nodes of the run share its machine.
             listen: Where acting servers on the machine of the head listen; empty: workers share their memory.
+            has_workers: Whether there are workers on its machine, which then use half of the cores.
         """
         if self.serving is None:
             return {}
@@ -92,6 +95,6 @@ class ActingPlan:
             entries["acting_listen"] = list(listen) if self.is_on_head else [OWN_ADDRESS]
         if is_server:
             on_machine = self.num_servers if self.is_on_head else self.copies * nodes_on_machine
-            entries |= {"role": "acting", "acting_servers": on_machine}
+            entries |= {"role": "acting", "cores_divisor": (2 if has_workers else 1) * on_machine}
             entries["gpu"] = copy if self.serving.device == "cuda" else None
         return entries

@@ -2,10 +2,13 @@
 
 A block is a range of workers that run on the same node. When a node connects, it gets the first free block. Workers of
 a block without a node are queued. The block of a lost node goes to the next node that connects.
+
+Nodes that run only acting servers have no block. An engine object of their own provides them.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -25,9 +28,10 @@ from farstep.launch.acting_plan import ActingPlan
 from farstep.launch.addresses import own_addresses
 from farstep.launch.daemon.process import ProcessStarter, import_path
 from farstep.launch.engines.engine import Engine
-from farstep.launch.groups import Groups
+from farstep.launch.groups import Groups, WatchedGroup
 from farstep.launch.hub import HubLink, admit, admit_worker, drain
-from farstep.launch.nodes import Node, RemoteWorker, send_to_node
+from farstep.launch.nodes import NO_BLOCK, Node, RemoteWorker, send_to_node
+from farstep.launch.server_nodes import ServerNodes, not_connected
 from farstep.rollout.progress import PHASE, Phase, copy_words, private_words
 from farstep.wire import node_messages as n
 from farstep.wire.channels.zmq import NODE, Hub
@@ -45,13 +49,33 @@ _SILENT_S = 3 * n.BEAT_S
 
 
 class ClusterLauncher(Launcher):
-    """Requests nodes from an engine, and starts and watches workers on them."""
+    """Requests nodes from an engine, and starts and watches workers on them.
+
+    Args:
+        config: How many nodes have workers, and what all nodes have in common.
+        plan: Maximum number of workers, and the acting servers.
+        envs: Maximum number of environments per worker.
+        modules: Modules that workers need, for zygotes.
+        engine: Provides the nodes with workers.
+        emit: Receives events about nodes.
+        server_hosts: The nodes that run only acting servers, by name.
+        server_engine: Provides these nodes; None if there are none.
+    """
 
     shares_memory = False
     driven = False
 
     def __init__(
-        self, config: EngineConfig, plan: ActingPlan, envs: int, modules: Sequence[str], engine: Engine, emit: Emit
+        self,
+        config: EngineConfig,
+        plan: ActingPlan,
+        envs: int,
+        modules: Sequence[str],
+        engine: Engine,
+        emit: Emit,
+        *,
+        server_hosts: Sequence[str] = (),
+        server_engine: Engine | None = None,
     ) -> None:
         self._config, self._envs, self._modules, self._engine, self._emit = config, envs, modules, engine, emit
         self._further: Sequence[str] = ()
@@ -63,7 +87,18 @@ class ClusterLauncher(Launcher):
         self._blocks: list[Node | None] = [None] * config.most_nodes
         self._queued: dict[int, RemoteWorker] = {}
         self._wanted = config.nodes
-        self.groups = Groups(engine, config, self._daemon_bootstrap, emit)
+        self._engines = [engine] if server_engine is None else [engine, server_engine]
+        numbers = itertools.count()
+        self.groups = Groups(engine, config, self._daemon_bootstrap, emit, numbers=numbers)
+        server_groups = Groups(
+            self._engines[-1],
+            config,
+            lambda group: self._daemon_bootstrap(group, has_workers=False),
+            emit,
+            fewest=len(server_hosts),
+            numbers=numbers,
+        )
+        self._servers = ServerNodes(plan.named_nodes, server_hosts, server_groups, self.connected, config)
         self._ticked_at = self._enough_at = time.monotonic()
         self._next_beat, self._stopping = 0.0, False
         self.refused: dict[str, tuple[str, str]] = {}
@@ -93,7 +128,7 @@ class ClusterLauncher(Launcher):
                     partial(emit, "warned"),
                 )
         except BaseException:
-            engine.close()
+            self._close_engines()
             raise
 
     def _listen(self, addresses: Sequence[str]) -> Hub:
@@ -114,6 +149,7 @@ class ClusterLauncher(Launcher):
 
     def prepare(self) -> None:
         self.groups.request(self._wanted)
+        self._servers.request()
 
     def preload(self, modules: Sequence[str]) -> None:
         self._further = modules
@@ -122,6 +158,7 @@ class ClusterLauncher(Launcher):
 
     def start(self, worker: int, incarnation: int, run: str) -> Started:
         listen = [f"tcp://{address}:*" for address in self._addresses]
+        has_workers = self._plan.node_name_of(worker) not in self._servers.hosts
         bootstrap = admit_worker(self.hub, worker, incarnation, run, self._envs) | {
             "transport": "tcp",
             "threads": self._config.cpus_per_worker,
@@ -129,7 +166,7 @@ class ClusterLauncher(Launcher):
             "gpu": self._config.gpu_of(worker % self._per_node),
             "rank": worker % self._per_node,
             "preload": {"modules": list(self._further), "path": import_path()},
-            **self._plan.bootstrap(worker, listen=listen),
+            **self._plan.bootstrap(worker, listen=listen, has_workers=has_workers),
         }
         words = private_words(self._envs)
         if self._starter is not None and self._plan.is_server(worker):
@@ -172,7 +209,7 @@ class ClusterLauncher(Launcher):
                 self._on_message(group, n.decode_from_node(received.frames), receive)
             except WireError as error:
                 if (versions := n.versions_in(received.frames)) and (different := mismatches(versions)):
-                    self._refuse("(unnamed)", f"{OTHER_VERSIONS}: {'; '.join(different)}", _SAME_VERSIONS)
+                    self._refuse(group, "(unnamed)", f"{OTHER_VERSIONS}: {'; '.join(different)}", _SAME_VERSIONS)
                 else:
                     self._on_invalid(group, error)
 
@@ -183,7 +220,7 @@ class ClusterLauncher(Launcher):
         paused_s, self._ticked_at = max(0.0, now - self._ticked_at - 1.0), now
         for node in list(self.connected.values()):
             node.heard_at += paused_s  # silence does not count while the head was not reading
-            silent_s, status = now - node.heard_at, self.groups[node.group].status
+            silent_s, status = now - node.heard_at, self._group(node.group).status
             if silent_s > self._config.lease_s:
                 self._lose(node, f"was silent for {self._config.lease_s:g} s")
             elif silent_s > _SILENT_S and status.has_ended(node.place):  # a node that still sends messages is not lost
@@ -196,19 +233,22 @@ class ClusterLauncher(Launcher):
         if self._stopping:
             return
         connected, fewest = sum(node is not None for node in self._blocks), self._config.fewest_nodes
-        is_enough = connected >= fewest and not self._missing_names()
+        has_servers = self._servers.check_names(others_connected=connected >= self._wanted)
+        is_enough = connected >= fewest and has_servers
         if is_enough:
             self._enough_at, self._refusal = now, None
         elif self._refusal is not None:  # first: that the refused node has ended explains nothing
             raise self._refusal
         self.groups.request_missing(self._wanted, now)
+        self._servers.request_missing(now)
         if not is_enough and now - self._enough_at > self._config.queue_s:
+            found, reason = f"{connected} of at least {counted(fewest, 'node')} connected", self.waiting()
             if connected >= fewest:
-                reason = "; ".join(dict.fromkeys([self.waiting(), self._missing_names_text()]))
-            else:
-                found = f"{connected} of at least {counted(fewest, 'node')} connected"
-                reason = f"{found} within queue_s={self._config.queue_s:g} s: {self.waiting()}"
-            raise LaunchError(f"{reason}.\n{self.logs()}".rstrip())
+                found = "the nodes of acting servers did not connect"
+                if (wrong := self._servers.wrong_names()) not in reason:
+                    reason = f"{reason}; {wrong}"
+            text = f"{found} within queue_s={self._config.queue_s:g} s: {reason}"
+            raise LaunchError(f"{text}.\n{self.logs()}".rstrip())
 
     def stop(self) -> None:
         self._stopping = True
@@ -218,7 +258,7 @@ class ClusterLauncher(Launcher):
     def scale(self, nodes: int) -> None:
         """Change the number of nodes: request more nodes, or drain and release the nodes with the last blocks."""
         for node in self._blocks[nodes:]:
-            if node is not None and any(map(node.is_named, self._plan.named_nodes)):
+            if node is not None and self._servers.is_shared(node):
                 raise ConfigError(
                     f"{node} cannot be released, because acting servers run on it (inference has "
                     f"where={list(self._plan.named_nodes)!r}); keep {counted(node.block + 1, 'node')} or more."
@@ -242,11 +282,11 @@ class ClusterLauncher(Launcher):
 
     def waiting(self) -> str:
         """The engine's report on nodes that are not connected yet; empty if all are connected."""
-        if not (missing := sum(node is None for node in self._blocks[: self._wanted])):
-            return self._missing_names_text()
-        status = self.groups.status()
-        wanted = counted(self._wanted, "node")
-        return f"{missing} of {wanted} not connected yet{f': {status}' if status else ''}"
+        if missing := sum(node is None for node in self._blocks[: self._wanted]):
+            text = not_connected(f"{missing} of {counted(self._wanted, 'node')}", self.groups)
+        else:
+            text = self._servers.wrong_names()
+        return "; ".join(filter(None, [text, self._servers.waiting()]))
 
     def spare(self) -> int:
         rolling = (worker for worker in self._queued if worker < self._plan.num_workers)
@@ -261,7 +301,7 @@ class ClusterLauncher(Launcher):
                 "address": node.address,
                 "workers": sorted(node.workers),
             }
-            for node in self._blocks
+            for node in [*self._blocks, *self._servers.without_workers()]
             if node is not None
         ]
 
@@ -271,26 +311,37 @@ class ClusterLauncher(Launcher):
         return {worker: size for worker, size in found.items() if size}
 
     def expected(self) -> int:
-        """Number of nodes that are connected or may still connect without another request."""
+        """Number of nodes with workers that are connected or may still connect without another request."""
         return self.groups.expected()
 
     def logs(self) -> str:
         """The paths of the node daemons' logs, and the last lines of each."""
-        return self.groups.logs()
+        return "\n".join(filter(None, [self.groups.logs(), self._servers.groups.logs()]))
 
     def close(self) -> None:
         for node in self.connected.values():
             node.send(n.Leave("the run has ended"))
         self.groups.end()
-        self._engine.close()
+        self._servers.groups.end()
+        self._close_engines()
         if self._starter is not None:
             self._starter.close()
         self.hub.close(linger_ms=1000)
         os.close(self._changed_fd)
 
+    def _close_engines(self) -> None:
+        for engine in self._engines:
+            engine.close()
+
     # ---- nodes ----
 
-    def _daemon_bootstrap(self, group: int) -> bytes:
+    def _groups_of(self, group: int) -> Groups:
+        return self._servers.groups if group in self._servers.groups else self.groups
+
+    def _group(self, number: int) -> WatchedGroup:
+        return self._groups_of(number)[number]
+
+    def _daemon_bootstrap(self, group: int, has_workers: bool = True) -> bytes:
         """The bootstrap of a group's node daemons. They share a key and the peer number -1 - group; workers have 0, 1,
         ..."""
         bootstrap = admit(self.hub, -1 - group, 0) | {
@@ -301,9 +352,9 @@ class ClusterLauncher(Launcher):
             "grace_s": self._engine.grace_s,
             "start_method": self._config.start_method,
             "modules": list(self._modules),
-            "cpu_affinity": self._config.cpu_affinity,
+            "cpu_affinity": self._config.cpu_affinity if has_workers else "off",  # acting servers are not pinned
             "cpus_per_worker": self._config.cpus_per_worker,
-            "workers": self._per_node,
+            "workers": self._per_node if has_workers else 0,
             "park_method": self._config.park_method,
         }
         return json.dumps(bootstrap).encode()
@@ -341,7 +392,8 @@ class ClusterLauncher(Launcher):
                         self._emit("lost", text, worker=message.worker, node=node.host)
                     worker.end(Ended(message.status, message.note, blameless=node.leaving or message.blameless))
             case n.Leaving():
-                text = f"{node} is being reclaimed by its engine ({message.reason}): draining its workers"
+                then = "its acting servers act until it ends" if node.block == NO_BLOCK else "draining its workers"
+                text = f"{node} is being reclaimed by its engine ({message.reason}): {then}"
                 self._emit("requeued", text, node=node.host)
                 self._drain_node(node)
 
@@ -352,25 +404,27 @@ class ClusterLauncher(Launcher):
             number = self._invalid[group]
             self._emit("warned", f"a node daemon sent a message that cannot be accepted ({number}): {error}")
 
-    def _refuse(self, host: str, why: str, remedy: str) -> None:
+    def _refuse(self, group: int, host: str, why: str, remedy: str) -> None:
         """Refuse a node whose versions differ from the head's, or whose workers cannot be pinned or written to disk.
 
         Args:
+            group: The group of the node.
             host: The node.
             why: The predicate of a sentence about the node.
             remedy: What the user can do.
         """
         text = f"the node {host} {why}. {remedy}"
-        if self._config.fewest_nodes == self._config.nodes:
+        is_server = group in self._servers.groups
+        if is_server or self._config.fewest_nodes == self._config.nodes:
             self._refusal = LaunchError(text)
         if host not in self.refused and len(self.refused) < _MAX_REFUSED:
-            self._emit("warned", f"{text} Continuing without it.", node=host)
+            self._emit("warned", text if is_server else f"{text} Continuing without it.", node=host)
             self.refused[host] = (why, remedy)
 
     def _admit(self, group: int, hello: n.NodeHello) -> None:
         if hello.run != self.run:
             raise WireError("it belongs to another run.")
-        if group >= len(self.groups):  # the engine started this node although the request raised an error
+        if group not in self._groups_of(group):  # the engine started this node although the request raised an error
             send_to_node(self.hub, hello.node, n.Leave("this node was not requested"))
             return
         different = "; ".join(mismatches(hello.versions))
@@ -379,15 +433,15 @@ class ClusterLauncher(Launcher):
             why = f"{OTHER_VERSIONS}: {different}" if different else f"cannot be used: {cannot.removesuffix('.')}"
             remedy = _SAME_VERSIONS if different else _DO_NOT_PIN if hello.cannot_pin else _DO_NOT_DUMP
             send_to_node(self.hub, hello.node, n.Leave(f"this node {why}"))
-            self.groups[group].rejected(hello.node, hello.place)
-            self._refuse(hello.host, why, remedy)
+            self._group(group).rejected(hello.node, hello.place)
+            self._refuse(group, hello.host, why, remedy)
             return
         killed = self.connected.get(hello.replaces or "")
         if killed is not None and killed.group == group:
             self._lose(killed, "lost its daemon, which was restarted on the same node")
-        free = next((i for i, held in enumerate(self._blocks[: self._wanted]) if held is None), None)
-        if free is None or self.groups[group].is_cancelled:
-            self.groups[group].rejected(hello.node, hello.place)
+        free = self._free_block(group)
+        if free is None or self._group(group).is_cancelled:
+            self._group(group).rejected(hello.node, hello.place)
             send_to_node(self.hub, hello.node, n.Leave("the run has all the nodes it needs"))
             return
         node = Node(
@@ -402,37 +456,28 @@ class ClusterLauncher(Launcher):
             block=free,
             relay=self._relay_keys(hello.node),
         )
-        self.connected[node.name] = self._blocks[free] = node
-        self.groups[group].joined(hello.place)
+        self.connected[node.name] = node
+        if free != NO_BLOCK:
+            self._blocks[free] = node
+        self._group(group).joined(hello.place)
         node.send(n.NodeBeat(node.name))
-        self._emit("joined", f"{node} connected, with {hello.cpus} cores", node=node.host)
+        purpose = ", for acting servers" if free == NO_BLOCK else ""
+        self._emit("joined", f"{node} connected, with {hello.cpus} cores{purpose}", node=node.host)
         if hello.setup_failed:
             text = f"{node}: the setup command {hello.setup_failed!r} failed; continuing anyway"
             self._emit("warned", text, node=node.host)
         self._start_queued()
 
-    def _missing_names(self) -> list[str]:
-        """The nodes on which acting servers are to run that are not connected."""
-        return [name for name in self._plan.named_nodes if self._named(name) is None]
-
-    def _named(self, name: str) -> Node | None:
-        """A connected node of this name that is not about to leave."""
-        return next((node for node in self.connected.values() if node.is_named(name) and not node.leaving), None)
-
-    def _missing_names_text(self) -> str:
-        """What is missing for acting servers on named nodes, and what to do; empty if these nodes are connected."""
-        if not (names := self._missing_names()):
-            return ""
-        connected = ", ".join(sorted(node.host for node in self.connected.values()))
-        return (
-            f"acting servers are to run on {' and '.join(names)}, but the connected nodes are {connected}; name some "
-            "of these in where of ServedInference"
-        )
+    def _free_block(self, group: int) -> int | None:
+        """The block for a new node of a group; None if the node is not needed."""
+        if group in self._servers.groups:
+            return NO_BLOCK if len(self._servers.without_workers()) < len(self._servers.hosts) else None
+        return next((i for i, held in enumerate(self._blocks[: self._wanted]) if held is None), None)
 
     def _node_for(self, worker: int) -> Node | None:
         """The node of a worker or acting server; None if it is not connected."""
         if name := self._plan.node_name_of(worker):
-            return self._named(name)
+            return self._servers.find(name)
         return self._blocks[self._plan.node_of(worker)]
 
     def _start_queued(self) -> None:
@@ -453,7 +498,7 @@ class ClusterLauncher(Launcher):
         """Declare a node lost: revoke the keys of its workers, mark them as ended, and free its block."""
         self._emit("lost", f"{node} {why}", node=node.host)
         self._forget_node(node)
-        self.groups[node.group].left(node.place, for_good=True)
+        self._group(node.group).left(node.place, for_good=True)
         for worker in node.workers.values():
             worker.end(Ended(UNKNOWN_STATUS, f"its {node} {why}", blameless=True))
 
@@ -467,7 +512,8 @@ class ClusterLauncher(Launcher):
     def _forget_node(self, node: Node) -> None:
         """Free the block of a node, and revoke its key."""
         del self.connected[node.name]
-        self._blocks[node.block] = None
+        if node.block != NO_BLOCK:
+            self._blocks[node.block] = None
         if node.relay is not None:
             self.hub.expel_relay(node.relay.public)
 
@@ -484,7 +530,7 @@ class ClusterLauncher(Launcher):
         if node.leaving and not node.workers and node.name in self.connected:
             node.send(n.Leave("its workers are done"))
             self._forget_node(node)
-            self.groups[node.group].left(node.place, for_good=node.released)
+            self._group(node.group).left(node.place, for_good=node.released)
 
 
 def _raise_file_limit(count: int, emit: Emit) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from farstep.config.launch import RESTART_WINDOW_S, EngineConfig
 from farstep.errors import FarstepError, LaunchError, counted
@@ -179,12 +180,31 @@ def _logs_of(group: Group) -> str:
 
 
 class Groups:
-    """All groups of a run, numbered in the order of their requests."""
+    """The groups of one engine, numbered in the order of their requests.
 
-    def __init__(self, engine: Engine, config: EngineConfig, bootstrap: Callable[[int], bytes], emit: Emit) -> None:
-        """`bootstrap(group)` returns the bootstrap of the node daemons of that group."""
+    Args:
+        engine: Provides the nodes.
+        config: How often to request replacements, and the minimum number of nodes.
+        bootstrap: `bootstrap(group)` returns the bootstrap of the node daemons of that group.
+        emit: Receives events about requests.
+        fewest: Minimum number of nodes. None: that of `config`.
+        numbers: The numbers of groups, which differ from those of the run's other engines. None: 0, 1, ...
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: EngineConfig,
+        bootstrap: Callable[[int], bytes],
+        emit: Emit,
+        *,
+        fewest: int | None = None,
+        numbers: Iterator[int] | None = None,
+    ) -> None:
         self._engine, self._config, self._bootstrap, self._emit = engine, config, bootstrap, emit
-        self._groups: list[WatchedGroup] = []
+        self._fewest = config.fewest_nodes if fewest is None else fewest
+        self._numbers = itertools.count() if numbers is None else numbers
+        self._groups: dict[int, WatchedGroup] = {}
         self._request_lock = threading.Lock()
         """Held during a request, because engines receive one request at a time."""
         self._complete = False
@@ -199,6 +219,9 @@ class Groups:
     def __len__(self) -> int:
         return len(self._groups)
 
+    def __contains__(self, number: int) -> bool:
+        return number in self._groups
+
     def __getitem__(self, number: int) -> WatchedGroup:
         return self._groups[number]
 
@@ -208,14 +231,14 @@ class Groups:
         try:
             group.request()
         except BaseException:
-            self._groups.pop()
+            self._groups.popitem()
             raise
         group.watch()
 
     def _new(self, nodes: int) -> WatchedGroup:
-        bootstrap = self._bootstrap(len(self._groups))
-        group = WatchedGroup(nodes, lambda: self._request(nodes, bootstrap), self._emit)
-        self._groups.append(group)
+        number = next(self._numbers)
+        bootstrap = self._bootstrap(number)
+        group = self._groups[number] = WatchedGroup(nodes, lambda: self._request(nodes, bootstrap), self._emit)
         return group
 
     def _request(self, nodes: int, bootstrap: bytes) -> Group:
@@ -234,24 +257,24 @@ class Groups:
                 budget is used up, the engine is lost, or there have never been enough nodes, or can never be.
         """
         expected = self.expected()
-        connected = sum(group.connected for group in self._groups)
-        self._complete = self._complete or connected >= self._config.fewest_nodes
-        hopeless = [group for group in self._groups if group.status.hopeless and not group.is_cancelled]
+        connected = sum(group.connected for group in self._groups.values())
+        self._complete = self._complete or connected >= self._fewest
+        hopeless = [group for group in self._groups.values() if group.status.hopeless and not group.is_cancelled]
         never = sum(group.status.hopeless for group in hopeless)
-        if hopeless and not self._complete and expected - never < self._config.fewest_nodes:
+        if hopeless and not self._complete and expected - never < self._fewest:
             raise _missing(never, hopeless[0])
         missing = wanted - expected
         if not self._groups or missing <= 0:
             return
-        too_few = expected < self._config.fewest_nodes
-        if too_few and (newest := self._groups[-1]).status.engine_lost:
+        too_few = expected < self._fewest
+        if too_few and (newest := next(reversed(self._groups.values()))).status.engine_lost:
             raise _missing(missing, newest)
         if now < self._retry_at and not (self._given_up and too_few):
             return
         while self._retries and now - self._retries[0] >= RESTART_WINDOW_S:
             self._retries.popleft()
-        ended = [group for group in self._groups if not group.status.nodes]
-        last = (ended or self._groups)[-1]
+        ended = [group for group in self._groups.values() if not group.status.nodes]
+        last = (ended or list(self._groups.values()))[-1]
         self._retry_at = now + min(_MAX_BACKOFF_S, 2.0 ** min(len(self._retries), 10))
         self._given_up = len(self._retries) >= self._config.restart_budget
         if too_few and (self._given_up or not self._complete):
@@ -281,29 +304,29 @@ class Groups:
 
     def cancel_unneeded(self, wanted: int) -> None:
         """Cancel groups that have no connected node and are not needed to reach `wanted` nodes."""
-        for group in reversed(self._groups):
+        for group in reversed(self._groups.values()):
             spare = 0 if group.is_cancelled else group.expected()
             if spare and not group.connected and self.expected() - spare >= wanted:
                 group.cancel()
 
     def expected(self) -> int:
         """Number of nodes of all groups that are connected or may still connect without another request."""
-        return sum(group.expected() for group in self._groups if not group.is_cancelled)
+        return sum(group.expected() for group in self._groups.values() if not group.is_cancelled)
 
     def status(self) -> str:
         """The status of the groups that have not ended, in words."""
-        active = [group for group in self._groups if group.status.nodes and not group.is_cancelled]
+        active = [group for group in self._groups.values() if group.status.nodes and not group.is_cancelled]
         return "; ".join(group.status.text for group in active)
 
     def logs(self) -> str:
         """The paths of the node daemons' logs, and the last lines of each."""
-        return "\n".join(text for group in self._groups if (text := group.logs()))
+        return "\n".join(text for group in self._groups.values() if (text := group.logs()))
 
     def end(self) -> None:
-        for group in self._groups:
+        for group in self._groups.values():
             group.cancel()
         deadline = time.monotonic() + _END_S
-        for group in self._groups:
+        for group in self._groups.values():
             group.join(deadline)
 
 

@@ -17,7 +17,7 @@ from farstep.config.launch import (
     SSHConfig,
 )
 from farstep.core import Launcher
-from farstep.errors import ConfigError, unknown_name
+from farstep.errors import ConfigError, counted
 from farstep.event import Emit
 from farstep.launch.acting_plan import ActingPlan
 from farstep.launch.cluster import ClusterLauncher
@@ -101,6 +101,11 @@ def _cluster_launcher(
             "daemon; use relay=False, or where='node'."
         )
     engine = engine_for(config, plan.num_workers // config.most_nodes, emit)
+    if isinstance(config, SSHConfig) and (others := [name for name in plan.named_nodes if name not in config.hosts]):
+        server_engine = SSHEngine(config, others)
+        return ClusterLauncher(
+            config, plan, envs, modules, engine, emit, server_hosts=others, server_engine=server_engine
+        )
     return ClusterLauncher(config, plan, envs, modules, engine, emit)
 
 
@@ -112,8 +117,12 @@ def _check_named_nodes(config: LaunchConfig, names: Sequence[str]) -> None:
             "only this machine; use where='node'."
         )
     for name in names:
-        if isinstance(config, SSHConfig) and name not in (first := config.hosts[: config.nodes]):
-            raise ConfigError(unknown_name("node in where of ServedInference", name, first))
+        if isinstance(config, SSHConfig) and name in config.hosts[config.nodes :]:
+            raise ConfigError(
+                f"inference has where={list(names)!r}, but {name} is a spare host: it is not among the first "
+                f"{counted(config.nodes, 'host')} (SSHConfig.nodes). Move it up in hosts, or remove it from hosts, "
+                "so that it runs only acting servers."
+            )
 
 
 def engine_for(config: EngineConfig, workers_per_node: int, emit: Emit) -> Engine:

@@ -15,6 +15,8 @@ from farstep.wire.messages import Progress, encode
 _TAIL_BYTES = 16 * 1024
 _UNREAD_BYTES = 1 << 20
 """Maximum number of bytes of a worker's output that wait to be logged; older bytes are dropped."""
+NO_BLOCK = -1
+"""The block of a node that runs only acting servers."""
 _STRAYS = 64
 """Maximum number of kill messages per heartbeat for unknown workers, because a broken daemon could list any number."""
 _UNREPORTED_S = 3.0
@@ -41,6 +43,7 @@ class Node:
     heard_at: float
     """When its last message arrived."""
     block: int
+    """Which workers it runs (see `cluster.py`), or `NO_BLOCK`."""
     workers: dict[int, RemoteWorker] = field(default_factory=dict)
     leaving: bool = False
     """Whether the node is draining. It is released when its workers have sent their chunks and ended."""

@@ -117,14 +117,10 @@ class LaunchProgress:
             workers = "workers to start" if run is None else run.collector.server.waiting_for()
             return [Diagnosis(cause="starting", text=f"The run is waiting for {workers}.")]
         if nodes := run.collector.server.awaited_nodes():
-            return [
-                Diagnosis(
-                    cause="no nodes",
-                    text=f"The run is waiting for nodes: {nodes}.",
-                    remedy=MIN_NODES_REMEDY,
-                    options_remedy=MIN_NODES_OPTIONS,
-                )
-            ]
+            text = f"The run is waiting for nodes: {nodes}."
+            if run.collector.server.lacks_server():  # which no option makes unnecessary
+                return [Diagnosis(cause="no nodes", text=text)]
+            return [Diagnosis(cause="no nodes", text=text, remedy=MIN_NODES_REMEDY, options_remedy=MIN_NODES_OPTIONS)]
         return run.page_monitor.diagnoses(run.stats(), self.kl_threshold)
 
     def unconnected_nodes(self) -> str:

@@ -94,8 +94,8 @@ class ProcessStarter:
         """
         environ = {**_environ(), **_with_gpu(bootstrap.get("gpu"))}
         contents = {"threads": self._threads, **bootstrap, "path": import_path()}
-        if bootstrap.get("role") == "acting":  # the servers of a machine use half of its cores, and any of them
-            contents["threads"] = max(1, usable_cpus() // 2 // int(str(bootstrap["acting_servers"])))
+        if bootstrap.get("role") == "acting":  # acting servers share the cores of a machine, and are not pinned
+            contents["threads"] = max(1, usable_cpus() // int(str(bootstrap["cores_divisor"])))
         elif self._assignment is not None:
             contents["cores"] = self._assignment.cores_of(rank)
         with contextlib.ExitStack() as opened, contextlib.ExitStack() as kept:

@@ -14,12 +14,18 @@ from farstep.launch.engines.engine_processes import EngineProcess, EngineProcess
 
 
 class SSHEngine:
-    """Starts one ssh session per host. When a session has ended, later requests can use its host."""
+    """Starts one ssh session per host. When a session has ended, later requests can use its host.
+
+    Args:
+        config: How to log in, and how to start node daemons.
+        hosts: The hosts. None: those of `config`.
+    """
 
     grace_s = 20.0
 
-    def __init__(self, config: SSHConfig) -> None:
+    def __init__(self, config: SSHConfig, hosts: Sequence[str] | None = None) -> None:
         self._config = config
+        self._hosts = config.hosts if hosts is None else hosts
         self._sessions: dict[str, EngineProcess] = {}
 
     def listen_on(self) -> Sequence[str]:
@@ -29,7 +35,7 @@ class SSHEngine:
         program = self._config.ssh[0]
         if shutil.which(program) is None:
             raise LaunchError(f"{program!r} is not on this machine; install an ssh client (Debian: openssh-client).")
-        free = [host for host in self._config.hosts if host not in self._sessions or self._sessions[host].ended]
+        free = [host for host in self._hosts if host not in self._sessions or self._sessions[host].ended]
         started = []
         for host in free[:nodes]:
             if host in self._sessions:

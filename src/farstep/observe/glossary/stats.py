@@ -182,7 +182,7 @@ STATS_GROUPS = (
             _launcher("nodes/<node>/pid", "process id of the node daemon", kind="info"),
             _launcher("nodes/<node>/place", "name in the engine, such as a SLURM job", kind="info"),
             _launcher("nodes/<node>/address", "address at which the node reached the head", kind="info"),
-            _launcher("nodes/<node>/workers/<position>", "numbers of its workers", kind="info"),
+            _launcher("nodes/<node>/workers/<position>", "numbers of its workers and acting servers", kind="info"),
         ),
     ),
     Namespace(
