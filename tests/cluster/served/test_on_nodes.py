@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow  # real processes, or learning
 def test_each_node_has_a_server_which_leaves_with_it(tmp_path: Path, relay: bool) -> None:
     agent = WhoAgent()
     with on_nodes(tmp_path, 2, 2, inference="served", relay=relay) as env:
+        eventually(lambda: within(lambda: env.collect(agent, 5)).shape == (5, 4))  # one node is enough to start
         batch = within(lambda: env.collect(agent, 10))
         servers = [entry["pid"] for entry in env.stats()["acting"]]
         np.testing.assert_array_equal(batch["pid"][0], np.repeat(servers, 2))
