@@ -356,9 +356,10 @@ class Server:
     # ---- callbacks of the supervisor (see `supervisor.Listener`) ----
 
     def expected(self, record: WorkerRecord) -> str:
-        if record.is_server:  # it must answer as long as a worker of its node may need it
+        if record.is_server:  # it must answer as long as a worker that has a node may need it
             clients = (self.records[worker] for worker in self._plan.clients_of(record.worker))
-            return "idle" if any(each.handle is not None and each.handle.poll() is None for each in clients) else ""
+            running = (each for each in clients if each.handle is not None and each.handle.poll() is None)
+            return "idle" if any(each.phase != "queued" for each in running) else ""
         return expected(record, self.tickets.outstanding.oldest_of(record.worker))
 
     def lost(self, record: WorkerRecord) -> None:

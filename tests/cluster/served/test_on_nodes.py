@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from farstep.errors import ConfigError
+from farstep.testing import CountingEnv
 from tests.cluster.checks import assert_balanced, cluster, eventually, within
-from tests.cluster.nodes import on_nodes
+from tests.cluster.nodes import node_config, on_nodes
 from tests.cluster.served.agents import WhoAgent
+from tests.cluster.tables import ENDLESS
 
 pytestmark = pytest.mark.slow  # real processes, or learning
 
@@ -21,6 +25,7 @@ pytestmark = pytest.mark.slow  # real processes, or learning
 def test_each_node_has_a_server_which_leaves_with_it(tmp_path: Path, relay: bool) -> None:
     agent = WhoAgent()
     with on_nodes(tmp_path, 2, 2, inference="served", relay=relay) as env:
+        eventually(lambda: within(lambda: env.collect(agent, 5)).shape == (5, 4))  # one node is enough to start
         batch = within(lambda: env.collect(agent, 10))
         servers = [entry["pid"] for entry in env.stats()["acting"]]
         np.testing.assert_array_equal(batch["pid"][0], np.repeat(servers, 2))
@@ -37,6 +42,30 @@ def test_each_node_has_a_server_which_leaves_with_it(tmp_path: Path, relay: bool
         within(lambda: env.scale(nodes=2))
         eventually(lambda: within(lambda: env.collect(agent, 5)).shape == (5, 4))
         assert_balanced(env.stats())
+
+
+class SlowToCloseEnv(CountingEnv):
+    """One of two environments takes a while to close: the one that creates a file first."""
+
+    def __init__(self, path: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._path = Path(path)
+
+    def close(self) -> None:
+        try:
+            self._path.touch(exist_ok=False)
+            time.sleep(2)  # the head notices the end of the other worker meanwhile
+        except FileExistsError:
+            pass
+
+
+def test_a_node_is_released_although_its_workers_end_one_after_the_other(tmp_path: Path) -> None:
+    config = node_config(tmp_path, 2, min_nodes=1, workers_per_node=2)
+    kwargs = {"path": str(tmp_path / "closing"), **ENDLESS}
+    with cluster(SlowToCloseEnv, envs=2, config=config, env_kwargs=kwargs, inference="served") as env:
+        eventually(lambda: within(lambda: env.collect(WhoAgent(), 5)).shape == (5, 4))
+        within(lambda: env.scale(nodes=1))
+        eventually(lambda: len(env.stats()["nodes"]) == 1)
 
 
 @pytest.mark.parametrize("where", ["head", ["host1"]], ids=["head", "named"])
