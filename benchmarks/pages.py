@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import aaps
+import aaps_cartpole
 import aride_tables
 import async_return
 import async_tables
@@ -151,6 +152,7 @@ SECTIONS = (
     ),
     Section(DOCS / "aride.md", "aride", "aride.json", aride_tables.page, "aride.py"),
     Section(DOCS / "aaps.md", "aaps-ppo", "aaps-ppo.json", aaps.page, "aaps.py"),
+    Section(DOCS / "aaps.md", "aaps-cartpole", "aaps-cartpole.json", aaps_cartpole.page, "aaps_cartpole.py"),
     Section(DOCS / "aaps.md", "aaps-large", "aaps-large.json", aaps.summary),
     Section(DOCS / "aaps.md", "aaps", "aaps.json", aaps.summary),
     Section(DOCS / "stagger.md", "stagger-chain", "stagger.json", stagger.chain_summary),
