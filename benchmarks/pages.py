@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import aaps
+import aaps_cartpole
 import aride_tables
 import async_return
 import async_tables
@@ -211,6 +212,7 @@ SECTIONS = (
         "aaps.py --hidden 256 --deltas 0 --plain --half 0.05 --compact 0.05 --seeds 5 --workers 4 --envs-per-worker 8 "
         "--steps 1000000 --out benchmarks/results/aaps-compact.json",
     ),
+    Section(DOCS / "aaps.md", "aaps-cartpole", "aaps-cartpole.json", aaps_cartpole.page, "aaps_cartpole.py"),
     Section(DOCS / "aaps.md", "aaps-large", "aaps-large.json", aaps.summary),
     Section(DOCS / "aaps.md", "aaps", "aaps.json", aaps.summary),
     Section(DOCS / "stagger.md", "stagger-chain", "stagger.json", stagger.chain_summary),

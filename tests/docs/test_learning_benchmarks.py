@@ -14,8 +14,8 @@ import pytest
 
 from tests.docs.benchmark_modules import BENCHMARKS, benchmark_modules
 
-aaps, async_return, defaults, learning_tables, offpolicy_tables, trainings = benchmark_modules(
-    "aaps", "async_return", "defaults", "learning_tables", "offpolicy_tables", "trainings"
+aaps, aaps_cartpole, async_return, defaults, learning_tables, offpolicy_tables, trainings = benchmark_modules(
+    "aaps", "aaps_cartpole", "async_return", "defaults", "learning_tables", "offpolicy_tables", "trainings"
 )
 Metrics = dict[str, Any]
 SMALL = trainings.Training(
@@ -230,6 +230,29 @@ def test_runs_of_different_lengths_are_compared_where_the_shortest_ends() -> Non
     (always,), (rarely,) = aaps.ends_of(document).values()
     assert always["return"] == 200.0 and always["pulls"] == 4.0
     assert rarely["return"] == 100.0 and rarely["pulls"] == pytest.approx(1.6)
+
+
+def test_default_options_are_compared_with_and_without_a_threshold() -> None:
+    cases = [case for case in aaps_cartpole.cases_of(1) if case["learner"] == "ppo"]
+    runs = []
+    for case in cases:
+        command = aaps_cartpole.training_of(case).command
+        assert ("--kl-threshold" in command) is (case["delta"] is not None)
+        assert ("--no-decoupled" in command) is (case["loss"] == "plain")
+        value = 400.0 if case["delta"] is None else 300.0
+        update = {
+            "step": 61440,
+            "train/actor/current_version": 15,
+            "env/return_mean": value,
+            "sync/pulls_per_worker": 5.0,
+        }
+        evaluated = {"eval/step": 20480, "eval/return_mean": 450.0, "eval/return_std": 1.0}
+        last = {"step": 61440, **evaluated, "eval/step": 61440, "eval/return_mean": 500.0}
+        run = aaps_cartpole.outcome(case, [{"step": 24576, **evaluated}, update, last])
+        runs.append(run | {"sampled_return": 490.0})
+    rows = [line for line in aaps_cartpole.summary({"runs": runs}).splitlines() if "0.05" in line]
+    cells = [cell.strip() for cell in rows[0].split("|")[1:-1]]
+    assert cells == ["`ppo`, decoupled", "0.05", "300", "0.75", "450", "500", "490", "5", "15"]
 
 
 @pytest.mark.parametrize(("reached", "words"), [(True, "took 40% less time"), (False, "times to it are not compared")])
