@@ -27,6 +27,7 @@ import large_policy_tables
 import learning_tables
 import network
 import offpolicy_tables
+import parked
 import scale
 import scaling
 import speed_plot
@@ -73,10 +74,14 @@ class Section:
     summary: Callable[[dict[str, Any]], str]
     command: str | None = None
     """Script that measures it; a section without results names it. None: results are required."""
+    is_optional: bool = False
+    """Whether a section without results stays as it was written by hand."""
 
     def written(self, page: str) -> str:
         """The page, with this section generated from the results."""
         path = RESULTS / self.results
+        if self.is_optional and not path.exists():
+            return page
         if self.command is not None and not path.exists():
             text = f"Not measured yet. To measure it, run `python benchmarks/{self.command}`."
         else:
@@ -124,6 +129,14 @@ SECTIONS = (
         "elastic-sac.json",
         elastic_tables.sac_page,
         "elastic.py --parts held --only 'SAC*' --out benchmarks/results/elastic-sac.json",
+    ),
+    Section(DOCS / "elasticity.md", "parked", "parked.json", parked.summary, is_optional=True),
+    Section(
+        DOCS / "elasticity.md",
+        "elastic-prewarm",
+        "elastic-prewarm.json",
+        partial(elastic_tables.page, part=elastic_tables.PREWARM),
+        "elastic.py --parts prewarm",
     ),
     Section(
         DOCS / "sharing.md",

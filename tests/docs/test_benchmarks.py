@@ -171,6 +171,23 @@ def test_tables_of_the_elastic_benchmark() -> None:
     ]
 
 
+def test_tables_of_starts_in_advance_and_of_parked_workers() -> None:
+    tables, parked = benchmark_modules("elastic_tables", "parked")
+    run = {"part": "prewarm", "workers": 4, "update_s": 6.0, "wall_s": 9.0, "others_cpu_s": 0.0}
+    runs = [{**run, "name": "cold", "waits_s": [2.0, 2.0, 3.0]}, {**run, "name": "cold, prewarmed", "waits_s": [0.0]}]
+    document = {"machine": {"cores": 2, "cpu": "a CPU"}, "runs": runs}
+    lines = tables.page(document, "prewarm").splitlines()[4:6]
+    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines] == [
+        ["cold", "6", "2000", "3000", "", "3"],
+        ["cold, prewarmed", "6", "0", "0", "25%", "1"],
+    ]
+    found = {"method": "suspend", "waits_s": [0.01, 0.02, 0.04], "disk_bytes": 0}
+    found |= {"running_bytes": [2 << 20], "parked_bytes": [1 << 20]}
+    text = parked.summary({**document, "runs": [found]})
+    cells = [cell.strip() for cell in text.splitlines()[-1].split("|")[1:-1]]
+    assert cells == ['parked, `"suspend"`', "20", "40", "2", "1", "0", "3"] and "criu was not measured" in text
+
+
 def test_phone_pays_only_for_the_instructed_entry_and_marks_actions_without_effect() -> None:
     (phone,) = benchmark_modules("phone")
     env, seen = phone.Phone(), set()
