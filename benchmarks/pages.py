@@ -115,6 +115,7 @@ SECTIONS = (
     Section(README, "stepping", "stepping.json", stepping_summary),
     Section(README, "scaling", "scaling-16-cores.json", scaling.summary),
     Section(README, "scale", "scale-16-cores.json", scale.summary),
+    Section(README, "scale-relay", "scale-relay.json", scale.relay_summary, is_optional=True),
     Section(README, "buffer", "buffer.json", buffer_summary),
     Section(README, "learning", "learning.json", learning_tables.summary),
     Section(README, "offpolicy", "offpolicy.json", offpolicy_tables.summary, "offpolicy.py"),

@@ -25,6 +25,7 @@ TAG = "FARSTEP_BENCHMARK_TAG"
     "command",
     [
         "scale.py --workers 4 --seconds 0.5 --steps 8",
+        "scale.py --relay --nodes 2 --workers 4 --seconds 0.5 --steps 8",
         "bulk.py --rounds 1 --seconds 0.2",
         "uneven.py --workers 1 --simulated 2 --seconds 0.5",
     ],
