@@ -11,6 +11,7 @@ environment step is chosen on this machine so that sampling takes as long as lea
 backends: seconds until the first batch by start method, and the wait for the first step after each update.
 batch: PPO with up to 32 workers by a scaling rule against 4, 16 and 32 workers; return over time and slot-seconds.
 shared: update times of two workloads on the same cores, with a coordinator, against one alone.
+prewarm (only if named): the wait for workers that start, if they are requested at the end of an update or before it.
 gpu (only if named): GPU-seconds and update times of PPO that holds the GPU for the whole run, or only during updates.
 
 Cases take turns, in reverse order every other round. Each is a process of its own (`contenders/elastic_farstep.py` and
@@ -35,11 +36,27 @@ from typing import Any
 from children import run_script
 from cpu_meter import CpuMeter
 from document import check_machine, continued, write_document
-from elastic_tables import GPU, HELD, PARTS, RAY, RELEASED, SAC_HELD, SAC_RAY, SAC_RELEASED, draw, page
+from elastic_tables import (
+    GPU,
+    HELD,
+    PARTS,
+    PREWARM,
+    PREWARMED,
+    RAY,
+    RELEASED,
+    SAC_HELD,
+    SAC_RAY,
+    SAC_RELEASED,
+    draw,
+    page,
+)
 from roster import BENCHMARKS
 from runner import last_line, last_report, run_command
 from trainings import RUNS
 from versions import versions_of
+
+import farstep
+from farstep.launch.daemon.criu import working_criu
 
 ON_FARSTEP, ON_RAY = "elastic_farstep.py", "elastic_ray.py"
 IMAGES = BENCHMARKS.parent / "docs" / "images"
@@ -76,6 +93,12 @@ class Sizes:
     """Updates of a round of the part backends."""
     updates_s: tuple[float, ...] = (0.05, 0.5)
     """Lengths of these updates."""
+    prewarm_s: dict[str, float] = field(default_factory=lambda: {"cold": 6.0, "zygote": 0.5, "criu": 1.0})
+    """Lengths of the updates of the part prewarm, by how workers start; most are longer than the start."""
+    prewarm_repeats: int = 5
+    """Predicted updates of a round of the part prewarm."""
+    reconnect_s: float = 4.5
+    """Length of updates after which workers have to reconnect over TCP."""
     fixed: tuple[int, ...] = (4, 16, 32)
     """Fixed numbers of workers of the part batch; rules use the range from the first to the last."""
     seconds: float = 45.0
@@ -98,6 +121,9 @@ QUICK = Sizes(
     start_workers=2,
     repeats=5,
     updates_s=(0.05,),
+    prewarm_s={"cold": 1.0, "zygote": 0.2, "criu": 0.5},
+    prewarm_repeats=2,
+    reconnect_s=0.2,
     fixed=(1, 2, 4),
     seconds=4.0,
     every=3,
@@ -139,11 +165,38 @@ def backends(sizes: Sizes) -> Iterator[Case]:
         yield Case(part="backends", name=f"restart, {method}", options=options, rounds=sizes.rounds)
     for update_s in sizes.updates_s:
         for transport in ("shm", "tcp"):
-            for how in ("held", "released", "parked"):
+            for how in ("held", "released", "prewarmed", "parked"):
                 options = {"kind": "invocations", "how": how, "transport": transport, "update_s": update_s}
                 options |= {"repeats": sizes.repeats, **common}
                 name = f"{how}, {transport}, {update_s:g} s"
                 yield Case(part="backends", name=name, options=options, rounds=sizes.rounds)
+    for update_s in sizes.updates_s if has_criu("backends") else ():
+        options = {"kind": "invocations", "how": "parked", "transport": "criu", "update_s": update_s}
+        options |= {"repeats": sizes.repeats, **common}
+        yield Case(part="backends", name=f"parked, criu, {update_s:g} s", options=options, rounds=sizes.rounds)
+
+
+def prewarm(sizes: Sizes) -> Iterator[Case]:
+    common = {"workers": sizes.start_workers, "repeats": sizes.prewarm_repeats}
+    for method, update_s in sizes.prewarm_s.items():
+        if method == "criu" and not has_criu(PREWARM):
+            continue
+        for name, is_prewarmed in ((method, False), (f"{method}{PREWARMED}", True)):
+            options = {"kind": "starts", "method": method, "prewarm": is_prewarmed, "update_s": update_s, **common}
+            yield Case(part=PREWARM, name=name, options=options, rounds=sizes.rounds)
+    for name, how in (("reconnect, tcp", "released"), (f"reconnect, tcp{PREWARMED}", "prewarmed")):
+        options = {"kind": "invocations", "how": how, "transport": "tcp", "update_s": sizes.reconnect_s, **common}
+        yield Case(part=PREWARM, name=name, options=options, rounds=sizes.rounds)
+
+
+def has_criu(part: str) -> bool:
+    """Whether criu works here; if not, say why."""
+    try:
+        working_criu().close()
+    except farstep.LaunchError as error:
+        print(f"{part}: criu is skipped: {error}")
+        return False
+    return True
 
 
 def batch(sizes: Sizes, task: str) -> Iterator[Case]:
@@ -196,7 +249,7 @@ def main() -> int:
         finish(json.loads(options.show.read_text()), options)
         return 0
     sizes = QUICK if options.quick else Sizes()
-    name = "elastic-gpu" if options.parts == [GPU] else "elastic"
+    name = f"elastic-{options.parts[0]}" if options.parts in ([GPU], [PREWARM]) else "elastic"
     out = options.out or (RUNS / f"{name}-quick.json" if options.quick else BENCHMARKS / "results" / f"{name}.json")
     document = continued(out, "elastic.py")
     check_machine(document, out)
@@ -212,13 +265,15 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=(*PARTS, GPU), default=list(PARTS), help="parts to measure")
+    parser.add_argument(
+        "--parts", nargs="+", choices=(*PARTS, PREWARM, GPU), default=list(PARTS), help="parts to measure"
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes, for two cores; each part takes a minute")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="run only cases with these names")
     parser.add_argument("--task", choices=("CartPole-v1", "LunarLander-v3"), default="CartPole-v1", help="of batch")
     parser.add_argument("--minutes", type=float, help="start no run after this time")
     parser.add_argument(
-        "--out", type=Path, help="default: elastic.json or elastic-gpu.json in results/; --quick: in runs/"
+        "--out", type=Path, help="default: elastic.json, or elastic-PART.json of gpu and prewarm; --quick: in runs/"
     )
     parser.add_argument("--images", type=Path, help="folder for plots (default: docs/images; with --quick: none)")
     parser.add_argument("--show", type=Path, metavar="FILE", help="only print tables and draw plots of these results")
@@ -247,6 +302,7 @@ class Sitting:
         cases = {
             "held": lambda: held(sizes, calibration["step_ms"]),
             "backends": lambda: backends(sizes),
+            PREWARM: lambda: prewarm(sizes),
             "batch": lambda: batch(sizes, task),
             "shared": lambda: shared(sizes, calibration),
             GPU: lambda: gpu(sizes),

@@ -14,8 +14,9 @@ from tables import table
 
 Document = dict[str, Any]
 Run = dict[str, Any]
-PARTS, GPU = ("held", "backends", "batch", "shared"), "gpu"
-"""The parts in elastic.json, and the one in elastic-gpu.json: it needs another machine than the rest."""
+PARTS, PREWARM, GPU = ("held", "backends", "batch", "shared"), "prewarm", "gpu"
+"""The parts in elastic.json, and those in elastic-prewarm.json and elastic-gpu.json, measured on other machines."""
+PREWARMED = ", prewarmed"
 SLOTS_IMAGE, BATCH_IMAGE = "elastic-slots.png", "elastic-batch.png"
 RELEASED, HELD, RAY = "farstep, released", "farstep, held", "Ray actors, held"
 SAC_RELEASED, SAC_HELD, SAC_RAY = "SAC, farstep, released", "SAC, farstep, held", "SAC, Ray actors, held"
@@ -175,11 +176,50 @@ def _backends_page(document: Document, found: dict[str, list[Run]]) -> str:
             "its first batch. *Restart* is the time until the first step of a worker that was killed. The other rows "
             "are the time from the request for a rollout until the first step of the slowest worker. Before the "
             "request, the learner sleeps for the given time instead of an update. Meanwhile workers are held, "
-            "released, or parked by `env.scale` (all but one):",
+            f"released, or parked by `env.scale` (all but one){_further_backends(found)}:",
             table(["", "median, ms", "95 %", f"below {1e3 * SOON_S:.0f} ms", "samples"], rows),
             _load(found),
         ]
     )
+
+
+def _further_backends(found: dict[str, list[Run]]) -> str:
+    """What to say about rows that older results do not have."""
+    further = {
+        "prewarmed": "*prewarmed* means released, and resumed before the predicted end of the update",
+        "parked, criu": "with *criu*, workers are parked on disk, by a node daemon",
+    }
+    return "".join(f"; {text}" for name, text in further.items() if any(case.startswith(name) for case in found))
+
+
+# ---- prewarm ----
+
+
+def _prewarm_page(document: Document, found: dict[str, list[Run]]) -> str:
+    rows = []
+    for name, runs in found.items():
+        waits = [wait for run in runs for wait in run["waits_s"]]
+        without = found.get(name.removesuffix(PREWARMED)) if name.endswith(PREWARMED) else None
+        gained = f"{1 - _update_and_wait_s(runs) / _update_and_wait_s(without):.0%}" if without else ""
+        numbers = [f"{1e3 * value:.0f}" for value in (median(waits), max(waits))]
+        rows.append([name, f"{runs[0]['update_s']:g}", *numbers, gained, str(len(waits))])
+    workers = next(iter(found.values()))[0]["workers"]
+    return "\n\n".join(
+        [
+            f"{workers} workers, on {machines(document)} (`results/elastic-prewarm.json`). Times are from the end of "
+            "an update until the first step of the slowest worker. During the update, all but one worker are parked "
+            "and killed (*cold*, *zygote*) or written to disk (*criu*), and `env.scale` requests them again: at the "
+            "end of the update, or at the time that `WorkloadMonitor` predicts (*prewarmed*). *Reconnect*: workers "
+            "are released, with and without `prewarm`. *Gained* is the share of the time of an update and of the wait "
+            "after it:",
+            table(["", "update, s", "median, ms", "longest", "gained", "samples"], rows),
+            _load(found),
+        ]
+    )
+
+
+def _update_and_wait_s(runs: Sequence[Run]) -> float:
+    return float(runs[0]["update_s"] + median(wait for run in runs for wait in run["waits_s"]))
 
 
 # ---- batch ----
@@ -428,6 +468,7 @@ def _draw_batch(found: dict[str, list[Run]], path: Path) -> Path:
 _PAGES = {
     "held": _held_page,
     "backends": _backends_page,
+    PREWARM: _prewarm_page,
     "batch": _batch_page,
     "shared": _shared_page,
     GPU: _gpu_page,

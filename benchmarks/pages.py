@@ -28,6 +28,7 @@ import large_policy_tables
 import learning_tables
 import network
 import offpolicy_tables
+import parked
 import scale
 import scaling
 import speed_plot
@@ -94,10 +95,14 @@ class Section:
     summary: Callable[[dict[str, Any]], str]
     command: str | None = None
     """Script that measures it; a section without results names it. None: results are required."""
+    is_optional: bool = False
+    """Whether a section without results stays as it was written by hand."""
 
     def written(self, page: str) -> str:
         """The page, with this section generated from the results."""
         path = RESULTS / self.results
+        if self.is_optional and not path.exists():
+            return page
         if self.command is not None and not path.exists():
             text = f"Not measured yet. To measure it, run `python benchmarks/{self.command}`."
         else:
@@ -148,6 +153,7 @@ SECTIONS = (
     ),
     Section(README, "scaling", "scaling-16-cores.json", scaling.summary),
     Section(README, "scale", "scale-16-cores.json", scale.summary),
+    Section(README, "scale-relay", "scale-relay.json", scale.relay_summary, is_optional=True),
     Section(README, "buffer", "buffer.json", buffer_summary),
     Section(README, "learning", "learning.json", learning_tables.summary),
     Section(README, "offpolicy", "offpolicy.json", offpolicy_tables.summary, "offpolicy.py"),
@@ -163,6 +169,14 @@ SECTIONS = (
         "elastic-sac.json",
         elastic_tables.sac_page,
         "elastic.py --parts held --only 'SAC*' --out benchmarks/results/elastic-sac.json",
+    ),
+    Section(DOCS / "elasticity.md", "parked", "parked.json", parked.summary, is_optional=True),
+    Section(
+        DOCS / "elasticity.md",
+        "elastic-prewarm",
+        "elastic-prewarm.json",
+        partial(elastic_tables.page, part=elastic_tables.PREWARM),
+        "elastic.py --parts prewarm",
     ),
     Section(
         DOCS / "sharing.md",

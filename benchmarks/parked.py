@@ -1,11 +1,12 @@
 """How soon a worker steps again, and the memory that it holds until then: started, forked, suspended, or on disk.
 
     python benchmarks/parked.py                 # ten samples of each; FARSTEP_CRIU may name criu
-    python benchmarks/parked.py --repeats 3
+    python benchmarks/parked.py --repeats 3 --methods zygote suspend --out parked.json
 
 The node daemon is on this machine and relays for two workers, which act with a policy of torch in CartPole-v1. `cold`
 and `zygote`: the second worker is killed, and a new one starts. `suspend` and `criu`: it is parked and unparked. Times
-are those from the request for a batch until the batch of both workers, of two steps, is complete.
+are those from the request for a batch until the batch of both workers, of two steps, is complete. If criu does not work
+here, it is left out.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from typing import Any
 import gymnasium
 import torch
 from children import run_script
+from document import header, machines, write_document
+from roster import BENCHMARKS
 from tables import table
 
 import farstep
+from farstep.launch.daemon.criu import working_criu
 from farstep.learners.networks.nets import NetConfig, make_agent
 
 DEADLINE_S = 60.0
@@ -53,6 +57,15 @@ def pss_bytes(pid: int) -> int:
     except OSError:
         return 0
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
+def why_no_criu() -> str:
+    """Why criu does not work here; empty if it does."""
+    try:
+        working_criu().close()
+    except farstep.LaunchError as error:
+        return str(error)
+    return ""
 
 
 def wait_until(condition: Any) -> None:
@@ -103,20 +116,46 @@ class Measured:
             return not Path(f"/proc/{pid}").exists() and bool(self._env.stats()["workers"]["on_disk"])
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
-    def row(self) -> list[str]:
-        waits = [f"{1e3 * value:.0f}" for value in (statistics.median(self.waits_s), max(self.waits_s))]
-        sizes = [statistics.median(self.running), statistics.median(self.parked or [0]), self.disk_bytes]
-        return [self.method, *waits, *(f"{size / 2**20:.0f}" for size in sizes), str(len(self.waits_s))]
+    def found(self) -> dict[str, Any]:
+        """The samples, for the results file."""
+        return {
+            "method": self.method,
+            "waits_s": [round(wait, 5) for wait in self.waits_s],
+            "running_bytes": self.running,
+            "parked_bytes": self.parked,
+            "disk_bytes": self.disk_bytes,
+        }
+
+
+def summary(document: dict[str, Any]) -> str:
+    """The section of docs/elasticity.md."""
+    names = {"cold": "killed", "zygote": "killed", "suspend": "parked", "criu": "parked"}
+    rows = []
+    for run in document["runs"]:
+        waits = [f"{1e3 * value:.0f}" for value in (statistics.median(run["waits_s"]), max(run["waits_s"]))]
+        sizes = [statistics.median(run["running_bytes"]), statistics.median(run["parked_bytes"] or [0])]
+        mebibytes = [f"{size / 2**20:.0f}" for size in (*sizes, run["disk_bytes"])]
+        rows.append([f'{names[run["method"]]}, `"{run["method"]}"`', *waits, *mebibytes, str(len(run["waits_s"]))])
+    header = ["worker", "median, ms", "longest, ms", "running, MiB", "killed or parked, MiB", "on disk, MiB", "samples"]
+    others = "" if "criu" in {run["method"] for run in document["runs"]} else " criu was not measured."
+    return f"On {machines(document)} (`results/parked.json`).{others}\n\n{table(header, rows)}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=10, help="samples of each method")
     parser.add_argument("--methods", nargs="+", default=["cold", "zygote", "suspend", "criu"], help="what to measure")
+    parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "parked.json", help="results file")
     options = parser.parse_args()
     logging.getLogger("farstep").setLevel(logging.ERROR)
-    names = ["", "median, ms", "longest", "MiB while it runs", "MiB until then", "MiB on disk", "samples"]
-    print(table(names, [Measured(method, options.repeats).row() for method in options.methods]))
+    document: dict[str, Any] = {**header("parked.py"), "runs": []}
+    for method in options.methods:
+        if method == "criu" and (reason := why_no_criu()):
+            print(f"criu is left out: {reason}")
+            continue
+        document["runs"].append(Measured(method, options.repeats).found())
+        write_document(options.out, document)
+    print(summary(document))
 
 
 if __name__ == "__main__":

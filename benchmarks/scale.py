@@ -1,7 +1,7 @@
 """Cost of a growing number of workers for one head, up to its limit.
 
     python benchmarks/scale.py [--workers 10 100 300 1000] [--seconds 10] [--out benchmarks/results/scale.json]
-    python benchmarks/scale.py --relay [--nodes 200] [--workers 1000 10000] [--seconds 10]
+    python benchmarks/scale.py --relay [--nodes 200] [--workers 1000 2000 10000] [--seconds 10] [--lease-s 10]
 
 Workers are simulated (see `crowd.py`): they have the connections of real workers and send the same messages, encrypted
 and with heartbeats, but have no environments, so that the head is what is measured. They run in two processes of this
@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 from children import run_script
-from document import header, write_document, write_markdown
+from document import header, machines, write_document, write_markdown
 from roster import BENCHMARKS
 from tables import table
 
@@ -35,6 +35,7 @@ import farstep
 from farstep.config.launch import SSHConfig
 
 MARKS = ("<!-- scale: begin -->", "<!-- scale: end -->")
+RELAY_MARKS = ("<!-- scale-relay: begin -->", "<!-- scale-relay: end -->")
 PROCESSES = 2
 """Processes that simulate workers. Without a relay, each is a node."""
 
@@ -51,18 +52,22 @@ class UnusedAgent:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, nargs="+", default=[10, 100, 300, 1000])
+    parser.add_argument("--workers", type=int, nargs="+", help="default: 10 100 300 1000; --relay: 1000 2000 10000")
     parser.add_argument("--relay", action="store_true", help="node daemons relay for their workers")
     parser.add_argument("--nodes", type=int, default=200, help="simulated nodes, with --relay")
+    parser.add_argument(
+        "--lease-s", type=float, default=SSHConfig.lease_s, help="lease of the nodes (default: that of farstep)"
+    )
     parser.add_argument("--envs", type=int, default=8, help="environments of each worker")
     parser.add_argument("--steps", type=int, default=128, help="steps of each environment per chunk")
     parser.add_argument("--seconds", type=float, default=10.0, help="seconds of each measurement")
-    parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "scale.json")
+    parser.add_argument("--out", type=Path, help="default: results/scale.json; with --relay: results/scale-relay.json")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to this file, between its marks")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     document: dict[str, Any] = {**header("scale.py"), "rows": []}
-    for workers in options.workers:
+    out = options.out or BENCHMARKS / "results" / ("scale-relay.json" if options.relay else "scale.json")
+    for workers in options.workers or ([1000, 2000, 10_000] if options.relay else [10, 100, 300, 1000]):
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as crowds:
             nodes = options.nodes if options.relay else PROCESSES
             shell = Path(folder, "crowd")
@@ -72,14 +77,14 @@ def main() -> int:
                 command = [sys.executable, str(BENCHMARKS / "crowd.py"), "relay", folder]
                 for _ in range(PROCESSES):
                     crowds.callback(_end, subprocess.Popen(command))
-            found = measure(str(shell), nodes, workers, options.relay, options.envs, options.steps, options.seconds)
+            found = measure(str(shell), nodes, workers, options)
             document["rows"].append(found)
             print(found, flush=True)
-            write_document(options.out, document)
-    text = summary(document)
+            write_document(out, document)
+    text = relay_summary(document) if options.relay else summary(document)
     print(text)
     if options.markdown:
-        write_markdown(options.markdown, text, MARKS)
+        write_markdown(options.markdown, text, RELAY_MARKS if options.relay else MARKS)
     return 0
 
 
@@ -96,12 +101,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def measure(shell: str, nodes: int, workers: int, relay: bool, envs: int, steps: int, seconds: float) -> dict[str, Any]:
+def measure(shell: str, nodes: int, workers: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure one number of workers."""
+    relay, envs, steps, seconds = options.relay, options.envs, options.steps, options.seconds
     per_node = -(-workers // nodes)
     config = SSHConfig(
         hosts=[f"crowd{i}" for i in range(nodes)],
         relay=relay,
-        lease_s=120.0 if relay else 10.0,  # a process that simulates many nodes may be silent for a while
+        lease_s=options.lease_s,
         ssh=[shell],
         workers_per_node=per_node,
         head_address="127.0.0.1",
@@ -132,6 +139,9 @@ def measure(shell: str, nodes: int, workers: int, relay: bool, envs: int, steps:
             "workers": per_node * nodes,
             "nodes": nodes,
             "relay": relay,
+            "lease_s": options.lease_s,
+            "envs": envs,
+            "steps": steps,
             "launch_s": round(launched, 1),
             "chunks_per_second": round(chunks / elapsed, 1),
             "megabytes_per_second": round(chunks * steps * envs * row_bytes / elapsed / 1e6, 1),
@@ -183,6 +193,27 @@ def summary(document: dict[str, Any]) -> str:
         "round, s (p95)",
     ]
     return table(names, rows)
+
+
+def relay_summary(document: dict[str, Any]) -> str:
+    """The section of benchmarks/README.md about workers that send through node daemons."""
+    rows = [
+        [
+            f"{row['workers']:,}",
+            f"{row['nodes']:,}",
+            f"{row['chunks_per_second']:,.0f}",
+            f"{row['cpu_ms_per_chunk']:.2f}",
+            f"{row['idle_cores']:.3f}",
+            f"{row['memory_mb']:,}",
+            f"{row['lease_s']:g}",
+            str(row["restarts"]),
+        ]
+        for row in document["rows"]
+    ]
+    first = document["rows"][0]
+    names = ["workers", "nodes", "chunks/s", "CPU ms/chunk", "cores used while idle", "memory, MB", "`lease_s`"]
+    where = f"On {machines(document)}, chunks of {first['steps']} steps of {first['envs']} environments"
+    return f"{where} (`results/scale-relay.json`):\n\n{table([*names, 'restarts'], rows)}"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ python benchmarks/contenders/elastic_farstep.py '{"kind": "ppo", ...}'
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -14,10 +15,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import _setup  # noqa: F401
 
@@ -30,6 +32,7 @@ from elastic_workload import WARM_UP, Workload, measured_updates, report, tree_c
 
 import farstep
 from farstep.elastic.coordinator.server import read_status
+from farstep.elastic.monitor import WINDOW, WorkloadMonitor
 from farstep.learners.loop.iteration import Iteration
 from farstep.learners.loop.timing import Timer
 
@@ -275,33 +278,105 @@ def invocations(case: Case) -> Found:
 
     `how` says what workers did during the update: they waited (`held`), were suspended because the run had no rollout
     in progress (`released`), also resumed before the predicted end of the update (`prewarmed`), or parked by
-    `env.scale`, all but one (`parked`).
+    `env.scale`, all but one (`parked`). The transport `criu` means: through a node daemon, and parked on disk.
     """
     how, workers, agent = case["how"], case["workers"], FixedAgent()
-    config = farstep.LocalConfig(workers_per_node=workers, transport=case["transport"])
+    is_on_disk = case["transport"] == "criu"
     waits = []
     source = clock_source(workers, how in ("released", "prewarmed"), how == "prewarmed")
-    with farstep.ClusterEnv(source, config) as env:
+    with farstep.ClusterEnv(source, on_disk(workers) if is_on_disk else local(workers, case["transport"])) as env:
         env.collect(agent, steps=2)
-        for _ in range(case["repeats"]):
+        for _ in range(case["repeats"] + (WINDOW + 1) * (how == "prewarmed")):
             if how == "parked":
                 env.scale(workers=1)
-                wait_until_parked(env, workers - 1)
+                wait_until_parked(env, workers - 1, is_on_disk)
             time.sleep(case["update_s"])
             agent.weights += 1
             env.publish(agent)
             began = time.monotonic()
             if how == "parked":
                 env.scale(workers=workers)
+            if is_on_disk:
+                wait_until(env, lambda: env.stats()["workers"]["alive"] == workers)
             batch = env.collect(agent, steps=2)
             waits.append(first_step_s(batch, began))
-    return {"waits_s": waits}
+    return {"waits_s": waits[-case["repeats"] :]}  # the first updates of `prewarmed` are not predicted
 
 
-def wait_until_parked(env: farstep.ClusterEnv, workers: int) -> None:
+def starts(case: Case) -> Found:
+    """Seconds from the request for a batch until the first step of the slowest worker, all but one of which start.
+
+    During each update, all but one worker are parked. With the methods `cold` and `zygote`, parked workers are then
+    killed, so that new ones start; with `criu`, they are on disk. With `prewarm`, `env.scale` is called when
+    `WorkloadMonitor` says so, otherwise at the end of the update. The first updates, which the monitor does not
+    predict, are left out.
+    """
+    method, workers, agent = case["method"], case["workers"], FixedAgent()
+    budget = workers * (WINDOW + case["repeats"])
+    config = on_disk(workers) if method == "criu" else local(workers, start_method=method, restart_budget=budget)
+    monitor, waits, start_s, early = WorkloadMonitor(), [], 0.0, 0
+    with farstep.ClusterEnv(clock_source(workers), config) as env:
+        env.collect(agent, steps=2)
+        for _ in range(WINDOW + case["repeats"]):
+            env.scale(workers=1)
+            wait_until_parked(env, workers - 1, method == "criu")
+            if method != "criu":
+                kill_parked(env, workers - 1)
+            update_began = time.monotonic()
+            after_s = monitor.start_after() if case["prewarm"] else None
+            if after_s is not None:
+                time.sleep(min(after_s, case["update_s"]))
+                env.scale(workers=workers)
+                early += 1
+            time.sleep(max(0.0, update_began + case["update_s"] - time.monotonic()))
+            agent.weights += 1
+            env.publish(agent)
+            began = time.monotonic()
+            env.scale(workers=workers)
+            wait_until(env, lambda: env.stats()["workers"]["alive"] == workers)
+            waits.append(first_step_s(env.collect(agent, steps=2), began))
+            start_s = waits[-1] if after_s is None else start_s
+            monitor.add(start_s, began - update_began, workers)
+    return {"waits_s": waits[WINDOW:], "early": early}
+
+
+def local(workers: int, transport: Literal["shm", "ipc", "tcp"] = "shm", **options: Any) -> farstep.LocalConfig:
+    return farstep.LocalConfig(workers_per_node=workers, transport=transport, **options)
+
+
+def on_disk(workers: int) -> farstep.SSHConfig:
+    """A node daemon on this machine that parks workers on disk."""
+    shell = ("sh", "-c", 'exec sh -c "$*"')
+    return farstep.SSHConfig(hosts=["here"], ssh=shell, workers_per_node=workers, relay=True, park_method="criu")
+
+
+def kill_parked(env: farstep.ClusterEnv, workers: int) -> None:
+    """Kill the suspended workers, and wait until the head has noticed it."""
+    lost = len(env.events("lost"))
+    wait_until(env, lambda: len(suspended()) == workers)
+    for pid in suspended():
+        os.kill(pid, signal.SIGKILL)
+    wait_until(env, lambda: len(env.events("lost")) == lost + workers)
+
+
+def suspended() -> list[int]:
+    """The descendants that are stopped."""
+    found = []
+    for pid, _ in descendants_s():
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+                found.append(pid)
+    return found
+
+
+def wait_until_parked(env: farstep.ClusterEnv, workers: int, is_on_disk: bool = False) -> None:
+    wait_until(env, lambda: env.stats()["workers"]["on_disk" if is_on_disk else "parked"] >= workers)
+
+
+def wait_until(env: farstep.ClusterEnv, condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
-    while env.stats()["workers"]["parked"] < workers:
-        assert time.monotonic() < deadline, "workers were not parked within 60 s"
+    while not condition():
+        assert time.monotonic() < deadline, f"not within 60 s: {env.stats()['workers']}"
         time.sleep(0.002)
 
 
@@ -412,6 +487,7 @@ KINDS = {
     "first-batch": first_batch,
     "restarts": restarts,
     "invocations": invocations,
+    "starts": starts,
     "adaptive": adaptive,
     "workload": workload_of_coordinator,
     "shared": shared,

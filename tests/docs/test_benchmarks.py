@@ -25,6 +25,7 @@ TAG = "FARSTEP_BENCHMARK_TAG"
     "command",
     [
         "scale.py --workers 4 --seconds 0.5 --steps 8",
+        "scale.py --relay --nodes 2 --workers 4 --seconds 0.5 --steps 8",
         "bulk.py --rounds 1 --seconds 0.2",
         "uneven.py --workers 1 --simulated 2 --seconds 0.5",
     ],
@@ -258,6 +259,23 @@ def test_tables_of_the_elastic_benchmark() -> None:
         ["released", "0.01 M", "0.25", "0.25", "2000", "25.0", "0"],
         ["held", "0.01 M", "1.00", "1.00", "2000", "0.0", "64"],
     ]
+
+
+def test_tables_of_starts_in_advance_and_of_parked_workers() -> None:
+    tables, parked = benchmark_modules("elastic_tables", "parked")
+    run = {"part": "prewarm", "workers": 4, "update_s": 6.0, "wall_s": 9.0, "others_cpu_s": 0.0}
+    runs = [{**run, "name": "cold", "waits_s": [2.0, 2.0, 3.0]}, {**run, "name": "cold, prewarmed", "waits_s": [0.0]}]
+    document = {"machine": {"cores": 2, "cpu": "a CPU"}, "runs": runs}
+    lines = tables.page(document, "prewarm").splitlines()[4:6]
+    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines] == [
+        ["cold", "6", "2000", "3000", "", "3"],
+        ["cold, prewarmed", "6", "0", "0", "25%", "1"],
+    ]
+    found = {"method": "suspend", "waits_s": [0.01, 0.02, 0.04], "disk_bytes": 0}
+    found |= {"running_bytes": [2 << 20], "parked_bytes": [1 << 20]}
+    text = parked.summary({**document, "runs": [found]})
+    cells = [cell.strip() for cell in text.splitlines()[-1].split("|")[1:-1]]
+    assert cells == ['parked, `"suspend"`', "20", "40", "2", "1", "0", "3"] and "criu was not measured" in text
 
 
 def test_phone_pays_only_for_the_instructed_entry_and_marks_actions_without_effect() -> None:
