@@ -173,5 +173,7 @@ def _replaced(keys: Array, seen: Array) -> Array:
         np.flatnonzero(keys[cells] != seen[cells]) + cells.start
         for cells in slices(len(keys), keys.itemsize, BLOCK_BYTES)
     ]
-    cells: Array = np.concatenate(changed)
-    return cells[latest_of(keys[cells]) != latest_of(seen[cells])]  # a row whose item was removed is still the same
+    cells = np.concatenate(changed)
+    is_other = latest_of(keys[cells]) != latest_of(seen[cells])  # a row whose item was removed is still the same
+    replaced: Array = cells[is_other]
+    return replaced
