@@ -54,10 +54,11 @@ def summary(document: dict[str, Any]) -> str:
         rows = [_row(variant, runs, document) for variant in VARIANTS if any(run["variant"] == variant for run in runs)]
         if rows:
             parts += [f"With {name}:", table(header, rows)]
-    loads, jobs = zip(*((max(run["load"]), run["jobs"]) for run in document["runs"]), strict=True)
+    loads = [load for run in document["runs"] for load in run["load"]]
+    jobs = max(run["jobs"] for run in document["runs"])
     parts.append(
         f"{_time(document)}During the runs, the machine's load average was {min(loads):.0f} to {max(loads):.0f} on "
-        f"{document['machine']['cores']} cores. Up to {max(jobs)} of these runs ran at the same time, next to "
+        f"{document['machine']['cores']} cores. Up to {jobs} of these runs ran at the same time, next to "
         "other programs. `results/aride.json` has every run."
     )
     return "\n\n".join(parts)

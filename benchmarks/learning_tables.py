@@ -70,6 +70,7 @@ def summary(document: dict[str, Any], layout: Layout = PPO) -> str:
         parts.append(
             f"Other processes used {median(others):.2f} cores (median; at most {max(others):.2f}). Runs in which they "
             f"used more than {DISTURBED_CORES} cores are left out if three other runs of the contender remain."
+            f"{_disturbed(done, layout)}"
         )
     parts.append(_versions(done, layout))
     return "\n\n".join(parts)
@@ -167,6 +168,20 @@ def _calm(runs: list[Row]) -> list[Row]:
     """Runs that other processes did not disturb; all runs if every one was disturbed."""
     calm = [run for run in runs if run["others_cpu_s"] <= DISTURBED_CORES * run["wall_s"]]
     return calm if len(calm) >= min(3, len(runs)) else runs
+
+
+def _disturbed(done: Sequence[Row], layout: Layout) -> str:
+    """A sentence that names the disturbed runs, if there are any."""
+    cores = [(run, run["others_cpu_s"] / max(run["wall_s"], 1e-9)) for run in done]
+    named = [
+        f"{layout.label(run['contender'])}, seed {run['seed']} ({used:.2f} cores)"
+        for run, used in cores
+        if used > DISTURBED_CORES
+    ]
+    if not named:
+        return ""
+    most = max((used for _, used in cores if used <= DISTURBED_CORES), default=0.0)
+    return f" Disturbed runs: {'; '.join(named)}. In all other runs they used at most {most:.2f} cores."
 
 
 def _spread(values: Sequence[float], reports: Sequence[Row], form: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import os
 import signal
@@ -11,14 +12,19 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from farstep.rollout.blocks import Layout
+from farstep.schema import ArraySpec
+from farstep.wire import messages as m
 from tests.docs.benchmark_modules import BENCHMARKS, benchmark_modules
 
 TAG = "FARSTEP_BENCHMARK_TAG"
+STEPS = 8
 
 
 @pytest.mark.parametrize(
@@ -42,6 +48,62 @@ def test_a_benchmark_runs(command: str, tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["command"].startswith(f"python benchmarks/{command}")
     assert found.get("rows") or found["megabytes_per_second"]["farstep, encrypted"]
+
+
+class Crowd:
+    """Simulated workers without a head, in simulated time."""
+
+    def __init__(self, crowd: Any, workers: int, range_s: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.durations_s = 0.0, 0.0
+        monkeypatch.setattr(crowd, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self._due: list[Any] = []
+        self.figures = []
+        layout = Layout(1, STEPS, 1, {"reward": ArraySpec((), "<f8"), "valid": ArraySpec((), "|b1")}, {})
+        for worker in range(workers):
+            bootstrap = {"worker": worker, "incarnation": 0, "run": "run", "envs": 1}
+            self.figures.append(crowd.Figure(bootstrap, self._answered, range_s, self._due))
+            self.figures[-1].handle([m.encode(m.Welcome(worker, [1], [0], [], []))])
+            self.figures[-1].handle([m.encode(layout.message())])
+
+    def request(self, figure: Any) -> None:
+        """Let a worker roll one episode."""
+        figure.handle([m.encode(m.Ticket(1, 0, STEPS))])
+
+    def wait(self) -> Any:
+        """Go to the end of the next episode; return its worker, None if there is no episode in progress."""
+        if not self._due:
+            return None
+        self.now, _, figure = heapq.heappop(self._due)
+        figure.answer_next()
+        return figure
+
+    def _answered(self, frames: list[Any]) -> None:
+        message = m.decode_from_worker(frames)
+        if isinstance(message, m.Chunk):
+            self.durations_s += np.frombuffer(frames[2 + message.keys.index("reward")]).sum()
+
+
+@pytest.mark.parametrize("workers", [8, 32])
+def test_simulated_workers_agree_with_the_closed_forms(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Episodes per second with a barrier and without one; the tolerance is above three standard errors."""
+    uneven, crowd = benchmark_modules("uneven", "crowd")
+    rounds = 16_000 // workers
+    simulated = Crowd(crowd, workers, (uneven.LOW_S, uneven.HIGH_S), monkeypatch)
+    for _ in range(rounds):
+        for figure in simulated.figures:
+            simulated.request(figure)
+        while simulated.wait():
+            pass
+    barrier = rounds * workers / simulated.now
+    assert barrier == pytest.approx(workers / uneven.mean_longest_s(workers), rel=0.04)
+    began, before_s = simulated.now, simulated.durations_s
+    for figure in simulated.figures:
+        simulated.request(figure)
+    for _ in range(rounds * workers):
+        simulated.request(simulated.wait())
+    spent = simulated.now - began
+    assert rounds * workers / spent == pytest.approx(workers / uneven.mean_s(), rel=0.04)
+    assert simulated.durations_s - before_s == pytest.approx(workers * spent, rel=0.01), "no worker waits"
 
 
 @pytest.mark.slow

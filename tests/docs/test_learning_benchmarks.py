@@ -328,6 +328,14 @@ def test_replay_learners_are_compared_with_every_peer_and_with_alternating() -> 
     assert "less time than RLlib" not in offpolicy_tables.summary(pendulum(late))
 
 
+def test_disturbed_runs_are_named() -> None:
+    runs = [replay_run("farstep-sac", 1, 4.0), replay_run("cleanrl", 1, 16.0), replay_run("cleanrl", 2, 16.0)]
+    assert "Disturbed runs" not in offpolicy_tables.summary(pendulum(runs))
+    runs[0]["others_cpu_s"], runs[2]["others_cpu_s"] = 0.1, 0.9
+    text = offpolicy_tables.summary(pendulum(runs))
+    assert "Disturbed runs: CleanRL, seed 2 (0.90 cores). In all other runs they used at most 0.10 cores." in text
+
+
 def test_variants_of_sac_are_compared_by_seed_after_equal_updates() -> None:
     runs = [
         replay_run("farstep-sac", 2, 6.4, learner_s=1.0),

@@ -51,7 +51,7 @@ from farstep.learners.replay.batches import ReplayBatch
 from farstep.learners.replay.config import EpisodeReplayConfig
 from farstep.learners.replay.learner import ReplayLearner
 from farstep.learners.replay.optimizer import FlatAdam
-from farstep.learners.replay.saved_parts import SavedNetwork, SavedPart, UnusedPart
+from farstep.learners.replay.saved_parts import SavedPart, UnusedPart
 from farstep.learners.returns import ratio_statistics
 
 Mode = Literal["vtrace", "paper", "bce"]
@@ -167,11 +167,11 @@ class Aride(ReplayLearner[ActorCritic]):
 
     @property
     def parts(self) -> Mapping[str, SavedPart]:
-        """Optimizer, and the filter's critic and optimizer."""
+        """Optimizer, and the filter with its critic and optimizer."""
         kept = self._filter
         return {
             "optimizer": self._optimizer,
-            "trajectory_critic": UnusedPart() if kept is None else SavedNetwork(kept.critic),
+            "trajectory_critic": UnusedPart() if kept is None else kept,
             "trajectory_optimizer": UnusedPart() if kept is None else kept.optimizer,
         }
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from farstep import Batch, Buffer
 from farstep.batch import FinalObs
 from farstep.buffer import NStep, Prioritized, Uniform
 from farstep.buffer.saving import snapshot
+from farstep.buffer.saving.saved_buffer import describe_buffer, save_buffer
 from farstep.checkpoint import folder as checkpoint
 from farstep.errors import CheckpointError, ClosedError
 from tests.buffer.saving.test_saving import CASES, Rows, assert_equal_from_now_on, filled
@@ -60,6 +63,75 @@ def test_checkpoint_has_the_contents_of_one_moment(case: str, tmp_path: Path, mo
         on_write(monkeypatch, use)
         folder = buffer.checkpoint(tmp_path, marker=moment)
         assert (folder / "cells%2F1.npy").exists(), "some rows were copied again"
+        with Buffer.restore(tmp_path) as restored:
+            assert restored.marker == {"inserts": buffer.limiter.inserts, "size": len(buffer)}
+            assert_equal_from_now_on(buffer, restored)
+
+
+class Lock:
+    """A lock without effect; records the peak of the bytes allocated while it is held, and calls `act` afterwards."""
+
+    def __init__(self, act: Callable[[], object] = lambda: None) -> None:
+        self.peaks: list[int] = []
+        self._act, self._before = act, 0
+
+    def __enter__(self) -> None:
+        tracemalloc.reset_peak()
+        self._before = tracemalloc.get_traced_memory()[0]
+
+    def __exit__(self, *exc: object) -> None:
+        self.peaks.append(tracemalloc.get_traced_memory()[1] - self._before)
+        self._act()
+
+
+def taken(buffer: Buffer, lock: Lock, moment: Moment) -> snapshot.Snapshot:
+    """A snapshot of the buffer with another lock."""
+
+    def describe() -> dict[str, object]:
+        return describe_buffer(buffer.options, buffer.store, {}, buffer.removed, moment())
+
+    return snapshot.Snapshot(lambda: buffer.contents, lock, describe)
+
+
+def test_lock_is_held_for_one_block_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, item table, priorities, links and the order of removal are each larger than a block."""
+    monkeypatch.setattr(snapshot, "BLOCK_BYTES", 2**15)
+    with Buffer(20_000, Prioritized(), seed=1) as buffer:
+        keys = buffer.insert(Rows(0)(20_000))
+        buffer.delete(keys[5:6])  # from now on, links record the order of rows
+        lock = Lock(lambda: buffer.sample(16))
+        tracemalloc.start()
+        try:
+            save_buffer(taken(buffer, lock, Moment(buffer)), tmp_path, keep=1)
+        finally:
+            tracemalloc.stop()
+        assert max(lock.peaks) < 1.5 * 2**15
+        assert len(lock.peaks) > 40
+    with Buffer.restore(tmp_path) as restored:
+        assert len(restored) == 19_999
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_changes_between_two_blocks_are_in_the_checkpoint(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffer is used each time the lock is released, also while table and selectors are copied."""
+    monkeypatch.setattr(snapshot, "BLOCK_BYTES", 256)
+    with filled(CASES[case]) as buffer:
+        moment, rows, releases = Moment(buffer), Rows(3), itertools.count()
+
+        def use() -> None:
+            if not moment.has_come and next(releases) % 10 == 0:
+                buffer.insert(rows(1))
+            elif not moment.has_come and len(buffer) > 8:  # some samplers take out what they sample
+                _, info = buffer.sample(1)
+                buffer.update_priorities(info.keys, np.full(len(info.keys), 1.5))
+
+        tracemalloc.start()
+        try:
+            save_buffer(taken(buffer, Lock(use), moment), tmp_path, keep=1)
+        finally:
+            tracemalloc.stop()
         with Buffer.restore(tmp_path) as restored:
             assert restored.marker == {"inserts": buffer.limiter.inserts, "size": len(buffer)}
             assert_equal_from_now_on(buffer, restored)

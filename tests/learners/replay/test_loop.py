@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -251,6 +252,32 @@ def test_number_of_updates_that_is_no_count_is_refused() -> None:
     learner = learner_of("dqn")
     with pytest.raises(Refused, match=r"learner\.updates"):
         learner.load({**learner.state(), "updates": -1})
+
+
+def test_restored_filter_compares_with_the_episodes_before_the_checkpoint() -> None:
+    """The last episodes are worse than all before: the filter keeps none, unless it has forgotten the others."""
+    saved, restored, forgetful = (learner_of("aride") for _ in range(3))
+    rows = batch("aride")
+    for _ in range(3):
+        saved.step(rows)
+    restored.load(saved.state())
+    earlier = saved.state()
+    assert len(earlier["trajectory_critic"].pop("scores")) == 6
+    forgetful.load(earlier)  # as earlier versions wrote it, without scores
+    worse = replace(rows, rows={**rows.rows, "reward": torch.full((2, 4), -9.0)})
+    kept = [learner.step(worse)[0]["actor/kept_fraction"].item() for learner in (saved, restored, forgetful)]
+    assert kept[:2] == [0.0, 0.0] and kept[2] > 0.0
+
+
+@pytest.mark.parametrize(
+    "scores", [torch.zeros(1001, dtype=torch.float64), torch.full((2,), np.nan, dtype=torch.float64), torch.zeros(2), 1]
+)
+def test_damaged_scores_of_a_filter_are_refused(scores: object) -> None:
+    learner = learner_of("aride")
+    state = learner.state()
+    state["trajectory_critic"]["scores"] = scores
+    with pytest.raises(Refused, match=r"learner\.trajectory_critic\.scores"):
+        learner.load(state)
 
 
 def test_checkpoint_of_a_filter_loads_without_one_and_not_the_other_way() -> None:

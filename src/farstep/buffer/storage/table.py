@@ -149,7 +149,7 @@ class Table:
     @property
     def latest(self) -> Array:
         """For each cell, the key of its item or, without an item, of its last item; a new row gets a higher one."""
-        return np.maximum(self.keys, ~self.keys)
+        return latest_of(self.keys)
 
     def was_issued(self, keys: Array) -> Array:
         """Return which of these keys belong to an item that is, or was, in the table."""
@@ -188,6 +188,12 @@ class Table:
         row = place - np.where(column > 0, ends[column - 1], 0)
         cells: Array = row * columns + column
         return cells
+
+
+def latest_of(keys: Array) -> Array:
+    """Return the keys of cells; for a cell without an item, the key of its last item."""
+    latest: Array = np.maximum(keys, ~keys)
+    return latest
 
 
 def occurrences(values: Array) -> Array:

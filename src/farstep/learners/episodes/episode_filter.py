@@ -9,12 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from farstep.checkpoint.checks import require
 from farstep.core import Array, Nested
 from farstep.learners.episodes.padded_episodes import Episodes
+from farstep.learners.loop.saving import check_tensor
 from farstep.learners.networks.encoders import hidden_layers
 from farstep.learners.networks.nets import ActorCritic, NetConfig
 from farstep.learners.networks.normalizers import RunningMoments
 from farstep.learners.replay.optimizer import FlatAdam
+from farstep.learners.replay.saved_parts import SavedNetwork
 from farstep.schema import map_leaves
 
 _SCORES = 1_000
@@ -47,6 +50,8 @@ class TrajectoryCritic(nn.Module):
 
 class EpisodeFilter:
     """Selects episodes whose outcome exceeds the critic's prediction by at least a quantile of recent episodes.
+
+    A `SavedPart`: the parameters of the critic, and `scores`, outcome minus prediction of recent episodes.
 
     Args:
         agent: The agent, on the learner's device.
@@ -88,3 +93,25 @@ class EpisodeFilter:
         found = scores.numpy(force=True)
         self._scores.extend(found.tolist())
         return found >= np.quantile(self._scores, self._quantile), loss
+
+    def state(self) -> dict[str, object]:
+        """Return the parameters of the critic by name, and the scores."""
+        return {**SavedNetwork(self.critic).state(), "scores": torch.tensor(list(self._scores), dtype=torch.float64)}
+
+    def check(self, where: str, state: object) -> tuple[dict[str, Tensor], list[float]]:
+        """Return saved parameters and scores; raise `Refused`, naming them `where`, if they do not fit."""
+        scores: object = torch.zeros(0, dtype=torch.float64)  # absent in checkpoints of earlier versions
+        if isinstance(state, dict):
+            state = dict(state)
+            scores = state.pop("scores", scores)
+        parameters = SavedNetwork(self.critic).check(where, state)
+        count = len(scores) if isinstance(scores, Tensor) and scores.ndim == 1 else -1
+        require(0 <= count <= _SCORES, f"{where}.scores is not an array of at most {_SCORES} numbers")
+        checked = check_tensor(f"{where}.scores", scores, torch.zeros(count, dtype=torch.float64))
+        return parameters, checked.tolist()
+
+    def load(self, saved: tuple[dict[str, Tensor], list[float]]) -> None:
+        """Restore checked parameters and scores."""
+        parameters, scores = saved
+        SavedNetwork(self.critic).load(parameters)
+        self._scores = deque(scores, maxlen=_SCORES)
