@@ -31,7 +31,7 @@ def continued(path: Path, script: str) -> dict[str, Any]:
     """
     now = header(script)
     document = json.loads(path.read_text()) if path.exists() else {**now, "sittings": [], "runs": []}
-    document["sittings"].append(now)
+    document.setdefault("sittings", [{name: document[name] for name in now}]).append(now)
     return document
 
 

@@ -61,7 +61,10 @@ def page(document: dict[str, Any]) -> str:
     """Steps per second of all contenders, and their shares of the limit in brackets."""
     runs = document["runs"]
     rates = rates_of(runs)
-    sizes = sorted(dict.fromkeys(run["size"] for run in runs), key=lambda size: size in VISUAL)
+    parameters: dict[str, int] = {}
+    for run in runs:
+        parameters[run["size"]] = max(run.get("parameters", 0), parameters.get(run["size"], 0))
+    sizes = sorted(parameters, key=lambda size: (size in VISUAL, parameters[size]))
     rows = []
     for name, label in {ENV_ALONE: "environments alone", **CONTENDERS}.items():
         cells = [_cell(rates, size, name) for size in sizes]

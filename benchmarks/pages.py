@@ -49,7 +49,7 @@ RESULTS = BENCHMARKS / "results"
 
 
 def throughput_results(document: Mapping[str, Any]) -> tables.Results:
-    return runs_in(document, lambda run: tables.Case(run["env"], run["num_envs"], run["sampler"]))
+    return runs_in(document, tables.Case.of)
 
 
 def throughput_summary(document: Mapping[str, Any]) -> str:

@@ -89,15 +89,19 @@ def turns(contenders: Sequence[AnyContender], rounds: int) -> Iterator[tuple[int
 def execute(
     plan: Plan[AnyCase], results: dict[AnyCase, dict[str, list[Run]]], outcome: Callable[[AnyCase, Run], str]
 ) -> None:
-    """Carry out the plan and print a line per run; a contender that failed in a case is not run in it again."""
-    started = time.monotonic()
+    """Run the rounds that ``results`` do not have yet, and print a line per run.
+
+    A contender that failed in a case is not run in it again.
+    """
+    started, ran = time.monotonic(), 0
     for index, (case, number, contender) in enumerate(plan, start=1):
         runs = results[case][contender.name]
-        if runs and runs[-1].report is None:
+        if len(runs) >= number or (runs and runs[-1].report is None):
             continue
         done = run(contender, plan.arguments(case), plan.timeout_s)
         runs.append(done)
-        left_min = (time.monotonic() - started) / index * (plan.num_runs - index) / 60
+        ran += 1
+        left_min = (time.monotonic() - started) / ran * (plan.num_runs - index) / 60
         place = f"[{index}/{plan.num_runs}, {left_min:.0f} min left] {case}, round {number}"
         print(f"{place}: {contender.name}: {outcome(case, done)}", flush=True)
 

@@ -36,7 +36,7 @@ def draw(document: dict[str, Any], folder: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    found = runs_in(document, lambda run: tables.Case(run["env"], run["num_envs"], run["sampler"]))
+    found = runs_in(document, tables.Case.of)
     cases = [case for case in found if case.num_envs == NUM_ENVS and case.sampler == "eager"]
     figure, axes = plt.subplots(1, len(cases), figsize=(5.2 * len(cases), 4.6), layout="constrained", sharey=True)
     cores = document["machine"]["cores"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from roster import CONTENDERS, FARSTEP, LIMITS
 from runner import DISTURBED_CORES, Run
@@ -17,6 +18,11 @@ class Case:
     env: str
     num_envs: int
     sampler: str
+
+    @classmethod
+    def of(cls, run: Mapping[str, Any]) -> Case:
+        """The case of a stored run."""
+        return cls(run["env"], run["num_envs"], run["sampler"])
 
     def __str__(self) -> str:
         return f"{self.env.removeprefix('ALE/')} N={self.num_envs} {self.sampler}"

@@ -5,6 +5,7 @@ All contenders run in turn, several rounds, each in its own process and virtual 
     python benchmarks/throughput.py                                            # all: about two hours
     python benchmarks/throughput.py --env CartPole-v1 --num-envs 64 --rounds 1
     python benchmarks/throughput.py --only 'limit-*' 'farstep-*' 'envpool-*' --sampler lean
+    python benchmarks/throughput.py --rounds 6 --continue                      # adds rounds to earlier results
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from children import run_script
-from document import header, write_document, write_markdown
+from document import check_machine, continued, header, write_document, write_markdown
 from roster import BENCHMARKS, CONTENDERS, Contender, add_contender_options, parse_contenders
-from runner import Run, execute, turns
+from runner import Run, execute, runs_in, turns
 from tables import Case, Results, case_table, summary
 
 ENVS = ("CartPole-v1", "LunarLander-v3", "ALE/Pong-v5")
@@ -35,6 +37,11 @@ class Plan:
     seconds: float
     workers: int
     timeout_s: float
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """What all rounds of a results file have in common."""
+        return {"steps": self.steps, "seconds": self.seconds, "workers": self.workers}
 
     @property
     def num_runs(self) -> int:
@@ -77,14 +84,21 @@ def main() -> int:
     for contender in missing:
         print(f"  {contender.name} is not installed: {contender.how_to_install}")
     results: Results = {case: {contender.name: [] for contender in plan.contenders_of(case)} for case in plan.cases}
+    document = {**header("throughput.py"), **plan.sizes}
+    if options.is_continued and options.out.exists():
+        document = earlier(options.out, plan, results)
+
+    def stored(case: Case, done: Run) -> str:
+        write_json(options.out, document, plan, results)
+        return outcome(case, done)
+
     try:
-        execute(plan, results, outcome)
+        execute(plan, results, stored)
     except KeyboardInterrupt:
         print("\ninterrupted; results so far:")
     for case, runs in results.items():
         if any(runs.values()):
             print(f"\n{case_table(case, runs)}")
-    write_json(options.out, plan, results)
     print(f"\nwritten: {options.out}")
     if options.markdown:
         write_markdown(options.markdown, summary(results), README_MARKS)
@@ -102,6 +116,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=4.0, help="measured time of one run")
     parser.add_argument("--workers", type=int, default=2, help="worker processes of a contender, one per core")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds after which a run is killed")
+    parser.add_argument(
+        "--continue", dest="is_continued", action="store_true", help="measure only rounds that --out does not have yet"
+    )
     add_contender_options(parser)
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "throughput.json")
     parser.add_argument(
@@ -119,22 +136,27 @@ def outcome(case: Case, done: Run) -> str:
     return f"{done.steps_per_second:,.0f} steps/s, others took {done.others_cores:.2f} cores"
 
 
-def write_json(path: Path, plan: Plan, results: Results) -> None:
+def earlier(path: Path, plan: Plan, results: Results) -> dict[str, Any]:
+    """Open the results of earlier sittings, and add their runs to ``results``."""
+    document = continued(path, "throughput.py")
+    check_machine(document, path)
+    for name, size in plan.sizes.items():
+        if document[name] != size:
+            raise SystemExit(f"{path} was measured with --{name} {document[name]}: use the same, or another --out")
+    for case, runs in runs_in(document, Case.of).items():
+        results.setdefault(case, {}).update(runs)
+    return document
+
+
+def write_json(path: Path, document: dict[str, Any], plan: Plan, results: Results) -> None:
     """The results document: machine, command and every run."""
-    document = {
-        **header("throughput.py"),
-        "rounds": plan.rounds,
-        "steps": plan.steps,
-        "seconds": plan.seconds,
-        "workers": plan.workers,
-        "runs": [
-            {"env": case.env, "num_envs": case.num_envs, "sampler": case.sampler, "round": number, **asdict(done)}
-            for case, runs in results.items()
-            for done_runs in runs.values()
-            for number, done in enumerate(done_runs, start=1)
-        ],
-    }
-    write_document(path, document)
+    runs = [
+        {"env": case.env, "num_envs": case.num_envs, "sampler": case.sampler, "round": number, **asdict(done)}
+        for case, by_contender in results.items()
+        for done_runs in by_contender.values()
+        for number, done in enumerate(done_runs, start=1)
+    ]
+    write_document(path, {**document, "rounds": plan.rounds, "runs": runs})
 
 
 if __name__ == "__main__":

@@ -263,6 +263,19 @@ def test_contenders_run_only_in_environments_that_they_support() -> None:
     assert set(runs) == {("CartPole-v1", "rllib"), ("ALE/Pong-v5", "rllib"), ("ALE/Pong-v5", "ale-vector")}
 
 
+def test_continued_throughput_measures_only_missing_rounds(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    words = "--only limit-eager --env CartPole-v1 --num-envs 2 --seconds 0.05 --steps 4 --workers 1 --continue --out"
+    command = [sys.executable, str(BENCHMARKS / "throughput.py"), *words.split(), str(out)]
+    found = []
+    for rounds in ("1", "2"):
+        subprocess.run([*command, "--rounds", rounds], check=True, capture_output=True, timeout=120)
+        found.append(json.loads(out.read_text())["runs"])
+    assert [run["round"] for run in found[1]] == [1, 2] and found[1][:1] == found[0]
+    refused = subprocess.run([*command, "--steps", "8"], capture_output=True, text=True, timeout=120)
+    assert "was measured with --steps 4" in refused.stderr and json.loads(out.read_text())["runs"] == found[1]
+
+
 def test_stepping_on_many_workers_is_compared_with_the_limit_and_async() -> None:
     (pages,) = benchmark_modules("pages")
     found = {"steps-alone": 100.0, "steps-farstep": 60.0, "steps-async": 20.0}
