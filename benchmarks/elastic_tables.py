@@ -343,7 +343,8 @@ def _gpu_page(document: Document, found: dict[str, list[Run]]) -> str:
     names = ["GPU", "parameters", "held / time", "GPU-seconds / held", "update, ms", "moves, ms", "MiB between"]
     return "\n\n".join(
         [
-            f"PPO with {_workers(any_run)} on {machines(document)} and {any_run['device']}. An update includes its "
+            f"PPO with {_workers(any_run)} on {machines(document)} and {any_run['device']} "
+            "(`results/elastic-gpu.json`). An update includes its "
             "rollout. *Moves* is the time per update to move parameters and optimizer state to the GPU and back. *MiB "
             "between* is the GPU memory of PyTorch between updates, without CUDA's context. Medians of "
             f"{len(next(iter(found.values())))} rounds:",
