@@ -390,7 +390,8 @@ class ClusterEnv:
 
     @property
     def chosen_inference(self) -> str | None:
-        """What `inference="auto"` has chosen, `local` or `served`; None before, and with another option."""
+        """What `inference="auto"` has chosen: `local`, `served`, or `local-cpu` if workers act on the CPU although they
+        have GPUs. None before, and with another option."""
         return self._launched().collector.choice.chosen
 
     def stats(self) -> dict[str, Any]:

@@ -323,6 +323,19 @@ def described(error: BaseException) -> str:
     return printable(f"{type(error).__name__}: {text}".removesuffix(": "))
 
 
+def memory_error_of(error: BaseException | None) -> BaseException | None:
+    """Return the exception which says that main memory or the memory of a GPU ran out: `error` or one of its causes.
+    None if there is none."""
+    texts = ("can't allocate memory", "CUDA error: out of memory")  # torch has no class for these
+    while error is not None:
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            return error
+        if isinstance(error, RuntimeError) and any(text in described(error) for text in texts):
+            return error
+        error = error.__cause__
+    return None
+
+
 class ErrorReport(NamedTuple):
     """What one process tells another about an exception."""
 

@@ -1,4 +1,4 @@
-"""A fake of `SharedGpuMemory` in main memory, with which parameters on the CPU count as parameters on a GPU."""
+"""Fakes of a GPU: its memory, in which parameters on the CPU count as parameters on a GPU, and the device itself."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from farstep.agents import gpu_memory
+from farstep.agents import cuda_graphs, gpu_memory
 from farstep.agents.gpu_memory import UnsuitableError
+from tests.agents.fake_graphs import FakeGraphs
 
 
 class FakeGpuMemory:
@@ -53,3 +54,18 @@ class FakeGpuMemory:
 def install() -> None:
     """Use the fake in this process."""
     gpu_memory.SharedGpuMemory = FakeGpuMemory  # type: ignore[assignment, misc]
+
+
+def install_device() -> None:
+    """Let torch see a GPU in this process. Modules and tensors that move to it stay in main memory; a module that has
+    moved has `is_on_fake_gpu`."""
+    move = torch.Tensor.to
+
+    def move_module(module: torch.nn.Module, _device: str) -> torch.nn.Module:
+        module.is_on_fake_gpu = True  # type: ignore[assignment]
+        return module
+
+    torch.cuda.is_available = lambda: True
+    torch.nn.Module.to = move_module  # type: ignore[assignment, method-assign]
+    torch.Tensor.to = lambda tensor, target: tensor if target == "cuda" else move(tensor, target)  # type: ignore
+    cuda_graphs.CudaGraphs = FakeGraphs  # type: ignore[assignment, misc]

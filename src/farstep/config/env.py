@@ -195,7 +195,7 @@ class EnvConfig(_Config):
     faster version if both return the same values. `eager`: the same, but always call `act`.
     `served`: one acting server per node acts for its workers; a mapping has its options: `{"device": "cuda"}`, or
     `{"where": "head"}` for one server on the machine of the head. `auto`: measure `local` and `served` with the first
-    agent, and use the faster one."""
+    agent, and use the faster one; if workers have GPUs, also measure `local` on the CPU."""
     stagger: OrMapping[Stagger | None] = or_mapping(None)
     """Spread environments over the horizon; a mapping is accepted: `{"horizon": 1000}`. None: all start together."""
     info_keys: Sequence[str] = ()

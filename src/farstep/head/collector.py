@@ -88,7 +88,8 @@ class Collector:
         self.publisher = Publisher(self.server, env_config, rule, self.counters, self._warnings, self.end, on_gpu)
         copies = self._num_workers // (config.most_nodes if isinstance(config, EngineConfig) else 1)
         start = ResetRequest([seed] * self.server.records[-1].stop, None, None)
-        self.choice = InferenceChoice(self.publisher, self._warnings, copies, events.emit, start, is_auto)
+        has_gpus = config.gpus_per_node > 0
+        self.choice = InferenceChoice(self.publisher, self._warnings, copies, has_gpus, events.emit, start, is_auto)
         """Decides whether acting servers act, with `inference="auto"`."""
         self._intake = ChunkIntake(
             self.server, self.publisher, self.counters, self._warnings, self._continuity, self._transfer.max_senders

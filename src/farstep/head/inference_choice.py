@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
+from farstep.agents.parameters import is_torch_module
 from farstep.batch import Batch
 from farstep.core import Agent
 from farstep.event import Emit
@@ -17,7 +18,8 @@ from farstep.head.warnings.user_warnings import UserWarnings
 from farstep.head.weights.publisher import Publisher
 from farstep.resources import available_memory
 
-Inference = Literal["local", "served"]
+Inference = Literal["local", "local-cpu", "served"]
+"""`local-cpu`: workers act on the CPU although they have GPUs."""
 _PREFER_LOCAL = 1.1
 """Acting servers must be faster by this factor: workers that act themselves need no other process."""
 _ROWS, _SECONDS = 512, 1.0
@@ -32,12 +34,13 @@ class _Rate(NamedTuple):
 
 
 class InferenceChoice:
-    """Measures both ways with the first agent, and keeps the faster one.
+    """Measures all ways with the first agent, and keeps the fastest one.
 
     Args:
         publisher: Sends the agent to workers or to servers.
         warnings: Silent during the measurement.
         copies_per_machine: Number of workers per machine, each of which would hold a copy of the policy.
+        has_gpus: Whether workers have GPUs, on which torch modules act with `local`.
         emit: Emits the event that says what was chosen.
         start: Resets all environments to the episodes with which the run starts.
         is_open: Whether there is a choice.
@@ -48,12 +51,14 @@ class InferenceChoice:
         publisher: Publisher,
         warnings: UserWarnings,
         copies_per_machine: int,
+        has_gpus: bool,
         emit: Emit,
         start: ResetRequest,
         is_open: bool,
     ) -> None:
         self._publisher, self._warnings, self._copies, self._emit = publisher, warnings, copies_per_machine, emit
         self._start, self._is_open, self._lock = start, is_open, threading.Lock()
+        self._has_gpus = has_gpus
         self._resets: list[ResetRequest] = []
         """Resets that lead to the current episodes; empty: no environment was reset."""
         self.chosen: Inference | None = None
@@ -114,12 +119,17 @@ class InferenceChoice:
         needed = self._copies * self._publisher.parameters_bytes
         if 2 * needed > available_memory():
             return "served", f"a copy of the policy per worker would take {needed / 1e9:.1f} GB"
-        local = self._steps_per_second("local", agent, collect)
-        text = f"{local.total:,.0f} steps/s if workers act, {served.total:,.0f} steps/s if acting servers act"
-        return ("served" if served.per_env > _PREFER_LOCAL * local.per_env else "local"), text
+        ways: dict[Inference, str] = {"local": "if workers act"}
+        if self._has_gpus and is_torch_module(agent):
+            ways = {"local-cpu": "if workers act on the CPU", "local": "if workers act on GPUs"}
+        rates = {way: self._steps_per_second(way, agent, collect) for way in ways}
+        best = max(rates, key=lambda way: rates[way].per_env)
+        speeds = [f"{rates[way].total:,.0f} steps/s {text}" for way, text in ways.items()]
+        text = ", ".join([*speeds, f"{served.total:,.0f} steps/s if acting servers act"])
+        return ("served" if served.per_env > _PREFER_LOCAL * rates[best].per_env else best), text
 
     def _steps_per_second(self, way: Inference, agent: Agent, collect: Callable[[int], Batch]) -> _Rate:
-        self._publisher.use_servers(way == "served")
+        self._publisher.use_servers(way == "served", on_cpu=way == "local-cpu")
         self._publisher.adopt(agent)
         collect(2)  # the first calls of `act` are slow, and the first one may wait for slots
         began, rows, steps, done = time.monotonic(), 0, 4, 0
@@ -134,7 +144,7 @@ class InferenceChoice:
         return _Rate(rows / elapsed, done / elapsed)
 
     def _use(self, chosen: Inference) -> None:
-        self._publisher.use_servers(chosen == "served")
-        if chosen == "local":
+        self._publisher.use_servers(chosen == "served", on_cpu=chosen == "local-cpu")
+        if chosen != "served":
             self._publisher.dismiss_servers()
         self.chosen, self._is_open = chosen, False

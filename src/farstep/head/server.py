@@ -466,7 +466,9 @@ class Server:
             return
         record.error = error
         first_time = failure.phase == "construct" and not record.has_been_ready
-        if failure.phase in ("act", "load") or (failure.ticket is None and first_time):
+        if record.ran_out_of_memory(failure):
+            self.supervisor.emit_failure("lost", error, "; restarting it")
+        elif failure.phase in ("act", "load") or (failure.ticket is None and first_time):
             self.fail(error)  # a retry would fail in the same way
         elif failure.ticket is None:
             self.supervisor.emit_failure("lost", error)

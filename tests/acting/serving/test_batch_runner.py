@@ -17,7 +17,7 @@ from farstep.acting.mailbox import ANSWER, CONTINUES, HELD, REQUEST, TICKET, VER
 from farstep.acting.serving.answers import Answers
 from farstep.acting.serving.arena import Arena
 from farstep.acting.serving.batch_actor import BatchActor
-from farstep.acting.serving.batch_runner import BatchRunner
+from farstep.acting.serving.batch_runner import BatchRunner, MemoryExhausted
 from farstep.acting.serving.server_clients import Client
 from farstep.agents.policy import Launched, Policy
 from farstep.config.inference import ServedInference
@@ -399,7 +399,7 @@ def test_the_server_ends_if_memory_runs_out_in_the_second_batch(served: Served) 
         policy.wait_error = MemoryError()
 
     policy.while_running += [lambda: served.request(1, 0, 1, seen=5), run_out]
-    with pytest.raises(MemoryError):
+    with pytest.raises(MemoryExhausted):
         served.run()
     assert served.answer(0, 0) == (1, 1, {3}) and served.answer(1, 0)[0] == 0
 

@@ -1,8 +1,10 @@
-"""`inference="auto"`: both ways are measured with the first agent, and the choice is kept."""
+"""`inference="auto"`: all ways are measured with the first agent, and the choice is kept."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 import farstep
 from farstep.head import inference_choice
+from farstep.testing import TableAgent
 from tests.cluster.checks import (
     arrays_of,
     assert_balanced,
@@ -57,6 +60,82 @@ def test_the_measurement_chooses_and_says_so(choice: str) -> None:
         stats = env.stats()
         assert_balanced(stats)
         assert stats["workers"]["restarts"] == 0 and not env.events("lost")
+
+
+class SlowRowsAgent(TableAgent):
+    """Needs 5 ms per row, in each process."""
+
+    def act(self, obs: Any) -> dict[str, Any]:
+        time.sleep(0.005 * len(obs))
+        return super().act(obs)
+
+
+class SlowCallsAgent(TableAgent):
+    """Needs 5 ms per call, on a device that all processes share."""
+
+    def __init__(self, device: Path) -> None:
+        super().__init__()
+        self._device = device
+
+    def act(self, obs: Any) -> dict[str, Any]:
+        with self._device.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            time.sleep(0.005)
+        return super().act(obs)
+
+
+def test_workers_act_if_servers_need_longer() -> None:
+    with cluster(envs=4, workers=4, inference="auto") as env:
+        within(lambda: env.publish(SlowRowsAgent()))
+        assert env.chosen_inference == "local"
+
+
+def test_servers_act_if_workers_need_longer(tmp_path: Path) -> None:
+    (device := tmp_path / "device").touch()
+    with cluster(envs=4, workers=4, inference="auto") as env:
+        within(lambda: env.publish(SlowCallsAgent(device)))
+        assert env.chosen_inference == "served"
+
+
+@pytest.mark.usefixtures("torch_in_workers")
+@pytest.mark.parametrize("slow", ["cpu", "gpu"])
+def test_workers_with_gpus_can_act_on_the_cpu(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")  # here and not above: workers import this file
+    from tests.agents import fake_gpu
+
+    class TwoDeviceAgent(torch.nn.Module):  # type: ignore[misc, name-defined]
+        """Needs 20 ms more per call on one device, and returns on which device it acted. Cannot be recorded."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.is_on_fake_gpu = os.getpid(), False
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            super().__setstate__(state)
+            if os.getpid() != self.head:
+                fake_gpu.install_device()
+
+        def act(self, obs: Any, rng: Any) -> dict[str, Any]:
+            time.sleep(0.02 * (self.is_on_fake_gpu == (slow == "gpu")))
+            actions = torch.zeros(len(obs), dtype=torch.int64)
+            return {"action": actions, "on_gpu": actions + self.is_on_fake_gpu}
+
+        def get_parameters(self) -> Any:
+            return self.state_dict()
+
+    monkeypatch.setattr(inference_choice, "_PREFER_LOCAL", FACTORS["local"])
+    agent = TwoDeviceAgent()
+    with cluster(envs=2, workers=2, inference="auto", gpus_per_node=1) as env:
+        batch = within(lambda: env.collect(agent, 5))
+        chosen = {"cpu": "local", "gpu": "local-cpu"}[slow]
+        assert env.chosen_inference == chosen and announced(env)[0].count("steps/s") == 3
+        assert (batch["on_gpu"] == (slow == "cpu")).all()
+        saved = within(env.save)
+    with cluster(envs=2, workers=2, inference="auto", gpus_per_node=1) as env:
+        within(lambda: env.resume(agent, saved, actions_in_progress(batch)))
+        assert (within(lambda: env.collect(agent, 5))["on_gpu"] == (slow == "cpu")).all()
+        assert env.chosen_inference == chosen
 
 
 class PidRecordingAgent(WhoAgent):

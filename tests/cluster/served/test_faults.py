@@ -77,6 +77,92 @@ def test_a_server_that_fails_is_replaced_and_every_batch_is_whole(
         assert any("acting server 2 was restarted" in event.text for event in env.events())
 
 
+def exhaust_memory(where: str) -> None:
+    """Raise what torch raises if the memory of a GPU or main memory runs out."""
+    import torch  # here and not above: workers import this file
+
+    if where == "gpu":
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    torch.empty(10**15)
+
+
+MEMORY_ERRORS = {"gpu": "OutOfMemoryError: CUDA out of memory", "cpu": "can't allocate memory"}
+
+
+class ExhaustingAgent(TableAgent):
+    """Exhausts memory once in its 40th call, in `priorities`, or when the agent is loaded the second time.
+
+    Args:
+        memory: `gpu` or `cpu`.
+        methods: Where: `act`, `priorities` or `load`; each fails once.
+        folder: Where to store which of them have failed; empty: each fails every time.
+    """
+
+    def __init__(self, memory: str, methods: str, folder: str = "") -> None:
+        super().__init__()
+        self._memory, self._methods, self._folder, self._calls = memory, methods, folder, 0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if not self._folder or Path(self._folder, "act").exists():
+            self._fail_in("load")
+
+    def _fail_in(self, method: str) -> None:
+        if method in self._methods and (not self._folder or once(f"{self._folder}/{method}")):
+            exhaust_memory(self._memory)
+
+    def act(self, obs: Any) -> Any:
+        self._calls += 1
+        if self._calls > 40:
+            self._fail_in("act")
+        return super().act(obs)
+
+    def priorities(self, rows: Any) -> Any:
+        if self._calls > 40:
+            self._fail_in("priorities")
+        return rows["reward"]
+
+
+@pytest.mark.usefixtures("torch_in_workers")
+@pytest.mark.parametrize("memory", MEMORY_ERRORS)
+@pytest.mark.parametrize("methods", ["act", "act, load", "priorities"])
+def test_a_server_without_memory_says_so_and_is_replaced(methods: str, memory: str, tmp_path: Path) -> None:
+    agent = ExhaustingAgent(memory, methods, str(tmp_path))
+    with cluster(envs=4, workers=2, inference="served") as env:
+        for _ in range(6):
+            batch = within(lambda: env.collect(agent, 20))
+            assert batch.shape == (20, 4)
+            assert_sound(batch)
+        stats, failures = env.stats(), len(methods.split())
+        assert_balanced(stats)
+        assert stats["acting"][0]["restarts"] == stats["workers"]["restarts"] == failures
+        assert stats["dropped"] == {}
+        lost = [event.text for event in env.events("lost")]
+        assert len(lost) == failures
+        for text, method in zip(lost, methods.split(", "), strict=True):
+            assert text.startswith("an acting server ran out of memory: ") and MEMORY_ERRORS[memory] in text
+            assert text.endswith(f"phase {'load' if method == 'load' else 'act'}]; restarting it")
+
+
+@pytest.mark.usefixtures("torch_in_workers")
+def test_a_server_that_always_runs_out_of_memory_uses_up_the_restart_budget() -> None:
+    agent = ExhaustingAgent("cpu", "act")
+    with cluster(envs=4, workers=2, inference="served", restart_budget=1) as env:
+        with pytest.raises(RemoteEnvError, match=r"restart_budget=1 is used up.*ran out of memory") as caught:
+            for _ in range(9):
+                within(lambda: env.collect(agent, 20))
+        assert "in exhaust_memory" in caught.value.remote_traceback
+
+
+@pytest.mark.usefixtures("torch_in_workers")
+def test_an_agent_for_which_memory_does_not_suffice_is_rejected_and_the_next_one_works() -> None:
+    with cluster(envs=4, workers=2, inference="served") as env:
+        with pytest.raises(RemoteEnvError, match="can't allocate memory"):
+            within(lambda: env.collect(ExhaustingAgent("cpu", "load"), 5))
+        assert_sound(within(lambda: env.collect(TableAgent(), 5)))
+        assert env.stats()["workers"]["restarts"] == 0
+
+
 def test_recurrent_episodes_restart_when_the_server_was_killed() -> None:
     agent = RememberingAgent()
     with cluster(envs=4, workers=2, inference="served") as env:

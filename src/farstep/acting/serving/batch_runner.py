@@ -14,7 +14,7 @@ from farstep.acting.serving.arena import Arena, Requests, cover_running_chunks, 
 from farstep.acting.serving.batch_actor import BatchActor
 from farstep.acting.serving.batching import next_batch
 from farstep.config.inference import ServedInference
-from farstep.errors import report_of
+from farstep.errors import described, memory_error_of, report_of
 from farstep.rollout.progress import CANCEL, COUNT, PHASE, SERVED_BATCHES, SERVED_ROWS, Phase
 from farstep.rollout.weight_headers import check_digest
 from farstep.wire import messages as m
@@ -25,7 +25,14 @@ from farstep.worker.weights.weight_sync import WeightSync
 
 IDLE_S = 0.2
 """Seconds to wait for messages while there is nothing to do."""
-_OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
+
+
+class MemoryExhausted(Exception):
+    """Memory ran out. The head restarts this process, and workers roll their chunks again."""
+
+    def __init__(self, failure: am.Failed) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
 
 
 class BatchRunner:
@@ -133,7 +140,7 @@ class BatchRunner:
                 return [], 0.0  # answers to the batch in flight come first
             for requests in pending:
                 requests.mark_taken()
-            self._send(actor, self._answers_to(actor, pending, self._failure(error)))
+            self._send(actor, self._answers_to(actor, pending, failed(error, self._words)))
             return [], 0.0
         finally:
             self._words[PHASE] = Phase.IDLE
@@ -209,7 +216,7 @@ class BatchRunner:
         try:
             answers.batch = actor.start(batch)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            answers.failure = self._failure(error)
+            answers.failure = failed(error, self._words)
         return answers
 
     def _finish(self, actor: BatchActor, answers: Answers) -> None:
@@ -220,19 +227,13 @@ class BatchRunner:
             if answers.batch is not None:
                 actor.finish(answers.batch)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            answers.failure = self._failure(error)
+            answers.failure = failed(error, self._words)
         self._words[PHASE] = Phase.IDLE
         self._words[SERVED_BATCHES] += 1
         self._words[SERVED_ROWS] += sum(len(requests.rows) for requests in answers.requests)
 
     def _answers_to(self, actor: BatchActor, requests: Sequence[Requests], failure: am.Failed | None = None) -> Answers:
         return Answers(requests, actor.version, max(actor.version, self._sync.passed), failure)
-
-    def _failure(self, error: BaseException) -> am.Failed:
-        """What to tell workers about an error of the agent or the sync rule. Raise the error if memory ran out."""
-        if type(error).__name__ in _OUT_OF_MEMORY:
-            raise error  # the head restarts this process, and workers roll their chunks again
-        return failed(error, self._words)
 
     def _send(self, actor: BatchActor, answers: Answers) -> None:
         answers.send(actor.output_names, self.total_pulls, self._divergence, self._fence)
@@ -247,6 +248,12 @@ def _count(found: Iterable[Requests]) -> int:
 
 
 def failed(error: BaseException, words: memoryview) -> am.Failed:
-    """What to tell workers about an error in the current phase."""
-    report = report_of(error)
-    return am.Failed(report.message, report.traceback, Phase(words[PHASE]).label, report.kind)
+    """What to tell workers about an error in the current phase.
+
+    Raises:
+        MemoryExhausted: Memory ran out.
+    """
+    report, phase = report_of(error), Phase(words[PHASE]).label
+    if (cause := memory_error_of(error)) is not None:
+        raise MemoryExhausted(am.Failed(described(cause), report.traceback, phase)) from error
+    return am.Failed(report.message, report.traceback, phase, report.kind)

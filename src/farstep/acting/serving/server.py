@@ -22,7 +22,7 @@ from farstep.acting import messages as am
 from farstep.acting.mailbox import PULLS, WAITS, MailboxLayout
 from farstep.acting.serving.arena import MAILBOXES_PER_ARENA, Arena
 from farstep.acting.serving.batch_actor import BatchActor
-from farstep.acting.serving.batch_runner import BatchRunner, failed
+from farstep.acting.serving.batch_runner import BatchRunner, MemoryExhausted, failed
 from farstep.acting.serving.requests import (
     check_arrays,
     check_rows,
@@ -93,10 +93,26 @@ class ActingServer:
         self._rejection: am.Failed | None = None
         """Why the current agent cannot be used."""
         self._running = True
+        self._is_replacement = identity[1] > 0
+        """Whether this process replaces another one, and has not loaded the agent yet."""
         self._next_service = 0.0
 
     def serve(self) -> None:
-        """Act until `Stop`. Raise `EOFError` if the head closed the connection."""
+        """Act until `Stop`.
+
+        Raises:
+            EOFError: The head closed the connection.
+            SystemExit: Memory ran out. The head got the reason.
+        """
+        try:
+            self._serve()
+        except MemoryExhausted as error:
+            failure = error.failure
+            kind = MemoryError.__name__  # also for the errors of torch
+            self._link.send([m.encode(m.Failure(failure.message, failure.traceback, failure.phase, kind))])
+            raise SystemExit(1) from error
+
+    def _serve(self) -> None:
         worker, incarnation, run = self._identity
         self._words[PHASE] = Phase.CONNECT
         hello = m.Hello(worker, incarnation, run, socket.gethostname(), os.getpid(), versions())
@@ -214,7 +230,7 @@ class ActingServer:
                     if client.failure is None:
                         raise WireError("a worker asked why a request failed, but none did.")
                     client.link.send([am.encode(client.failure)])
-        except (EOFError, OSError, WireError):
+        except (EOFError, OSError, WireError, MemoryExhausted):
             raise
         except Exception as error:
             client.link.send([am.encode(failed(error, self._words))])
@@ -255,8 +271,9 @@ class ActingServer:
             self._words[PHASE] = Phase.LOAD
             try:
                 self._load(join, current)
+                self._is_replacement = False
             except Exception as error:
-                self._rejection = failed(error, self._words)
+                self._rejection = self._rejected(error)
             self._words[PHASE] = Phase.IDLE
         if self._rejection is not None:
             client.link.send([am.encode(self._rejection)])
@@ -273,6 +290,15 @@ class ActingServer:
         joined.mailbox_index, joined.num_mailboxes = client.mailbox_index, MAILBOXES_PER_ARENA
         client.doorbell = Doorbell.create()
         client.link.send([am.encode(joined)], [arena.memory.fd, self._clients.doorbell.fd, client.doorbell.fd])
+
+    def _rejected(self, error: Exception) -> am.Failed:
+        """What to tell workers if the agent cannot be loaded."""
+        try:
+            return failed(error, self._words)
+        except MemoryExhausted as exhausted:
+            if self._is_replacement:  # memory sufficed for the process that this one replaces, so a retry may succeed
+                raise
+            return exhausted.failure
 
     def _load(self, join: am.Join, current: dict[str, Any]) -> None:
         """Load the agent and try it on a worker's observations."""

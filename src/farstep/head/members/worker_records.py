@@ -156,6 +156,11 @@ class WorkerRecord:
             output=output,
         )
 
+    def ran_out_of_memory(self, failure: Failure) -> bool:
+        """Whether an acting server reported that memory ran out. A restart may help, unlike after other errors of the
+        agent."""
+        return self.is_server and failure.kind == MemoryError.__name__
+
     def failed(self, failure: Failure) -> WorkerError:
         """The error for an exception that the worker reported."""
         where = self.where(
@@ -165,6 +170,9 @@ class WorkerRecord:
             episode_step=failure.episode_step,
             version=failure.version,
         )
+        if self.ran_out_of_memory(failure):
+            message = f"{_a(self.role)} ran out of memory: {failure.message}"
+            return remote_error(failure.kind, message, where, failure.traceback)
         source = "the agent" if failure.phase in ("act", "load") else "the environment"
         message = failure.message.partition(": ")[2] if is_own(failure.kind) else f"{source} raised {failure.message}"
         return remote_error(failure.kind, message, where, failure.traceback)

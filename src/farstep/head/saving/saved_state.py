@@ -73,7 +73,7 @@ class _Saved(msgspec.Struct, forbid_unknown_fields=True):
     workers: list[_Worker | None]
     active_workers: Annotated[int, msgspec.Meta(ge=1, le=2**31)] | None = None
     """Number of workers that were not parked; None if none was parked."""
-    inference: Literal["local", "served"] | None = None
+    inference: Literal["local", "local-cpu", "served"] | None = None
     """What `inference="auto"` has chosen; None with another option."""
 
 

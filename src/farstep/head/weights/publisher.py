@@ -74,6 +74,8 @@ class Publisher:
         self.agent_schemas: tuple[Schema, Schema] = ({}, {})
         """Arrays that the agent adds per row and per chunk."""
         self._agent: Agent | None = None
+        self._on_cpu = False
+        """Whether workers act on the CPU although they have GPUs."""
         self._answers: dict[int, m.AgentReady | WorkerError] = {}
         """For each worker, its answer to the agent that was sent last: ready, or the error."""
         self._store: ParameterStore | None = None
@@ -197,11 +199,13 @@ class Publisher:
 
     # ---- adopting an agent ----
 
-    def use_servers(self, served: bool) -> None:
-        """Forget the agent. From the next one on, acting servers act if `served`, otherwise workers."""
+    def use_servers(self, served: bool, on_cpu: bool = False) -> None:
+        """Forget the agent. From the next one on, acting servers act if `served`, otherwise workers: on their GPUs if
+        they have any, unless `on_cpu`."""
         with self._adopting:
             self._cancel_session()
             self._forget_agent()
+            self._on_cpu = on_cpu
             with self._server.locked():
                 self._server.outbox.retract(m.SendBase)
                 self._server.outbox.is_served = served
@@ -260,7 +264,7 @@ class Publisher:
             outbox = self._server.outbox
             if self._serves_on_gpu and outbox.is_served and self._server.shares_memory:
                 store.share_gpu(agent, [record.worker for record in self._server.servers])
-            outbox.announce(m.SendAgent(self.agent_id, self._base_hash, outbox.is_served), [payload])
+            outbox.announce(m.SendAgent(self.agent_id, self._base_hash, outbox.is_served, self._on_cpu), [payload])
             self._server.outbox.announce(store.message(), fds=[store.memory.fd])
             self._announce()
         try:

@@ -108,7 +108,7 @@ class _Saved(msgspec.Struct, forbid_unknown_fields=True):
     journal: dict[str, Any] | None = None
     base: str = ""
     """Content hash of the agent's base, whose parameters are not in `agent`; empty if it has none."""
-    inference: Literal["local", "served"] | None = None
+    inference: Literal["local", "local-cpu", "served"] | None = None
     """What `inference="auto"` has chosen; None with another option, or if `env` has it."""
 
 

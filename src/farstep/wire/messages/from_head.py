@@ -55,6 +55,8 @@ class SendAgent(msgspec.Struct, tag="send-agent"):
     """Content hash of the agent's base; empty if it has none."""
     served: bool = False
     """Whether an acting server acts for the worker, and has got the agent instead."""
+    on_cpu: bool = False
+    """Whether a worker acts on the CPU although it has a GPU."""
 
 
 class GpuParameters(msgspec.Struct):
