@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 import farstep
+from farstep.cli import main
 from farstep.launch.engines.ray.engine import RayEngine
 from farstep.testing import TableAgent, check_launcher
 from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, within
@@ -40,7 +41,7 @@ import json, signal, sys
 import farstep
 from farstep.testing import CountingEnv, TableAgent
 
-config = farstep.RayConfig(address=sys.argv[1], nodes=2, workers_per_node=1)
+config = farstep.RayConfig(address=sys.argv[1] or None, nodes=2, workers_per_node=1)
 env = farstep.ClusterEnv({"type": "factory", "env_name": CountingEnv, "envs_per_node": 2, "seed": 5}, config)
 _, info = env.reset()
 env.collect(TableAgent(), steps=4)
@@ -68,7 +69,8 @@ with farstep.ClusterEnv({"type": "factory", "env_name": TellingEnv, "seed": 5}, 
     assert list(info["told"]) == ["yes"], info
     assert any(actor["namespace"] == "mine" for actor in ray.util.list_named_actors(all_namespaces=True))
 assert ray.is_initialized()
-print(ray.get(ray.remote(num_cpus=0)(lambda: "still mine").remote()))
+assert any(node["Alive"] for node in ray.nodes())
+print("still mine")
 """
 
 
@@ -157,26 +159,6 @@ def test_the_contract(ray_cluster: RayCluster) -> None:
     check_launcher(make, kill_node=kill, scarce=scarce, missing=without_ray)
 
 
-@pytest.mark.timeout(300)
-def test_batches_continue_without_rays_first_node_until_ray_ends_the_others(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "8")
-    monkeypatch.setattr("farstep.launch.engines.ray.engine.GONE_S", 10.0)
-    with RayCluster(nodes=1, cpus=2) as started:
-        join(monkeypatch, started)
-        with cluster(config=farstep.RayConfig(workers_per_node=1)) as env:
-            agent = TableAgent()
-            env.collect(agent, steps=4)
-            started.kill_node(0)
-            while "Ray's head node" not in caplog.text:  # said while batches go on
-                assert_sound(within(lambda: env.collect(agent, steps=4)))
-                time.sleep(PAUSE_S)
-            assert env.stats()["workers"]["restarts"] == 0
-            with pytest.raises(farstep.LaunchError, match=r"Ray's head node, .*, has not answered for 10 s"):
-                within(lambda: collect_for_ever(env, agent), 120)
-
-
 @pytest.mark.timeout(240)
 def test_the_process_that_talks_to_ray_is_replaced(ray_cluster: RayCluster) -> None:
     """With `relay=True`, which is the same with every engine: `tests/contract/test_nodes.py` has its contract."""
@@ -200,34 +182,49 @@ def test_the_process_that_talks_to_ray_is_replaced(ray_cluster: RayCluster) -> N
 
 @pytest.mark.timeout(240)
 def test_a_killed_head_leaves_no_daemon(ray_cluster: RayCluster) -> None:
-    daemons, _, _ = killed_head(ray_cluster.address)
+    with killed_head(ray_cluster.address) as daemons:
+        pass
     eventually(lambda: not living(daemons), LEASE_S)
 
 
 @pytest.mark.timeout(240)
-def test_a_killed_head_leaves_nothing_of_its_own_cluster() -> None:
-    daemons, tag, (folder,) = killed_head("local")
+def test_a_private_cluster_refuses_others_and_ends_with_its_head(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without an address, where no cluster runs; the head is killed."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where Ray notes which cluster runs
+    monkeypatch.setenv(TAG, tag := uuid.uuid4().hex)
+    with killed_head() as daemons:
+        processes = "\n".join(tagged(tag))
+        (folder,) = set(re.findall(r"/tmp/farstep-ray-\w+", processes))
+        assert stat.S_IMODE(Path(folder).stat().st_mode) == 0o700
+        found = re.search(rf"{folder}/.*gcs-address=([\d.:]+)", processes)
+        assert found
+        stranger = cluster(config=farstep.RayConfig(address=found[1], workers_per_node=1))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv(TAG)
+            patch.setenv("RAY_AUTH_MODE", "token")
+            patch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+            patch.setenv("RAY_NUM_REDIS_GET_RETRIES", "1")  # 20 by default, one a second
+            with pytest.raises(farstep.LaunchError, match=r"cannot be joined.*InvalidAuthToken"):
+                within(stranger.launch, 120)
     eventually(lambda: not living(daemons), LEASE_S)
     eventually(lambda: not tagged(tag), LEASE_S)
     assert not Path(folder).exists()
 
 
-def killed_head(address: str) -> tuple[list[int], str, set[str]]:
-    """Kill a head; return the pids of its node daemons, the tag of all its own processes, and their Ray folders."""
-    tag = uuid.uuid4().hex
-    environment = {**os.environ, TAG: tag}
-    with subprocess.Popen(
-        [sys.executable, "-c", HEAD, address], stdout=subprocess.PIPE, env=environment, text=True
-    ) as head:
+@contextlib.contextmanager
+def killed_head(address: str = "") -> Iterator[list[int]]:
+    """Start a head, yield the pids of its two node daemons, then kill the head."""
+    with subprocess.Popen([sys.executable, "-c", HEAD, address], stdout=subprocess.PIPE, text=True) as head:
         assert head.stdout is not None
         try:
             nodes = json.loads(within(head.stdout.readline, 120))
-            folders = set(re.findall(r"/tmp/farstep-ray-\w+", "\n".join(tagged(tag))))
+            assert len(nodes) == 2
+            yield [int(node["pid"]) for node in nodes]
         finally:
             head.kill()
-        daemons = [int(node["pid"]) for node in nodes]
-        assert len(daemons) == 2
-    return daemons, tag, folders
 
 
 @pytest.mark.timeout(240)
@@ -248,44 +245,9 @@ def test_without_an_address_the_cluster_that_runs_is_joined(
 
 
 @pytest.mark.timeout(240)
-def test_without_a_cluster_a_private_one_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where Ray notes which cluster runs
-    monkeypatch.setenv(TAG, tag := uuid.uuid4().hex)
-    with cluster(config=farstep.RayConfig(workers_per_node=1)) as env:
-        env.launch()
-        processes = "\n".join(tagged(tag))
-        (folder,) = set(re.findall(r"/tmp/farstep-ray-\w+", processes))
-        assert stat.S_IMODE(Path(folder).stat().st_mode) == 0o700
-        found = re.search(rf"{folder}/.*gcs-address=([\d.:]+)", processes)
-        assert found
-        address = found[1]
-        stranger = cluster(config=farstep.RayConfig(address=address, workers_per_node=1))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("RAY_AUTH_MODE", "token")
-            patch.setenv("RAY_AUTH_TOKEN", "0" * 64)
-            patch.setenv("RAY_NUM_REDIS_GET_RETRIES", "1")  # 20 by default, one a second
-            with pytest.raises(farstep.LaunchError, match=r"cannot be joined.*InvalidAuthToken"):
-                within(stranger.launch, 120)
-
-
-@pytest.mark.timeout(240)
 def test_a_learner_of_farstep_trains_on_ray(ray_cluster: RayCluster, tmp_path: Path) -> None:
-    options = "--env CartPole-v1 --launcher ray --workers-per-node 2 --num-envs 4 --num-steps 32 --total-steps 512"
-    command = [
-        sys.executable,
-        "-m",
-        "farstep",
-        "train",
-        "ppo",
-        *options.split(),
-        "--name",
-        "first",
-        "--folder",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    options = "--env CartPole-v1 --launcher ray --workers-per-node 1 --num-envs 4 --num-steps 32 --total-steps 512"
+    assert main(["train", "ppo", *options.split(), "--name", "first", "--folder", str(tmp_path)]) == 0
     metrics = (tmp_path / "first" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(metrics[-1])["step"] == 512
 
@@ -349,15 +311,25 @@ def test_a_lost_node_costs_only_its_chunks_in_flight(ray_cluster: RayCluster) ->
 
 
 @pytest.mark.timeout(300)
-def test_a_lost_cluster_raises_and_does_not_kill_the_learner(
-    ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+def test_batches_continue_without_rays_first_node_until_ray_ends_the_others(
+    ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also with a large restart budget, whose growing pauses add up to minutes. Ends the shared cluster."""
-    monkeypatch.setattr("farstep.launch.engines.ray.engine.GONE_S", 5.0)
-    with cluster(config=farstep.RayConfig(workers_per_node=1, restart_budget=100)) as env:
+    """Then a call raises, also with a large restart budget, whose growing pauses add up to minutes.
+
+    Ends the shared cluster.
+    """
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "8")
+    monkeypatch.setattr("farstep.launch.engines.ray.engine.GONE_S", 10.0)
+    ray_cluster.start_node(3)
+    config = farstep.RayConfig(workers_per_node=1, resources_per_node={"node3": 1}, restart_budget=100)
+    with cluster(config=config) as env:
         agent = TableAgent()
         env.collect(agent, steps=4)
         ray_cluster.kill_node(0)
-
-        with pytest.raises(farstep.LaunchError, match=r"Ray's head node, .*, has not answered for 5 s"):
-            within(lambda: collect_for_ever(env, agent), 90)
+        while "Ray's head node" not in caplog.text:  # said while batches go on
+            assert_sound(within(lambda: env.collect(agent, steps=4)))
+            time.sleep(PAUSE_S)
+        assert env.stats()["workers"]["restarts"] == 0
+        with pytest.raises(farstep.LaunchError, match=r"Ray's head node, .*, has not answered for 10 s"):
+            within(lambda: collect_for_ever(env, agent), 120)
+    ray_cluster.kill_node(3)  # started here, so that it has to end here
