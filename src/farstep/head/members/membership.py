@@ -368,9 +368,7 @@ class Membership:
         actions: list[Action] = []
         self.restart_is_due = False
         for worker, member in enumerate(self.members):
-            if member.state is State.WAITING and now >= member.restart_at and not self.stopping:
-                actions.append(self._start(worker, now))
-                self.restarts += not member.blameless
+            actions += self._restart_if_due(worker, now)
             if member.state is State.DYING and now - member.since > DEATH_S and not self.stopping:
                 self.stopping = True
                 actions.append(GiveUp(worker))
@@ -402,7 +400,8 @@ class Membership:
             self._enter(worker, State.ALIVE, now)
             return [ResumeParked(worker)]
         ended, member.ended = member.ended, None
-        return self._ended(ended, now)  # only now does its end use the restart budget
+        spent = self._ended(ended, now)  # only now does its end use the restart budget
+        return [*spent, *self._restart_if_due(worker, now)]
 
     def _dismiss(self, worker: int, member: Member, now: float) -> Sequence[Action]:
         member.dismissed = True
@@ -432,6 +431,14 @@ class Membership:
         member.seen = ("", ())
         self._enter(worker, State.STARTING, now)
         return Start(worker, member.incarnation)
+
+    def _restart_if_due(self, worker: int, now: float) -> Sequence[Action]:
+        """Restart a worker that waits for it, unless its back-off has not passed yet."""
+        member = self.members[worker]
+        if member.state is not State.WAITING or now < member.restart_at or self.stopping:
+            return []
+        self.restarts += not member.blameless
+        return [self._start(worker, now)]
 
     def _not_started(self, worker: int, now: float) -> Sequence[Action]:
         """Retry until the time limit of a start. This uses no restart budget, because the worker did not fail."""
