@@ -520,7 +520,7 @@ def test_a_run_on_nodes_survives_strangers_and_a_malicious_daemon(
         assert not any(node.leaving for node in launcher.connected.values())
     assert sent["node message"] == 20_000 and sent.total() > 60_000, sent
     assert len([record for record in caplog.records if "cannot be accepted" in record.message]) < 20
-    assert len([record for record in caplog.records if "has other versions" in record.message]) <= 64
+    assert len([record for record in caplog.records if "has different versions" in record.message]) <= 64
     assert len(caplog.records) < 100
 
 

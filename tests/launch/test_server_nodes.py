@@ -73,5 +73,5 @@ def test_a_spare_host_cannot_have_servers() -> None:
 
 @pytest.mark.parametrize("name", ["-oProxyCommand=x", "two words", " ", ""])
 def test_a_named_node_is_one_word_that_ssh_does_not_take_for_an_option(name: str) -> None:
-    with pytest.raises(ConfigError, match="a list of different nodes"):
+    with pytest.raises(ConfigError, match="a list of distinct nodes"):
         ServedInference(where=[name])

@@ -55,8 +55,7 @@ class Options:
     json: bool = False
     """Write the result as JSON to standard output: statistics, and return and length of every episode."""
     trust: bool = False
-    """Execute the code that the run's config.json names, even if the file's tag does not prove that you wrote the
-    file."""
+    """Execute the code that the run's config.json names, even if the file's signature is missing or wrong."""
 
 
 def main(arguments: Sequence[str]) -> int:

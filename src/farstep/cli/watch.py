@@ -42,8 +42,7 @@ class Options:
     fps: float | None = None
     """Frames per second. None: the environment's render_fps, or 30."""
     trust: bool = False
-    """Execute the code that the run's config.json names, even if the file's tag does not prove that you wrote the
-    file."""
+    """Execute the code that the run's config.json names, even if the file's signature is missing or wrong."""
 
 
 def main(arguments: Sequence[str]) -> int:

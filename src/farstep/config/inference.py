@@ -1,4 +1,4 @@
-"""Configuration of served inference: an acting server, on each node or with the head, acts for workers."""
+"""Configuration of served inference: acting servers, on each node or on some machines, act for workers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class ServedInference(Options):
     at once; requests that arrive while the server computes form the next batch."""
     dtype: ServedDtype = "float32"
     """Precision in which the layers of a torch module compute: `float32`, `bfloat16`, or `float16` with `cuda`. Weights
-    are converted when they arrive. The policy is compared with float32, and refused if their mean KL
-    divergence is above 0.01."""
+    are converted when they arrive. If the mean KL divergence from the float32
+    policy is above 0.01, the call raises an error."""
     where: Placement | Sequence[str] = "node"
     """`node`: each node has its own acting servers, which act for its workers. `head`: all acting servers run on the
     machine of the head, and act for workers of all nodes over the network. A list of nodes: these nodes have acting
@@ -58,7 +58,7 @@ class ServedInference(Options):
         nodes = tuple(self.where) if isinstance(self.where, Sequence) else ()
         if not nodes or not all(map(_is_host, nodes)) or len(set(nodes)) < len(nodes):
             raise ConfigError(
-                f"ServedInference.where is {self.where!r}; expected 'node', 'head' or a list of different nodes, e.g. "
+                f"ServedInference.where is {self.where!r}; expected 'node', 'head' or a list of distinct nodes, e.g. "
                 "['gpu1', 'gpu2']."
             )
         object.__setattr__(self, "where", nodes)

@@ -224,8 +224,8 @@ class EngineConfig(LaunchConfig):
     head_address: str | Sequence[str] | None = None
     """Addresses of this machine that nodes connect to. None: the addresses of all network interfaces."""
     lease_s: float = 10.0
-    """Seconds of silence after which a node is declared lost. A node daemon that cannot reach the head for this long
-    ends its workers and exits."""
+    """Seconds of silence after which a node is declared lost. Within the same time, a node daemon that
+    cannot reach the head ends its workers and exits."""
     queue_s: float = 24 * 3600.0
     """Seconds to wait for `min_nodes` nodes before giving up."""
     relay: bool = False

@@ -19,8 +19,8 @@ CPU = torch.device("cpu")
 class DeviceLease:
     """Keeps a learner in main memory, and moves it to its device for each update.
 
-    Parameters and optimizer state wait in pinned memory. The GPU's memory is freed after each update, except for the
-    context of CUDA, which the process keeps until it ends.
+    Between updates, parameters and optimizer state are in pinned memory. The GPU's memory is freed after each update,
+    except for the CUDA context and some of PyTorch's workspace, which the process keeps until it ends.
 
     Args:
         agent: The agent of the learner; it is moved to the CPU.

@@ -15,7 +15,8 @@ _IMPORT_S = 60.0
 def shared_zygote(modules: Sequence[str] = ()) -> Iterator[None]:
     """Context manager: the zygotes of all runs of this process are forks of one zygote.
 
-    Environment variables that libraries read when they are imported take effect only if they were set before.
+    Environment variables that libraries read when they are imported take effect only if they were set
+    before the context was entered.
 
     Args:
         modules: Modules to import.

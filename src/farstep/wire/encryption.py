@@ -1,4 +1,4 @@
-"""Authenticated encryption of bulk data with AES-GCM, which CPUs support with instructions.
+"""Authenticated encryption of bulk data with AES-GCM, which most CPUs accelerate in hardware.
 
 Both sides derive the key from the worker's key pair.
 """

@@ -11,7 +11,7 @@ import numpy as np
 from farstep.version import VERSION
 from farstep.wire.messages import PROTOCOL
 
-OTHER_VERSIONS = "has other versions than the head"
+OTHER_VERSIONS = "has different versions from the head"
 
 
 def versions() -> dict[str, str]:

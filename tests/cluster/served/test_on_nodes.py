@@ -137,5 +137,5 @@ def test_servers_cannot_run_on_nodes_that_the_run_does_not_have(tmp_path: Path) 
     with pytest.raises(ConfigError, match="has only this machine"):
         cluster(inference={"where": ["host1"]}).launch()
     for invalid in ([], [""], ["a", "a"], [1], 3):
-        with pytest.raises(ConfigError, match="a list of different nodes"):
+        with pytest.raises(ConfigError, match="a list of distinct nodes"):
             cluster(inference={"where": invalid})

@@ -85,7 +85,7 @@ def test_more_workers_than_cores_share_them_in_turn(tmp_path: Path, monkeypatch:
 def test_a_quota_without_reserved_cores_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(tmp_path, monkeypatch, 8, [], current=0)
     monkeypatch.setattr(affinity, "usable_cpus", lambda: 2)
-    with pytest.raises(LaunchError, match="limits it to the time of 2 cores"):
+    with pytest.raises(LaunchError, match="limits its CPU time to that of 2 cores"):
         machine.cores("auto", 1, 2)
     assert machine.cores([3, 4], 1, 2) == [[3], [4]], "the user knows better"
 

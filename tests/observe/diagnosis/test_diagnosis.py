@@ -99,7 +99,7 @@ WARMUP: dict[str, Any] = {"train/critic/warmup": 1.0}
 FILLING: dict[str, Any] = {"buffer": {"fill": 900, "capacity": 1000, "bytes": 4 * GIB, "full_s": 0.0}}
 
 FIRES: list[tuple[str, Window, str]] = [
-    ("memory", window(machine=machine(left=0.5 * GIB)), "537 MB of 17.2 GB are left"),
+    ("memory", window(machine=machine(left=0.5 * GIB)), "537 MB of 17.2 GB is left"),
     ("memory", window(machine=machine(head=(1, 0), worker=(1, 2 * GIB))), "in 40 s: .* most of it in worker"),
     ("restarting worker", window(restarts={0: 1, 3: 4}), "Worker 3 was restarted 4 times"),
     (
@@ -164,9 +164,9 @@ FIRES: list[tuple[str, Window, str]] = [
         r"restarted \(1 restart in the last 10 s\): the learner waits 70 % .* workers 90 %",
     ),
     ("straggler", window(stats([IDLE, BUSY, IDLE], wait=0.9)), "worker 1: it takes 9.0 times as long"),
-    ("slow network", window(stats([worker(env=0.2, send=0.5, tickets=0.3)] * 2, wait=0.9)), "for 50 % of the workers'"),
+    ("slow network", window(stats([worker(env=0.2, send=0.5, tickets=0.3)] * 2, wait=0.9)), "takes 50 % of the"),
     ("slow network", window(stats([worker(env=0.2, weights=0.5, tickets=0.3)] * 2, wait=0.9)), "rolling takes 20 %"),
-    ("slow network", window(stats([IDLE] * 2, wait=0.9, held=0.8)), "for 70 % of the workers' time"),
+    ("slow network", window(stats([IDLE] * 2, wait=0.9, held=0.8)), "takes 70 % of the workers' time"),
     ("slow learner", window(stats([IDLE, IDLE], wait=0.05)), "it updates 91 % .* wait for it 90 % of theirs"),
     ("slow learner", window(publishing()), "it publishes weights 90 % of the time"),
     (

@@ -36,7 +36,7 @@ class FrameStack:
     Args:
         num_frames: Frames per stack, at least 2.
         axis: Axis of the stack, oldest frame first: 0 (the first axis of an observation) or -1 (the last). A frame may
-            have several channels on this axis. Default: 0, as of Gymnasium's `FrameStackObservation`.
+            have several channels on this axis. Default: 0, as in Gymnasium's `FrameStackObservation`.
         arrays: Names of the stacked arrays. Default: `("obs",)`; an entry of a Dict observation is `"obs.<key>"`.
 
     Raises:
@@ -166,9 +166,9 @@ class Frames:
             self._has_warned = True
             if self._whole > self._inserted // 2:
                 warn_caller(
-                    f"{self._whole} of {self._inserted} observations are not the previous one shifted by one of "
-                    f"{self._stack.num_frames} frames, so their whole stacks are stored, which takes more memory than "
-                    f"a buffer without frame_stack. Check {self._stack!r}, or omit it (--frame-stack 0)."
+                    f"{self._whole} of {self._inserted} stacks of {self._stack.num_frames} frames are not the previous "
+                    "stack shifted by one frame, so these whole stacks are stored, taking more memory than a buffer "
+                    f"without frame_stack. Check {self._stack!r}, or omit it (--frame-stack 0)."
                 )
 
     # ---- reading ----

@@ -46,8 +46,8 @@ class Options(Generic[C, E]):
     resume: Path | None = None
     """Folder of a run to continue. The options of this run become the defaults of all other options."""
     trust: bool = False
-    """With --resume: execute the code that the run's config.json names, even if the file's tag does not prove that you
-    wrote the file."""
+    """With --resume: execute the code that the run's config.json names, even if the file's signature is missing or
+    wrong."""
 
 
 def parse_options(name: str, arguments: Sequence[str]) -> Options[Any, Any]:

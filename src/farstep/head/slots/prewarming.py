@@ -12,7 +12,7 @@ _PATIENCE = 2.0
 
 
 class Prewarming:
-    """Predicts the end of each update, and calls back in time. The caller holds the lock of the run in all calls.
+    """Predicts the end of each update, and resumes workers before it. The caller holds the run's lock in all calls.
 
     Args:
         resume: Resumes workers. Called in a thread of this object, without the lock.
@@ -44,7 +44,7 @@ class Prewarming:
             self._set_timer(after_s, self._resume)
 
     def resume_after(self) -> float | None:
-        """Return how many seconds after the end of a rollout workers are resumed; None: only for the next one."""
+        """Return how many seconds after the end of a rollout workers are resumed; None: not before the next one."""
         return self._monitor.start_after()
 
     def resumed(self) -> None:
@@ -72,7 +72,7 @@ class Prewarming:
             self._start_s = max(self._start_s, now - self._tickets_at - busy_s)
 
     def close(self) -> None:
-        """Stop the timer, and do not wait for it: it may wait for the lock."""
+        """Stop the timer without joining its thread, which may be waiting for the lock."""
         self._stop_timer()
 
     def _set_timer(self, after_s: float, call: Callable[[], None]) -> None:

@@ -71,9 +71,9 @@ def assign_cores(
         return CoreAssignment(_cut([list(option)], cores_per_worker))
     if (usable := usable_cpus()) < len(allowed):
         raise LaunchError(
-            f"cpu_affinity='auto': the cgroup of this process limits it to the time of {usable} cores, but not to "
-            f"certain cores, so that other containers may use the same ones. Reserve cores (Kubernetes: the static CPU "
-            f"manager policy), or list some of {core_ranges(allowed)}."
+            f"cpu_affinity='auto': the cgroup of this process limits its CPU time to that of {usable} cores, but does "
+            f"not reserve particular cores, so other containers may use the same ones. Reserve cores (Kubernetes: "
+            f"the static CPU manager policy), or list some of {core_ranges(allowed)}."
         )
     nodes = [_physical_first(cores, system) for cores in _numa_nodes(allowed, system)]
     current = _current_core()
@@ -87,7 +87,7 @@ def assign_cores(
 
 
 def _cut(nodes: Sequence[Sequence[int]], size: int) -> list[list[int]]:
-    """Cut the cores of each node into groups of `size`; a group spans nodes only if no node has as many cores."""
+    """Cut the cores of each node into groups of `size`; a group spans nodes only if no node has enough cores."""
     largest = max(len(cores) for cores in nodes)
     if size > largest:
         nodes = [[core for cores in nodes for core in cores]]

@@ -145,7 +145,7 @@ class PrioritizingQAgent(QAgent):
         observation_space: Space of single observations.
         action_space: Space of single actions; Discrete.
         config: Options of the network.
-        n_step: Steps of the TD errors.
+        n_step: Number of steps of the TD errors.
         gamma: Discount factor.
 
     Raises:
@@ -166,7 +166,7 @@ class PrioritizingQAgent(QAgent):
             slots: Environment slot of each observation, `[n]`.
 
         Returns:
-            `action`, `q`, its value, and `best_q`, the value of the best action; each `[n]`.
+            `action`; `q`, the value of this action; and `best_q`, the value of the best action; each `[n]`.
         """
         values = self(obs)
         action = self._choose(values, slots)
@@ -174,7 +174,7 @@ class PrioritizingQAgent(QAgent):
         return {"action": action + self._start, "q": q, "best_q": values.amax(-1)}
 
     def priorities(self, rows: Mapping[str, Any]) -> Tensor:
-        """Return initial priorities: absolute TD errors over `n_step` steps, with the values that acted.
+        """Return initial priorities: absolute TD errors over `n_step` steps, from the values recorded while acting.
 
         Where an episode was truncated, the value after its last row is estimated by that of the last row.
 

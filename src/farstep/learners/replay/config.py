@@ -15,8 +15,8 @@ from farstep.learners.options.checks import check_above, check_counts, check_num
 
 _CHUNK_ROWS = 64
 UNUSABLE_RULES: dict[type, str] = {
-    NoiseScale: "a replay learner samples batch_size items per update, however many workers run, so that the noise "
-    "scale says nothing about the number of workers. Use schedule:FIRST:LAST:ADD:EVERY or fill."
+    NoiseScale: "a replay learner samples batch_size items per update, however many workers run, so the noise scale "
+    "says nothing about the number of workers. Use schedule:FIRST:LAST:ADD:EVERY or fill."
 }
 """Scaling rules that replay learners cannot follow, and why."""
 
@@ -46,13 +46,13 @@ class LoopConfig:
     publish_every: int = 16
     """Updates between two published versions of the weights."""
     report_every: int = 1_000
-    """Environment steps between two rows of metrics."""
+    """Environment steps between two lines of metrics."""
     buffer_checkpoint_s: float = 600.0
     """Seconds between checkpoints of the replay buffer; one more is written at the end of the run. 0: none, and a
     resumed run starts with an empty buffer. An event at the start says how many bytes one takes."""
     concurrent: bool = True
     """Learn while workers roll. --no-concurrent: alternate; workers roll one chunk each, then wait while the learner
-    makes its updates. This is slower, and reproducible; --launcher in-process always does it."""
+    makes its updates. This is slower, but reproducible; --launcher in-process always alternates."""
     scaling: str | None = None
     """Rule that changes the number of workers when weights are published; the ratio of updates to steps
     does not change. schedule:FIRST:LAST:ADD:EVERY (workers at the start and at the end, workers to add, updates between
@@ -82,7 +82,7 @@ class LoopConfig:
         raise NotImplementedError
 
     def measured_ratio(self, samples: int, inserts: int) -> dict[str, float]:
-        """Return the ratio that was held so far, as a metric.
+        """Return the ratio so far, as a metric.
 
         Args:
             samples: Rows sampled.
@@ -107,7 +107,7 @@ class ReplayConfig(LoopConfig):
     batch_size: int = 128
     """Rows per update."""
     updates_per_step: float = 0.5
-    """Updates per environment step, after learning_starts rows. Whichever of learner and workers is ahead waits."""
+    """Updates per environment step, after learning_starts rows. The learner or the workers wait if they are ahead."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,10 +137,11 @@ class EpisodeReplayConfig(LoopConfig):
     """Episodes per update."""
     samples_per_step: float = 4.0
     """How often each row is sampled on average: rows sampled per row that arrives, after learning_starts rows.
-    Whichever of learner and workers is ahead waits."""
+    The learner or the workers wait if they are ahead."""
     warmup: Path | None = None
     """File with recorded episodes, which are inserted into the replay buffer before workers roll ('farstep eval RUN
-    --sample --record FILE' writes one). Their rows count like rows that arrive. None: the buffer starts empty."""
+    --sample --record FILE' writes one). Their rows count as rows that arrive, but not as environment steps. None:
+    the buffer starts empty."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,8 +12,8 @@ from farstep.observe.diagnosis.rules import Finding
 from farstep.observe.diagnosis.run_window import Window
 
 Group = Literal["failure", "learning", "limit", "time"]
-"""What a cause is about. Failures and learning are independent; of the others, which slow a run down, the first counts.
-Those of group `time` need to know how workers spend their time."""
+"""What a cause is about. Failures and learning are independent; of the others, which slow a run down, only the first is
+reported. Those of group `time` need to know how workers spend their time."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ RULES: tuple[Rule, ...] = (
         "Find what grows, such as a list in an environment or agent, or a buffer. Lower envs_per_node, steps or the "
         "buffer's capacity, or give the run more memory.",
         find.memory,
-        "Lower --num-envs, or --buffer-size of a replay learner, or give the run more memory. If memory grows without "
-        "end, look for what grows, such as a list in the environment.",
+        "Lower --num-envs, or --buffer-size of a replay learner, or give the run more memory. If memory keeps "
+        "growing, look for what grows, such as a list in the environment.",
     ),
     Rule(
         "restarting worker",
@@ -93,7 +93,7 @@ RULES: tuple[Rule, ...] = (
         "learning",
         "Workers with kl_threshold have pulled none of the last 20 versions, or almost all",
         "If they pulled none, lower kl_threshold (--kl-threshold) or raise the learning rate. If they pulled almost "
-        "all, raise kl_threshold above the divergence of one update (sync/divergence_mean), or leave it out.",
+        "all, raise kl_threshold above the divergence of one update (sync/divergence_mean), or do not set it.",
         find.threshold_without_effect,
     ),
     Rule(
@@ -128,8 +128,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "replay ratio",
         "limit",
-        "In a run of dqn, apex, sac or aride, workers or learner wait for at least 80 % of the time, to keep the ratio "
-        "of updates to steps (limiter/blocked). farstep train does not warn",
+        "In a run of dqn, apex, sac or aride, the workers or the learner wait for at least 80 % of the time, to keep "
+        "the ratio of updates to steps (limiter/blocked). farstep train does not warn",
         "If workers wait, the learner is too slow for the ratio: lower --updates-per-step (aride: --samples-per-step), "
         "or train on a GPU (--device cuda). If the learner waits, add workers, or raise the ratio to learn more from "
         "each row.",
@@ -141,7 +141,7 @@ RULES: tuple[Rule, ...] = (
         "In your own workflow, the buffer's limiter makes inserting or sampling wait for at least 80 % of the time "
         "(limiter/blocked)",
         "If sampling waits, add workers; if inserting waits, make updates faster. Or change samples_per_insert, or "
-        "raise error_buffer, by which the ratio may deviate.",
+        "raise error_buffer, the tolerance of the ratio.",
         find.limiter_blocks,
     ),
     Rule(

@@ -14,9 +14,9 @@ from farstep.observe.run_status import data_size, percent
 _LIMITS = 0.8
 """Share of time from which something limits a run: without it the run would be up to five times as fast."""
 _LIMITS_MUCH = 0.95
-"""Share of the learner's time that it waits for rollouts from which this is a problem: workers are 20 times as slow."""
+"""Waiting for rollouts is a problem from this share of the learner's time on: workers are 20 times as slow."""
 _WASTE = 0.3
-"""Share of time from which waiting that another setting avoids is worth a remark."""
+"""Share of time from which waiting that another setting avoids is worth reporting."""
 UPDATES, _FIRST_UPDATES = 20, 5
 """Latest updates, versions and chunks over which learning is judged; updates that are enough for the mean of a metric:
 a run of 60,000 steps with PPO's default of 4,096 rows has only 15 updates."""
@@ -27,9 +27,9 @@ _RESTARTS = 3
 _FIRED, _REPLACED = 100, 10
 """A trigger should have fired before others fired this often, or the buffer's rows were replaced this often."""
 _SERIAL = 0.2
-"""Share of time in which both sides of a buffer wait by turns; 0.5 if they never work at the same time."""
+"""Share of time for which each side of a buffer waits while they alternate; 0.5 if they never work at the same time."""
 _OVERCOMMITTED = 2.0
-"""Runnable threads per core: half of the time that they could use they wait for a core."""
+"""Runnable threads per core: threads wait for a core half of the time in which they could run."""
 _SKIPPED, _ESS, _DIVERGED = 0.5, 0.3, 0.5
 """Skipped optimizer steps, effective sample size (both shares); divergence in nats."""
 _CLIPPED, _CLIPPED_FRESH = 0.5, 0.25
@@ -74,12 +74,12 @@ def memory(window: Window) -> Finding | None:
     rate = grown / window.seconds if window.seconds >= MIN_WINDOW_S and window.before.stats.get("steps") else 0.0
     numbers = {"left_bytes": left, "total_bytes": total, "bytes_per_second": rate}
     if left < _MEMORY_LEFT * total:
-        return Finding(f"Memory runs out: {data_size(left)} of {data_size(total)} are left.", numbers)
+        return Finding(f"Memory runs out: {data_size(left)} of {data_size(total)} is left.", numbers)
     if grown < _MIN_GROWTH_BYTES or rate * _MEMORY_S < left:
         return None
     fastest = max(growth, key=lambda name: growth[name])
     return Finding(
-        f"Memory runs out in {_duration(left / rate)}: {data_size(left)} are left, and the run takes "
+        f"Memory runs out in {_duration(left / rate)}: {data_size(left)} is left, and the run takes "
         f"{data_size(rate)} more per second, most of it in {fastest}.",
         numbers | {"seconds_left": left / rate},
     )
@@ -182,7 +182,7 @@ def threshold_without_effect(window: Window) -> Finding | None:
     pulls, versions, chunks = _pulls(window, UPDATES)
     chances = min(versions, chunks)
     numbers = {"pulls_per_worker": pulls, "versions": versions, "kl_threshold": threshold}
-    if chances < UPDATES - 1:  # between as many updates
+    if chances < UPDATES - 1:  # N updates have N - 1 versions between them
         return None
     if not pulls:
         if clip_range(window) is not None:  # the policy cannot change
@@ -196,11 +196,11 @@ def threshold_without_effect(window: Window) -> Finding | None:
         )
     if pulls >= _ALWAYS * chances:
         return Finding(
-            f"Workers pull weights at {percent(pulls / chances)} of their opportunities, as without kl_threshold="
-            f"{threshold:g}, and pay for probes.",
+            f"Workers pull weights at {percent(pulls / chances)} of their opportunities: kl_threshold={threshold:g} "
+            "saves almost nothing, and probes are sent in addition.",
             numbers,
-            "Raise kl_threshold above the divergence of one update (sync/divergence_mean), or leave it out.",
-            "Raise --kl-threshold above the divergence of one update (sync/divergence_mean), or leave it out.",
+            "Raise kl_threshold above the divergence of one update (sync/divergence_mean), or do not set it.",
+            "Raise --kl-threshold above the divergence of one update (sync/divergence_mean), or do not set it.",
         )
     return None
 
@@ -305,7 +305,7 @@ def waiting_for_slots(window: Window) -> Finding | None:
 
 
 def small_buffer(window: Window) -> Finding | None:
-    """Chunks wait for room in the buffer, and by turns the learner waits for rows."""
+    """Chunks wait for room in the buffer, and the learner waits for rows at other times."""
     full, waits = window.grown("buffer", "full_s") / window.seconds, window.learner["wait"]
     if min(full, waits) < _SERIAL:
         return None
@@ -373,10 +373,9 @@ def straggler(window: Window) -> Finding | None:
     idle = _share([window.per_worker[worker] for worker in others], "tickets")
     if window.learner["wait"] < _WASTE or idle < _WASTE or busy[slowest] < _SLOWER * usual:
         return None
-    longer = f"{busy[slowest] / usual:.1f} times as long as" if usual else "all of the time, unlike"
+    longer = f"takes {busy[slowest] / usual:.1f} times as long as" if usual else "is busy all of the time, unlike"
     return Finding(
-        f"Everything waits for worker {slowest}: it takes {longer} the others, which wait {percent(idle)} of their "
-        "time.",
+        f"The run waits for worker {slowest}: it {longer} the others, which wait {percent(idle)} of their time.",
         {"worker": slowest, "busy": busy[slowest], "others_busy": usual, "others_wait": idle},
     )
 
@@ -399,15 +398,15 @@ def both_wait(window: Window) -> Finding | None:
 
 
 def slow_network(window: Window) -> Finding | None:
-    """Rollouts and weights travel for longer than rolling takes."""
+    """Sending rollouts and weights takes longer than rolling."""
     workers = window.workers
     moving, rolling = workers["send"] + workers["weights"] + window.on_the_way, workers["env"] + workers["inference"]
     if window.learner["wait"] < _WASTE or moving < max(_WASTE, rolling):
         return None
     rate = window.grown("bytes", "rollouts_received") / window.seconds
     return Finding(
-        f"Moving data takes longer than making it: rollouts and weights travel for {percent(moving)} of the workers' "
-        f"time, at {data_size(rate)} of rollouts per second, and rolling takes {percent(rolling)}.",
+        f"The network is slow: sending rollouts and weights takes {percent(moving)} of the workers' time, at "
+        f"{data_size(rate)} of rollouts per second, and rolling takes {percent(rolling)}.",
         {"moving": moving, "rolling": rolling, "bytes_per_second": rate, "time/learner/wait": window.learner["wait"]},
     )
 
