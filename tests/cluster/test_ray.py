@@ -161,7 +161,7 @@ def test_the_contract(ray_cluster: RayCluster) -> None:
 
 @pytest.mark.timeout(240)
 def test_the_process_that_talks_to_ray_is_replaced(ray_cluster: RayCluster) -> None:
-    """With `relay=True`, which is the same with every engine: `tests/contract/test_nodes.py` has its contract."""
+    """With `relay=True`, which is the same with every engine: `tests/cluster/test_ssh.py` has its contract."""
     with cluster(config=farstep.RayConfig(workers_per_node=1, relay=True)) as env:
         agent = TableAgent()
         env.collect(agent, steps=4)
