@@ -116,6 +116,7 @@ def far_head(
     "options", [{}, {"relay": True}, {"inference": {"where": "head"}}], ids=["direct", "relay", "served"]
 )
 def test_a_broken_link_that_comes_back_within_the_lease_loses_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Nor does a link on which a chunk takes more than a second."""
     with far_head(tmp_path, size=100_000, lease_s=30, **options) as (net, head):
         head.wait_for(5, columns=4)
         for _ in range(3):
@@ -123,6 +124,8 @@ def test_a_broken_link_that_comes_back_within_the_lease_loses_nothing(tmp_path: 
             time.sleep(2.0)
             net.heal("h2")
             head.wait_for(3, columns=4)
+        net.limit("h2", 20)
+        head.wait_for(3, columns=4)
         stats = head.finish()
         assert stats["workers"]["restarts"] == 0
         assert not stats["dropped"]
@@ -130,18 +133,13 @@ def test_a_broken_link_that_comes_back_within_the_lease_loses_nothing(tmp_path: 
 
 @pytest.mark.parametrize("relay", [False, True], ids=["direct", "relay"])
 def test_a_host_that_is_cut_off_for_longer_is_lost_and_joins_again(tmp_path: Path, relay: bool) -> None:
+    """Then it crashes, and training continues without it."""
     with far_head(tmp_path, min_nodes=1, lease_s=4, relay=relay) as (net, head):
         head.wait_for(5, columns=4)
         net.cut("h3")
         head.wait_for(3, columns=2)  # the others go on
         net.heal("h3")
         head.wait_for(3, columns=4)
-        head.finish()
-
-
-def test_training_continues_without_a_host_that_crashed(tmp_path: Path) -> None:
-    with far_head(tmp_path, min_nodes=1, lease_s=4) as (net, head):
-        head.wait_for(5, columns=4)
         net.crash("h3")
         head.wait_for(10, columns=2)
         head.finish()
@@ -175,14 +173,6 @@ def test_a_slow_lossy_line(tmp_path: Path, relay: bool) -> None:
         stats = head.finish()
         assert stats["workers"]["restarts"] == 0
         assert not stats["dropped"]
-
-
-def test_a_rate_of_a_hundred_megabits(tmp_path: Path) -> None:
-    with far_head(tmp_path, size=500_000) as (net, head):
-        net.limit("h2", 100)
-        head.wait_for(5, columns=4)
-        stats = head.finish()
-        assert stats["workers"]["restarts"] == 0
 
 
 def test_daemons_and_workers_end_when_their_head_does(tmp_path: Path) -> None:

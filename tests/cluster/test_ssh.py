@@ -48,8 +48,9 @@ def kill_daemon(node: dict[str, Any]) -> None:
 
 
 def test_the_contract(server: SshServer) -> None:
-    make = functools.partial(config, server.options)
-    scarce = functools.partial(SSHConfig, ssh=make().ssh, hosts=["one", "no-such-host"])
+    """With `relay`; the files of other engines have the contract without."""
+    make = functools.partial(config, server.options, relay=True)
+    scarce = functools.partial(SSHConfig, ssh=make().ssh, hosts=["one", "no-such-host"], relay=True)
     check_launcher(make, kill_node=kill_daemon, scarce=scarce, missing=without_programs)
 
 

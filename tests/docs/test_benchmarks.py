@@ -242,14 +242,22 @@ def test_elastic_benchmark_finds_released_slots_and_repeats_nothing(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["alone", "doorbells"])
 def test_environments_are_stepped_by_the_given_number_of_workers(mode: str) -> None:
-    words = f"--mode {mode} --num-envs 6 --steps 4 --seconds 0.1"
+    words = f"--mode {mode} --num-envs 6 --steps 4 --seconds 0.1 --workers 3"
     script = [sys.executable, str(BENCHMARKS / "contenders" / "steps_only.py"), *words.split()]
-    done = subprocess.run([*script, "--workers", "3"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(script, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["contender"] == f"steps-{mode}" and report["steps_per_second"] > 0
-    refused = subprocess.run([*script, "--workers", "4"], capture_output=True, text=True, timeout=120)
-    assert "expected a multiple of 4" in refused.stderr
+
+
+def test_environments_that_workers_cannot_share_equally_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workload,) = benchmark_modules("workload")
+    monkeypatch.setattr(sys, "argv", ["steps_only.py", "--mode", "alone", "--num-envs", "6", "--workers", "4"])
+    with pytest.raises(SystemExit):
+        workload.parse_arguments(modes=("alone",))
+    assert "expected a multiple of 4" in capsys.readouterr().err
 
 
 def test_contenders_run_only_in_environments_that_they_support() -> None:

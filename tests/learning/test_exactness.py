@@ -151,7 +151,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize(
     ("how", "status", "launcher"),
-    [("SIGKILL", -9, "local"), ("SIGTERM", 143, "in-process"), ("SIGINT", 130, "in-process")],
+    [
+        ("SIGKILL", -9, "local"),
+        ("SIGTERM", 143, "in-process"),
+        pytest.param("SIGINT", 130, "in-process", marks=pytest.mark.long),
+    ],
 )
 def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not(
     how: str, status: int, launcher: str, whole: Callable[[str], Path], tmp_path: Path

@@ -28,8 +28,8 @@ def test_identity_is_learned(learner: str, kind: str) -> None:
     sizes: dict[str, Any] = {} if learner == "impala" else {"num_steps": 64, "update_epochs": 4}
     sizes |= {"ppo": {"minibatch_size": 256}, "async-ppo": {"global_batch_size": 256}}.get(learner, {})
     config = replace(DEFAULTS[learner], learning_rate=3e-3, **sizes)
-    mean, _ = trained(partial(Identity, kind), config, 120_000, target=7.0, launcher="in-process")
-    assert mean >= 7.0
+    mean, _ = trained(partial(Identity, kind), config, 120_000, target=6.0, launcher="in-process")
+    assert mean >= 6.0
 
 
 @pytest.mark.parametrize("recurrent", ["gru", "lstm"])

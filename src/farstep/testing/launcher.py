@@ -240,7 +240,7 @@ def _check_cancel(make_config: MakeConfig) -> None:
 
 
 def _check_killed_head(make_config: MakeConfig) -> None:
-    """Check that workers end when their head is killed."""
+    """Check that workers and node daemons end when their head is killed."""
     code = "import sys, cloudpickle; cloudpickle.load(sys.stdin.buffer)()"
     head = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -306,11 +306,13 @@ def _collect_until(env: ClusterEnv, agent: TableAgent, columns: int) -> None:
 
 
 def _stay(make_config: MakeConfig) -> None:
-    """Run a head that prints where its workers are, then waits to be killed."""
+    """Run a head that prints where its workers and node daemons are, then waits to be killed."""
     env = _cluster(make_config(workers_per_node=2), "chat")
     _, info = env.reset()
-    places = {"pid": [int(pid) for pid in info["pid"]], "host": [str(host) for host in info["host"]]}
-    os.write(1, (json.dumps(places) + "\n").encode())
+    nodes = env.stats()["nodes"]
+    pids = [*map(int, info["pid"]), *(node["pid"] for node in nodes)]
+    hosts = [*map(str, info["host"]), *(node["host"] for node in nodes)]
+    os.write(1, (json.dumps({"pid": pids, "host": hosts}) + "\n").encode())
     signal.pause()
 
 
@@ -323,11 +325,11 @@ def _assert_whole(batch: Any) -> None:
 
 
 def _assert_gone(info: dict[str, Any], seconds: float) -> None:
-    """Check that the workers on this host have ended, after at most `seconds`."""
+    """Check that the processes on this host have ended, after at most `seconds`."""
     mine = [int(pid) for pid, host in zip(info["pid"], info["host"], strict=True) if host == socket.gethostname()]
     deadline = time.monotonic() + seconds
     while left := [pid for pid in mine if _alive(pid)]:
-        assert time.monotonic() < deadline, f"workers still run: {left}"
+        assert time.monotonic() < deadline, f"processes still run: {left}"
         time.sleep(0.01)
 
 

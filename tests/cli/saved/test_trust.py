@@ -139,31 +139,38 @@ def test_trust_without_a_run_is_a_mistake(capsys: pytest.CaptureFixture[str]) ->
     assert "add --resume RUN" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("trust", [False, True])
-def test_a_malicious_config_is_executed_only_on_trust(trust: bool, run: Path, tmp_path: Path) -> None:
+def test_a_malicious_config_is_executed_only_on_trust(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "planted.py").write_text(PLANTED)
     change_config(run, env_type="factory", env="planted:make")
-    command = [*FARSTEP["module"], "train", "ppo", "--resume", str(run), "--total-steps", "128", *["--trust"] * trust]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=170)
-    assert done.returncode == 1, done.stderr
-    assert (tmp_path / "executed").exists() == trust
-    assert ("the factory environment 'planted:make'" in done.stderr) != trust
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert resumed(run, "--total-steps", "128") == 1
+    assert not (tmp_path / "executed").exists()
+    assert "the factory environment 'planted:make'" in capsys.readouterr().err
+    assert resumed(run, "--total-steps", "128", "--trust") == 1
+    assert (tmp_path / "executed").exists()
+    assert "the factory environment 'planted:make'" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("program", FARSTEP)
-@pytest.mark.parametrize("command", [["plot", "run"], ["doctor"]], ids=" ".join)
-def test_modules_in_the_current_folder_are_not_imported(program: str, command: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("program", "command"), [("module", "plot run"), ("module", "doctor"), ("script", "plot run")])
+def test_modules_in_the_current_folder_are_not_imported(program: str, command: str, tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path, "run", {})
     run.metrics_file.write_text('{"step": 1, "env/return_mean": 1.0}\n{"step": 2, "env/return_mean": 2.0}\n')
     for name in ("json", "matplotlib", "typing", "tyro", "argparse", "numpy"):
         (tmp_path / f"{name}.py").write_text(PLANTED)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
-        [*FARSTEP[program], *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=170
+        [*FARSTEP[program], *command.split()],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=170,
     )
     assert not (tmp_path / "executed").exists(), done.stdout + done.stderr
     assert "planted" not in done.stdout + done.stderr and "Traceback" not in done.stderr
-    if command[0] == "plot":
+    if command == "plot run":
         assert done.returncode == 0 and (tmp_path / "run.png").exists(), done.stderr
 
 

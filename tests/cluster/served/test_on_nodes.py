@@ -69,7 +69,7 @@ def test_a_node_is_released_although_its_workers_end_one_after_the_other(tmp_pat
 
 
 @pytest.mark.parametrize("where", ["head", ["host1"]], ids=["head", "named"])
-def test_a_server_elsewhere_acts_for_all_nodes(tmp_path: Path, where: str | list[str]) -> None:
+def test_a_server_elsewhere_acts_for_all_nodes_and_is_replaced(tmp_path: Path, where: str | list[str]) -> None:
     agent = WhoAgent()
     with on_nodes(tmp_path, 2, 2, inference={"where": where}) as env:
         batch = within(lambda: env.collect(agent, 10))
@@ -78,15 +78,6 @@ def test_a_server_elsewhere_acts_for_all_nodes(tmp_path: Path, where: str | list
         np.testing.assert_array_equal(batch["slot"][0], batch.slots)
         places = {node["place"] for node in env.stats()["nodes"] if 4 in node["workers"]}
         assert places == (set() if where == "head" else {"ssh host1"})
-        assert_balanced(env.stats())
-
-
-@pytest.mark.parametrize("where", ["head", ["host1"]], ids=["head", "named"])
-def test_killed_server_elsewhere_is_replaced(tmp_path: Path, where: str | list[str]) -> None:
-    agent = WhoAgent()
-    with on_nodes(tmp_path, 2, 2, inference={"where": where}) as env:
-        within(lambda: env.collect(agent, 10))
-        (server,) = env.stats()["acting"]
         os.kill(server["pid"], signal.SIGKILL)
         assert server["pid"] not in within(lambda: env.collect(agent, 10))["pid"]
         for version in (1, 2):
