@@ -40,7 +40,8 @@ def window() -> Iterator[Browser]:
 
 
 class SimulatedRun:
-    """Data of a run with many workers, some of which are in other states."""
+    """Data of a run with many workers, some of which are in other states, and two acting servers: one beside workers,
+    one on a node of its own. A third node has no server yet."""
 
     is_live = True
     reads = 0
@@ -71,6 +72,18 @@ class SimulatedRun:
                 "divergence": [0.02] * workers,
                 "restarts": 3,
             },
+            "acting": [
+                {
+                    "number": workers,
+                    "host": "node-0",
+                    "rate": 1_200.0,
+                    "batch_size": 8.0,
+                    "wait_ms": 0.25,
+                    "restarts": 0,
+                },
+                {"number": workers + 1, "host": "gpu", "rate": 800.0, "batch_size": 4.5, "wait_ms": 2.0, "restarts": 1},
+            ],
+            "nodes": [*(f"node-{k}" for k in range(nodes)), "gpu", "second-gpu"],
             "slots": {
                 "held": 2,
                 "released": 1,
@@ -170,10 +183,27 @@ def test_run_that_reached_its_target_shows_a_full_bar(window: Browser) -> None:
         server.close()
 
 
+def test_acting_servers_stand_on_their_nodes(window: Browser) -> None:
+    server = PageServer(SimulatedRun(4, nodes=2))
+    try:
+        window.open(server.url)
+        assert "2 acting servers on 2 hosts act for them: 2,000 rows/s (recent)." in window.text("#cluster-text")
+        assert "4 workers on 2 hosts:" in window.text("#cluster-text")
+        names = "return [...document.querySelectorAll('#cluster .name')].map((each) => each.textContent)"
+        assert window.script(names) == ["node-0", "node-1", "gpu", "second-gpu"]
+        beside, alone = (window.text(f"#server-{number}").split("\n") for number in (4, 5))
+        assert beside[1:] == ["1,200 rows/s (recent)", "8 rows per call of act", "workers wait 0.25 ms per request"]
+        assert alone[0] == "acting server 5" and alone[-1] == "1 restart"
+        assert window.script("return document.querySelectorAll('#cluster .grid').length") == 2
+    finally:
+        server.close()
+
+
 def test_workers_without_a_node_stand_below_what_is_known_about_it(window: Browser) -> None:
     run = SimulatedRun(4, nodes=2)
     unconnected_nodes = "1 of 2 nodes not connected yet: SLURM job 7 is pending (Resources)"
     run.data["workers"] |= {"host": ["a", "a", None, None], "unconnected_nodes": unconnected_nodes}
+    run.data |= {"acting": [], "nodes": ["a"]}
     server = PageServer(run)
     try:
         window.open(server.url)

@@ -105,27 +105,42 @@ function showNumbers(data) {
     element("div", {}, element("dt", {}, name), element("dd", {}, value))));
 }
 
-function showCluster({ workers, kl_threshold: threshold }) {
+const counted = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
+
+function onHosts(hosts) {
+  const count = new Set(hosts.filter((host) => host !== null)).size;
+  return count ? ` on ${counted(count, "host")}` : "";
+}
+
+function showCluster({ workers, acting, nodes: hosts, kl_threshold: threshold }) {
   byId("cluster-section").hidden = !workers;
   if (!workers) return;
   const count = workers.state.length, nodes = new Map(), totals = {};
+  const on = (host) => {
+    if (!nodes.has(host)) nodes.set(host, { workers: [], servers: [] });
+    return nodes.get(host);
+  };
   workers.state.forEach((state, worker) => {
     totals[state] = (totals[state] || 0) + 1;
-    const host = workers.host[worker] ?? workers.unconnected_nodes;
-    nodes.set(host, [...(nodes.get(host) || []), worker]);
+    on(workers.host[worker] ?? workers.unconnected_nodes).workers.push(worker);
   });
-  const hosts = new Set(workers.host.filter((host) => host !== null)).size;
-  const where = hosts ? ` on ${hosts} host${hosts > 1 ? "s" : ""}` : "";
+  for (const server of acting) on(server.host ?? workers.unconnected_nodes).servers.push(server.number);
+  hosts.forEach(on);
   const inWords = Object.entries(totals).map(([state, n]) => `${n} ${STATES[state] || state}`).join(", ");
-  byId("cluster-text").textContent =
-    `The head gives tickets to ${count} worker${count > 1 ? "s" : ""}${where}: ${inWords}.`;
+  const lines = [`The head gives tickets to ${counted(count, "worker")}${onHosts(workers.host)}: ${inWords}.`];
+  if (acting.length) {
+    const rate = acting.reduce((sum, server) => sum + server.rate, 0), where = onHosts(acting.map((server) => server.host));
+    lines.push(`${counted(acting.length, "acting server")}${where} act${acting.length > 1 ? "" : "s"} for them: ${number(rate)} rows/s (recent).`);
+  }
+  byId("cluster-text").textContent = lines.join(" ");
   const cluster = byId("cluster");
   cluster.className = count <= FEW ? "few" : count > 100 ? "many" : "";
   const layout = JSON.stringify([...nodes]);
   if (cluster.dataset.layout !== layout) {
     cluster.dataset.layout = layout;
-    cluster.replaceChildren(...[...nodes].map(([host, numbers]) => node(host, numbers)));
+    cluster.replaceChildren(...[...nodes].map(([host, on]) => node(host, on.workers, on.servers)));
   }
+  for (const server of acting) showServer(server);
   workers.state.forEach((state, worker) => {
     const cell = byId(`worker-${worker}`);
     cell.className = `cell ${state}${worker === chosen ? " chosen" : ""}`;
@@ -153,7 +168,23 @@ function showCard(cell, workers, worker, threshold) {
   cell.replaceChildren(...parts);
 }
 
-function node(host, numbers) {
+function showServer({ number: server, rate, batch_size: rows, wait_ms: wait, restarts }) {
+  const lines = [`${number(rate)} rows/s (recent)`, `${number(rows)} rows per call of act`, `workers wait ${number(wait)} ms per request`];
+  if (restarts) lines.push(counted(restarts, "restart"));
+  byId(`server-${server}`).replaceChildren(element("b", {}, `acting server ${server}`), ...lines.map((text) => element("span", {}, text)));
+}
+
+function node(host, numbers, servers) {
+  const box = element("div", { class: "node" }, element("div", { class: "name" }, host));
+  if (servers.length) {
+    const items = servers.map((server) => element("li", { id: `server-${server}` }));
+    box.append(element("ul", { class: "servers", "aria-label": `acting servers on ${host}` }, ...items));
+  }
+  if (numbers.length) box.append(workersGrid(host, numbers));
+  return box;
+}
+
+function workersGrid(host, numbers) {
   const grid = element("div", { class: "grid", role: "listbox", tabindex: "0", "aria-label": `workers on ${host}` });
   for (const worker of numbers) {
     const cell = element("div", { id: `worker-${worker}`, role: "option", "aria-selected": "false", class: "cell" });
@@ -168,7 +199,7 @@ function node(host, numbers) {
     const at = Math.min(numbers.length - 1, Math.max(0, numbers.indexOf(chosen) + step));
     choose(grid, numbers[at]);
   });
-  return element("div", { class: "node" }, element("div", { class: "name" }, host), grid);
+  return grid;
 }
 
 function choose(grid, worker) {
