@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from farstep.observe.loggers import JsonlLogger
 from farstep.observe.run_folder import RunFolder
 from farstep.observe.status import FolderSource, PageServer
 from farstep.testing import CountingEnv, TableAgent
-from tests.observe.status.browser import PHONE, QUIET, WIDE, Browser, browser, programs
+from tests.observe.status.browser import DEADLINE_S, PHONE, QUIET, WIDE, Browser, browser, programs
 
 pytestmark = pytest.mark.slow  # real processes, or learning
 
@@ -106,13 +107,14 @@ class SimulatedRun:
             },
             "events": [
                 {
-                    "time": 1.0,
+                    "time": float(number),
                     "kind": "lost",
-                    "text": "worker 3",
-                    "worker": 3,
+                    "text": f"worker {number}",
+                    "worker": number,
                     "node": "",
-                    "traceback": "Traceback: <b>",
+                    "traceback": "Traceback: <b>" + 50 * " in a long line",
                 }
+                for number in range(60, 0, -1)
             ],
             "metrics": {"env/return_mean": 2.0},
         }
@@ -137,6 +139,8 @@ def test_page_has_no_errors_and_is_accessible(window: Browser, workers: int, siz
         assert "recent steps per second" in window.text("#numbers")
         assert "2 held, 1 released between rollouts, 3 parked" in window.text("#slots")
         assert "Coordinator default has granted 3 of 6 slots." in window.text("#slots")
+        assert window.violations() == []
+        window.script("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
         assert window.violations() == []
         assert window.errors() == []
     finally:
@@ -246,32 +250,51 @@ def test_workers_are_reached_by_keyboard_and_tracebacks_by_one_click(window: Bro
 
 
 class DyingEnv(CountingEnv):
-    """Kills its process when a file appears, once."""
+    """Kills its process when a file appears, once. Its construction lasts until another file is gone."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, die: str, hold: str) -> None:
         super().__init__()
-        self._file = Path(file)
+        self._die = Path(die)
+        deadline = time.monotonic() + DEADLINE_S
+        while Path(hold).exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def step(self, action: Any) -> Any:
-        if self._file.exists():
-            self._file.unlink()
+        if self._die.exists():
+            self._die.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().step(action)
 
 
+def states(window: Browser) -> list[str]:
+    """The states of all workers, as the classes of their cells say."""
+    cells = window.script("return [...document.querySelectorAll('#cluster .cell')].map((each) => each.className)")
+    return [cell.split()[1] for cell in cells]
+
+
 def test_page_follows_a_run_whose_worker_dies(window: Browser, tmp_path: Path) -> None:
-    file = tmp_path / "die"
-    described = {"type": "factory", "env_name": DyingEnv, "env_kwargs": {"file": str(file)}, "envs_per_node": 2}
+    die, hold = tmp_path / "die", tmp_path / "hold"
+    kwargs = {"die": str(die), "hold": str(hold)}
+    described = {"type": "factory", "env_name": DyingEnv, "env_kwargs": kwargs, "envs_per_node": 2}
     with farstep.ClusterEnv(described, {"workers_per_node": 2}) as env:
         env.collect(TableAgent(), steps=8)
         window.open(env.status_url)
         assert window.text("#cluster-text").startswith("The head gives tickets to 2 workers on 1 host")
-        file.touch()
-        for _ in range(3):
-            env.collect(TableAgent(), steps=8)
-        window.wait(lambda: "lost" in window.text("#events .bad"))
+        assert states(window) == ["alive", "alive"] and window.violations() == []
+        hold.touch()
+        die.touch()
+        collecting = threading.Thread(target=env.collect, args=(TableAgent(),), kwargs={"steps": 8})
+        collecting.start()
+        try:
+            window.wait(lambda: "lost" in window.text("#events .bad"))
+            window.wait(lambda: sorted(states(window)) == ["alive", "starting"])
+            assert "1 starting" in window.text("#cluster-text") and window.violations() == []
+        finally:
+            hold.unlink()
+            collecting.join(DEADLINE_S)
         window.wait(lambda: "restarted" in window.text("#events"))
-        assert window.errors() == []
+        window.wait(lambda: states(window) == ["alive", "alive"])
+        assert window.violations() == [] and window.errors() == []
     window.wait(lambda: window.text("#state") == "ended")
 
 
