@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select
 
 import farstep
 from farstep.event import Event
@@ -203,6 +204,67 @@ def test_acting_servers_stand_on_their_nodes(window: Browser) -> None:
         server.close()
 
 
+def test_head_is_drawn_above_its_nodes(window: Browser) -> None:
+    server = PageServer(SimulatedRun(3, nodes=1))
+    try:
+        window.open(server.url)
+        lines = ["head", "100,000 steps/s (recent)", "version 7", "learner: updates 100 %"]
+        assert window.text("#head").split("\n") == lines
+        place = "return document.querySelector(arguments[0]).getBoundingClientRect().toJSON()"
+        head, node = (window.script(place, selector) for selector in ("#head", "#cluster .node"))
+        assert head["bottom"] <= node["top"]
+        assert "0.5 versions behind" in window.text("#worker-0")
+        assert window.script("return document.getElementById('colors').hidden")
+    finally:
+        server.close()
+
+
+def test_slow_worker_among_many_has_another_color(window: Browser) -> None:
+    run = SimulatedRun(200, nodes=2)
+    workers = run.data["workers"]
+    workers["rate"][3], workers["lag"][4], workers["divergence"] = 5.0, 9.0, [0.01] * 199 + [0.06]
+    workers["state"][199] = "alive"
+    workers["rate"][9] = 0.0  # lost
+    expected = {
+        "recent steps per second": (3, "1 worker below 80 % of the median (100 steps/s): worker 3 (5)."),
+        "mean version lag": (4, "1 worker 1 version behind or more: worker 4 (9)."),
+        "KL divergence": (199, "1 worker at 25 % of the KL threshold (0.05) or more: worker 199 (0.06)."),
+    }
+    server = PageServer(run)
+    try:
+        window.open(server.url)
+        select = Select(window.driver.find_element("css selector", "#color"))
+        assert [option.text for option in select.options] == list(expected)
+        for name, (worst, text) in expected.items():
+            select.select_by_visible_text(name)
+            classes = cell_classes(window)
+            assert classes[worst] == ["cell", "alive", "level-4"] and classes[9] == ["cell", "lost"]
+            assert classes[0] == ["cell", "alive", "level-0"] and sum("level-4" in each for each in classes) == 1
+            assert window.text("#color-text") == text
+            assert len(window.text("#color-legend").split("\n")) == 5
+            assert window.violations() == []
+        assert window.errors() == []
+    finally:
+        server.close()
+
+
+def test_many_slow_workers_are_counted(window: Browser) -> None:
+    run = SimulatedRun(30, nodes=1)
+    run.data["workers"]["rate"][:7] = [10.0 * k for k in range(7)]
+    run.data["kl_threshold"] = None
+    server = PageServer(run)
+    try:
+        window.open(server.url)
+        assert window.text("#color-text") == (
+            "7 workers below 80 % of the median (100 steps/s): "
+            "worker 0 (0), worker 1 (10), worker 2 (20), worker 3 (30), worker 4 (40), 2 more."
+        )
+        select = Select(window.driver.find_element("css selector", "#color"))
+        assert [option.text for option in select.options] == ["recent steps per second", "mean version lag"]
+    finally:
+        server.close()
+
+
 def test_workers_without_a_node_stand_below_what_is_known_about_it(window: Browser) -> None:
     run = SimulatedRun(4, nodes=2)
     unconnected_nodes = "1 of 2 nodes not connected yet: SLURM job 7 is pending (Resources)"
@@ -266,10 +328,14 @@ class DyingEnv(CountingEnv):
         return super().step(action)
 
 
-def states(window: Browser) -> list[str]:
-    """The states of all workers, as the classes of their cells say."""
+def cell_classes(window: Browser) -> list[list[str]]:
+    """The classes of the workers' cells: `cell`, the state, and possibly a level of color."""
     cells = window.script("return [...document.querySelectorAll('#cluster .cell')].map((each) => each.className)")
-    return [cell.split()[1] for cell in cells]
+    return [cell.split() for cell in cells]
+
+
+def states(window: Browser) -> list[str]:
+    return [state for _, state, *_ in cell_classes(window)]
 
 
 def test_page_follows_a_run_whose_worker_dies(window: Browser, tmp_path: Path) -> None:

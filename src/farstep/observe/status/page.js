@@ -11,6 +11,28 @@ const TIMES = {
   wait: "waiting for rows", prepare: "assembling batches", update: "updates", publish: "publishing weights",
 };
 const FEW = 24;
+const LISTED = 5;
+// By what cells are colored: the lower limits of levels 1 to 4, a worker's value, which data it needs, and texts.
+const COLORS = {
+  rate: {
+    name: "recent steps per second", limits: [0.2, 0.4, 0.6, 0.8], isKnown: () => true,
+    value: (workers, worker, { median }) => median ? 1 - workers.rate[worker] / median : 0,
+    texts: ["80 % of the median or more", "60 to 80 %", "40 to 60 %", "20 to 40 %", "20 % or less"],
+    summary: ({ median }) => `below 80 % of the median (${number(median)} steps/s)`,
+  },
+  lag: {
+    name: "mean version lag", limits: [1, 2, 4, 8], isKnown: (workers) => workers.lag.some((lag) => lag !== null),
+    value: (workers, worker) => workers.lag[worker],
+    texts: ["under 1 version", "1 to 2", "2 to 4", "4 to 8", "8 or more"],
+    summary: () => "1 version behind or more",
+  },
+  divergence: {
+    name: "KL divergence", limits: [0.25, 0.5, 0.75, 1], isKnown: (workers, threshold) => Boolean(threshold),
+    value: (workers, worker, { threshold }) => workers.divergence[worker] / threshold,
+    texts: ["under 25 % of the threshold", "25 to 50 %", "50 to 75 %", "75 to 100 %", "100 % or more"],
+    summary: ({ threshold }) => `at 25 % of the KL threshold (${threshold}) or more`,
+  },
+};
 const isBad = (event) => event.kind === "lost" || event.kind === "stuck" || event.text.startsWith("the run failed");
 let chosen = null;
 let shown = null;
@@ -112,9 +134,11 @@ function onHosts(hosts) {
   return count ? ` on ${counted(count, "host")}` : "";
 }
 
-function showCluster({ workers, acting, nodes: hosts, kl_threshold: threshold }) {
+function showCluster(data) {
+  const { workers, acting, nodes: hosts, kl_threshold: threshold } = data;
   byId("cluster-section").hidden = !workers;
   if (!workers) return;
+  showHead(data);
   const count = workers.state.length, nodes = new Map(), totals = {};
   const on = (host) => {
     if (!nodes.has(host)) nodes.set(host, { workers: [], servers: [] });
@@ -141,25 +165,61 @@ function showCluster({ workers, acting, nodes: hosts, kl_threshold: threshold })
     cluster.replaceChildren(...[...nodes].map(([host, on]) => node(host, on.workers, on.servers)));
   }
   for (const server of acting) showServer(server);
+  const levels = showColors(workers, threshold);
   workers.state.forEach((state, worker) => {
     const cell = byId(`worker-${worker}`);
-    cell.className = `cell ${state}${worker === chosen ? " chosen" : ""}`;
+    const level = levels.has(worker) ? ` level-${levels.get(worker)}` : "";
+    cell.className = `cell ${state}${level}${worker === chosen ? " chosen" : ""}`;
     const text = describe(workers, worker, threshold);
     cell.title = text;
     cell.setAttribute("aria-label", text);
     if (count <= FEW) showCard(cell, workers, worker, threshold);
   });
   byId("worker").textContent = chosen === null ? "Choose a worker with the mouse or the arrow keys." : describe(workers, chosen, threshold);
-  byId("legend").replaceChildren(...Object.entries(STATES).map(([state, text]) => {
-    const cell = element("span", { class: `cell ${state}` });
-    return element("li", {}, cell, text);
-  }));
-  shown = { workers, threshold };
+  const states = Object.entries(STATES).filter(([state]) => count <= FEW || state !== "alive");
+  byId("legend").replaceChildren(...states.map(([state, text]) => legendItem(state, text)));
+  shown = data;
+}
+
+const legendItem = (kind, text) => element("li", {}, element("span", { class: `cell ${kind}` }), text);
+
+function showHead({ rate, weights, times }) {
+  const lines = [`${number(rate)} steps/s (recent)`];
+  if (weights) lines.push(`version ${number(weights.version)}`);
+  const [activity] = times.learner || [];
+  if (activity) lines.push(`learner: ${TIMES[activity[0]] || activity[0]} ${percent(activity[1])}`);
+  byId("head").replaceChildren(element("b", {}, "head"), ...lines.map((text) => element("span", {}, text)));
+}
+
+// Show what the colors of rolling workers mean, if there are many workers; return the level of each worker.
+function showColors(workers, threshold) {
+  const levels = new Map(), box = byId("colors"), select = byId("color");
+  box.hidden = workers.state.length <= FEW;
+  if (box.hidden) return levels;
+  const known = Object.keys(COLORS).filter((key) => COLORS[key].isKnown(workers, threshold));
+  if (select.dataset.known !== known.join()) {
+    select.dataset.known = known.join();
+    select.replaceChildren(...known.map((key) => element("option", { value: key }, COLORS[key].name)));
+  }
+  const { limits, value, texts, summary } = COLORS[select.value];
+  const rolling = [...workers.state.keys()].filter((worker) => workers.state[worker] === "alive");
+  const rates = rolling.map((worker) => workers.rate[worker]).sort((a, b) => a - b);
+  const reference = { threshold, median: rates[Math.floor(rates.length / 2)] ?? null };
+  const values = new Map(rolling.map((worker) => [worker, value(workers, worker, reference)]));
+  for (const [worker, found] of values) levels.set(worker, limits.filter((limit) => found >= limit).length);
+  const marked = rolling.filter((worker) => levels.get(worker)).sort((a, b) => values.get(b) - values.get(a));
+  const listed = marked.slice(0, LISTED).map((worker) => `worker ${worker} (${number(workers[select.value][worker])})`);
+  if (marked.length > LISTED) listed.push(`${number(marked.length - LISTED)} more`);
+  byId("color-text").textContent =
+    `${marked.length ? counted(marked.length, "worker") : "No worker"} ${summary(reference)}${listed.length ? `: ${listed.join(", ")}` : ""}.`;
+  byId("color-legend").replaceChildren(...texts.map((text, level) => legendItem(`level-${level}`, text)));
+  return levels;
 }
 
 function showCard(cell, workers, worker, threshold) {
   const parts = [element("b", {}, `worker ${worker}`), element("span", {}, workers.rate[worker] ? `${number(workers.rate[worker])} steps/s (recent)` : workers.state[worker])];
-  const divergence = workers.divergence[worker];
+  const divergence = workers.divergence[worker], lag = workers.lag[worker];
+  if (lag !== null) parts.push(element("span", {}, `${number(lag)} versions behind`));
   if (divergence !== null && threshold) {
     const fill = element("div", { class: "fill" });
     fill.style.width = `${Math.min(100, 100 * divergence / threshold)}%`;
@@ -212,7 +272,7 @@ function choose(grid, worker) {
   cell.classList.add("chosen");
   cell.setAttribute("aria-selected", "true");
   grid.setAttribute("aria-activedescendant", cell.id);
-  byId("worker").textContent = describe(shown.workers, worker, shown.threshold);
+  byId("worker").textContent = describe(shown.workers, worker, shown.kl_threshold);
 }
 
 function describe(workers, worker, threshold) {
@@ -357,6 +417,7 @@ function showEvents(events) {
 }
 
 function start() {
+  byId("color").addEventListener("change", () => showCluster(shown));
   const embedded = JSON.parse(byId("data").textContent);
   show(embedded);
   if (!embedded.live || new URLSearchParams(location.search).get("live") === "0") return;
