@@ -98,7 +98,7 @@ class Killer:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("where", ["local", "node"])
+@pytest.mark.parametrize("where", [pytest.param("local", marks=pytest.mark.long), "node"])
 def test_run_continues_while_processes_are_killed_and_workers_are_parked_at_random(where: str, tmp_path: Path) -> None:
     folder = tmp_path / "pids"
     folder.mkdir()

@@ -106,7 +106,7 @@ def test_simulated_workers_agree_with_the_closed_forms(workers: int, monkeypatch
     assert simulated.durations_s - before_s == pytest.approx(workers * spent, rel=0.01), "no worker waits"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_large_policies_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

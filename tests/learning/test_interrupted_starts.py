@@ -35,7 +35,7 @@ def make():
 '''
 
 
-@pytest.mark.parametrize("learner", ["dqn", "impala"])
+@pytest.mark.parametrize("learner", ["dqn", pytest.param("impala", marks=pytest.mark.long)])
 def test_sigint_ends_a_run_whose_workers_still_import_the_agent(learner: str, tmp_path: Path) -> None:
     marker = tmp_path / "importing"
     module = f"farstep.learners.networks.{'q_network' if learner == 'dqn' else 'nets'}"

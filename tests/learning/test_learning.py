@@ -63,6 +63,11 @@ def test_ppo_learns_by_default_while_workers_pull_weights_only_above_a_threshold
     learns_above_a_threshold("ppo", 60_000, 475.0, "local")
 
 
+def test_impala_learns_by_default_while_workers_pull_weights_only_above_a_threshold() -> None:
+    """V-trace weights rows by the ratio of the learner's policy to the one that acted, and clips around neither."""
+    learns_above_a_threshold("impala", 150_000, 300.0, "in-process")
+
+
 # Cheaper than the defaults (half the epochs, a higher rate): what follows is about a loss that stalls.
 QUICK = PPOConfig(num_steps=128, update_epochs=4, minibatch_size=256, learning_rate=2e-3)
 

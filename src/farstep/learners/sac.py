@@ -8,7 +8,7 @@ With the temperature alpha, two critics Q and their targets Q', the losses of a 
     temperature  log(alpha) * (entropy of pi - target entropy)
 
 For discrete actions the expectations over actions are sums instead of samples, and the mean of both critics replaces
-the minimum (Zhou et al. 2024): with the minimum, landing on LunarLander-v3 has too low a value, and the policy hovers.
+the minimum, as in the double average of Zhou et al. (2024): with the minimum, policies of LunarLander-v3 hovered.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ SAMPLERS = (
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), sampler=st.sampled_from(SAMPLERS), pooled=st.booleans())
 def test_samples_are_equal_to_those_of_whole_stacks(seed: int, sampler: Any, pooled: bool) -> None:
     """Random episodes, paddings, lost chunks, jumps, evictions, deletions and restarts."""

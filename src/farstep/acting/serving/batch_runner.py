@@ -97,7 +97,7 @@ class BatchRunner:
         Returns:
             The next batch; None if the running one is done, or if the next one must not start yet.
         """
-        # No yield between two polls: a wait for the GPU spins as well, and on a shared core a yield takes milliseconds.
+        # No yield between two polls: a wait for the GPU spins as well.
         while self._may_overlap(actor, until) and not running.is_done():
             pending = self._pending()
             is_large = _count(pending) >= _count(running.requests)
