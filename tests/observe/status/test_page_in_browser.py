@@ -153,12 +153,17 @@ def test_slow_worker_among_many_has_another_color(window: Browser) -> None:
             classes = cell_classes(window)
             assert classes[worst] == ["cell", "alive", "level-4"] and classes[9] == ["cell", "lost"]
             assert classes[0] == ["cell", "alive", "level-0"] and sum("level-4" in each for each in classes) == 1
+            assert color_of(window, worst) != color_of(window, 0)
             assert window.text("#color-text") == text
             assert len(window.text("#color-legend").split("\n")) == 5
             assert window.violations() == []
         assert window.errors() == []
     finally:
         server.close()
+
+
+def color_of(window: Browser, worker: int) -> str:
+    return str(window.script(f"return getComputedStyle(document.getElementById('worker-{worker}')).backgroundColor"))
 
 
 def test_many_slow_workers_are_counted(window: Browser) -> None:
@@ -222,6 +227,26 @@ def test_workers_are_reached_by_keyboard_and_tracebacks_by_one_click(window: Bro
         assert "Traceback: <b>" in window.text("#events")  # as text, not as an element
     finally:
         server.close()
+
+
+def test_events_and_colors_are_reached_by_keyboard(window: Browser) -> None:
+    server = PageServer(SimulatedRun(30, nodes=1))
+    try:
+        window.open(server.url)
+        events = window.driver.find_element("css selector", "[role=region][aria-label='Latest events']")
+        events.send_keys(Keys.END)
+        window.wait(lambda: window.script("return arguments[0].scrollTop", events) > 0)
+        assert outline_of(window, events) == "3px"
+        color = window.driver.find_element("css selector", "#color")
+        color.send_keys(Keys.ARROW_DOWN)
+        window.wait(lambda: "version behind" in window.text("#color-text"))
+        assert outline_of(window, color) == "3px"
+    finally:
+        server.close()
+
+
+def outline_of(window: Browser, element: Any) -> str:
+    return str(window.script("return getComputedStyle(arguments[0]).outlineWidth", element))
 
 
 class DyingEnv(CountingEnv):

@@ -63,7 +63,8 @@ def test_page_says_that_a_call_waits_for_a_lost_node(tmp_path: Path, monkeypatch
     with farstep.ClusterEnv(DESCRIBED, config) as env:
         source = status_page_of(env).source
         env.collect(TableAgent(), steps=2)
-        assert source.read()["state"] == "running"
+        shown = source.read()
+        assert shown["state"] == "running" and shown["nodes"] == list(dict.fromkeys(shown["workers"]["host"]))
         shell, ready = tmp_path / "shell", tmp_path / "ready"
         (tmp_path / "slow").write_text(SHELL.replace("shift", f"until [ -e {ready} ]; do sleep 0.1; done; shift"))
         (tmp_path / "slow").chmod(0o755)
