@@ -8,13 +8,14 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select
 
 import farstep
 from farstep.event import Event
@@ -23,7 +24,8 @@ from farstep.observe.loggers import JsonlLogger
 from farstep.observe.run_folder import RunFolder
 from farstep.observe.status import FolderSource, PageServer
 from farstep.testing import CountingEnv, TableAgent
-from tests.observe.status.browser import PHONE, QUIET, WIDE, Browser, browser, programs
+from tests.observe.status.browser import DEADLINE_S, PHONE, QUIET, WIDE, Browser, browser, programs
+from tests.observe.status.simulated_run import SimulatedRun
 
 pytestmark = pytest.mark.slow  # real processes, or learning
 
@@ -39,79 +41,6 @@ def window() -> Iterator[Browser]:
         yield found
 
 
-class SimulatedRun:
-    """Data of a run with many workers, some of which are in other states."""
-
-    is_live = True
-    reads = 0
-
-    def __init__(self, workers: int, nodes: int) -> None:
-        states = np.array(["alive"] * 7 + ["starting", "parked", "lost"])[np.arange(workers) % 10].tolist()
-        self.data: dict[str, Any] = {
-            "live": True,
-            "state": "running",
-            "time": 0.0,
-            "run": {"title": "ppo on Far-v0", "options": [["num envs", str(workers)]]},
-            "progress": {"steps": 5_000, "total_steps": 10_000, "seconds_left": 61.0},
-            "diagnoses": [
-                {
-                    "cause": "x",
-                    "text": "Worker 3 is slow.",
-                    "remedy": "Look.",
-                    "is_problem": True,
-                    "numbers": {"a": 0.5},
-                }
-            ],
-            "workers": {
-                "state": states,
-                "host": [f"node-{k * nodes // workers}" for k in range(workers)],
-                "unconnected_nodes": "no node",
-                "rate": [100.0] * workers,
-                "lag": [0.5] * workers,
-                "divergence": [0.02] * workers,
-                "restarts": 3,
-            },
-            "slots": {
-                "held": 2,
-                "released": 1,
-                "parked": 3,
-                "held_seconds": 400.0,
-                "used_seconds": 100.0,
-                "gpu_seconds": 40.0,
-                "coordinator": {"name": "default", "granted": 3, "wanted": 6},
-            },
-            "rate": 100_000.0,
-            "kl_threshold": 0.05,
-            "lags": [[0, 50], [1, 50]],
-            "weights": {"version": 7, "pulls": 3, "possible": 7, "bytes_sent": 3_000, "bytes_saved": 4_000},
-            "buffer": {"fill": 10, "capacity": 100, "bytes": 4_000, "ratio": 2.0},
-            "times": {"workers": [["env", 0.9], ["tickets", 0.1]], "learner": [["update", 1.0]]},
-            "series": {
-                "return": [[0, 1.0], [1, 2.0]],
-                "evaluation": [[0, 2.0], [1, 3.0]],
-                "rate": [[0, 1.0], [1, 2.0]],
-            },
-            "events": [
-                {
-                    "time": 1.0,
-                    "kind": "lost",
-                    "text": "worker 3",
-                    "worker": 3,
-                    "node": "",
-                    "traceback": "Traceback: <b>",
-                }
-            ],
-            "metrics": {"env/return_mean": 2.0},
-        }
-
-    def read(self) -> dict[str, Any]:
-        self.reads += 1
-        return dict(self.data)
-
-    def metrics(self) -> str:
-        return ""
-
-
 @pytest.mark.parametrize(
     ("workers", "size", "dark"), [(3, WIDE, False), (3, PHONE, True), (1_000, WIDE, True), (1_000, PHONE, False)]
 )
@@ -124,6 +53,8 @@ def test_page_has_no_errors_and_is_accessible(window: Browser, workers: int, siz
         assert "recent steps per second" in window.text("#numbers")
         assert "2 held, 1 released between rollouts, 3 parked" in window.text("#slots")
         assert "Coordinator default has granted 3 of 6 slots." in window.text("#slots")
+        assert window.violations() == []
+        window.script("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
         assert window.violations() == []
         assert window.errors() == []
     finally:
@@ -170,10 +101,93 @@ def test_run_that_reached_its_target_shows_a_full_bar(window: Browser) -> None:
         server.close()
 
 
+def test_acting_servers_stand_on_their_nodes(window: Browser) -> None:
+    server = PageServer(SimulatedRun(4, nodes=2))
+    try:
+        window.open(server.url)
+        assert "2 acting servers on 2 hosts act for them: 2,000 rows/s (recent)." in window.text("#cluster-text")
+        assert "4 workers on 2 hosts:" in window.text("#cluster-text")
+        names = "return [...document.querySelectorAll('#cluster .name')].map((each) => each.textContent)"
+        assert window.script(names) == ["node-0", "node-1", "gpu", "second-gpu"]
+        beside, alone = (window.text(f"#server-{number}").split("\n") for number in (4, 5))
+        assert beside[1:] == ["1,200 rows/s (recent)", "8 rows per call of act", "workers wait 0.25 ms per request"]
+        assert alone[0] == "acting server 5" and alone[-1] == "1 restart"
+        assert window.script("return document.querySelectorAll('#cluster .grid').length") == 2
+    finally:
+        server.close()
+
+
+def test_head_is_drawn_above_its_nodes(window: Browser) -> None:
+    server = PageServer(SimulatedRun(3, nodes=1))
+    try:
+        window.open(server.url)
+        lines = ["head", "100,000 steps/s (recent)", "version 7", "learner: updates 100 %"]
+        assert window.text("#head").split("\n") == lines
+        place = "return document.querySelector(arguments[0]).getBoundingClientRect().toJSON()"
+        head, node = (window.script(place, selector) for selector in ("#head", "#cluster .node"))
+        assert head["bottom"] <= node["top"]
+        assert "0.5 versions behind" in window.text("#worker-0")
+        assert window.script("return document.getElementById('colors').hidden")
+    finally:
+        server.close()
+
+
+def test_slow_worker_among_many_has_another_color(window: Browser) -> None:
+    run = SimulatedRun(200, nodes=2)
+    workers = run.data["workers"]
+    workers["rate"][3], workers["lag"][4], workers["divergence"] = 5.0, 9.0, [0.01] * 199 + [0.06]
+    workers["state"][199] = "alive"
+    workers["rate"][9] = 0.0  # lost
+    expected = {
+        "recent steps per second": (3, "1 worker below 80 % of the median (100 steps/s): worker 3 (5)."),
+        "mean version lag": (4, "1 worker 1 version behind or more: worker 4 (9)."),
+        "KL divergence": (199, "1 worker at 25 % of the KL threshold (0.05) or more: worker 199 (0.06)."),
+    }
+    server = PageServer(run)
+    try:
+        window.open(server.url)
+        select = Select(window.driver.find_element("css selector", "#color"))
+        assert [option.text for option in select.options] == list(expected)
+        for name, (worst, text) in expected.items():
+            select.select_by_visible_text(name)
+            classes = cell_classes(window)
+            assert classes[worst] == ["cell", "alive", "level-4"] and classes[9] == ["cell", "lost"]
+            assert classes[0] == ["cell", "alive", "level-0"] and sum("level-4" in each for each in classes) == 1
+            assert color_of(window, worst) != color_of(window, 0)
+            assert window.text("#color-text") == text
+            assert len(window.text("#color-legend").split("\n")) == 5
+            assert window.violations() == []
+        assert window.errors() == []
+    finally:
+        server.close()
+
+
+def color_of(window: Browser, worker: int) -> str:
+    return str(window.script(f"return getComputedStyle(document.getElementById('worker-{worker}')).backgroundColor"))
+
+
+def test_many_slow_workers_are_counted(window: Browser) -> None:
+    run = SimulatedRun(30, nodes=1)
+    run.data["workers"]["rate"][:7] = [10.0 * k for k in range(7)]
+    run.data["kl_threshold"] = None
+    server = PageServer(run)
+    try:
+        window.open(server.url)
+        assert window.text("#color-text") == (
+            "7 workers below 80 % of the median (100 steps/s): "
+            "worker 0 (0), worker 1 (10), worker 2 (20), worker 3 (30), worker 4 (40), 2 more."
+        )
+        select = Select(window.driver.find_element("css selector", "#color"))
+        assert [option.text for option in select.options] == ["recent steps per second", "mean version lag"]
+    finally:
+        server.close()
+
+
 def test_workers_without_a_node_stand_below_what_is_known_about_it(window: Browser) -> None:
     run = SimulatedRun(4, nodes=2)
     unconnected_nodes = "1 of 2 nodes not connected yet: SLURM job 7 is pending (Resources)"
     run.data["workers"] |= {"host": ["a", "a", None, None], "unconnected_nodes": unconnected_nodes}
+    run.data |= {"acting": [], "nodes": ["a"]}
     server = PageServer(run)
     try:
         window.open(server.url)
@@ -215,33 +229,76 @@ def test_workers_are_reached_by_keyboard_and_tracebacks_by_one_click(window: Bro
         server.close()
 
 
-class DyingEnv(CountingEnv):
-    """Kills its process when a file appears, once."""
+def test_events_and_colors_are_reached_by_keyboard(window: Browser) -> None:
+    server = PageServer(SimulatedRun(30, nodes=1))
+    try:
+        window.open(server.url)
+        events = window.driver.find_element("css selector", "[role=region][aria-label='Latest events']")
+        events.send_keys(Keys.END)
+        window.wait(lambda: window.script("return arguments[0].scrollTop", events) > 0)
+        assert outline_of(window, events) == "3px"
+        color = window.driver.find_element("css selector", "#color")
+        color.send_keys(Keys.ARROW_DOWN)
+        window.wait(lambda: "version behind" in window.text("#color-text"))
+        assert outline_of(window, color) == "3px"
+    finally:
+        server.close()
 
-    def __init__(self, file: str) -> None:
+
+def outline_of(window: Browser, element: Any) -> str:
+    return str(window.script("return getComputedStyle(arguments[0]).outlineWidth", element))
+
+
+class DyingEnv(CountingEnv):
+    """Kills its process when a file appears, once. Its construction lasts until another file is gone."""
+
+    def __init__(self, die: str, hold: str) -> None:
         super().__init__()
-        self._file = Path(file)
+        self._die = Path(die)
+        deadline = time.monotonic() + DEADLINE_S
+        while Path(hold).exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def step(self, action: Any) -> Any:
-        if self._file.exists():
-            self._file.unlink()
+        if self._die.exists():
+            self._die.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().step(action)
 
 
+def cell_classes(window: Browser) -> list[list[str]]:
+    """The classes of the workers' cells: `cell`, the state, and possibly a level of color."""
+    cells = window.script("return [...document.querySelectorAll('#cluster .cell')].map((each) => each.className)")
+    return [cell.split() for cell in cells]
+
+
+def states(window: Browser) -> list[str]:
+    return [state for _, state, *_ in cell_classes(window)]
+
+
 def test_page_follows_a_run_whose_worker_dies(window: Browser, tmp_path: Path) -> None:
-    file = tmp_path / "die"
-    described = {"type": "factory", "env_name": DyingEnv, "env_kwargs": {"file": str(file)}, "envs_per_node": 2}
+    die, hold = tmp_path / "die", tmp_path / "hold"
+    kwargs = {"die": str(die), "hold": str(hold)}
+    described = {"type": "factory", "env_name": DyingEnv, "env_kwargs": kwargs, "envs_per_node": 2}
     with farstep.ClusterEnv(described, {"workers_per_node": 2}) as env:
         env.collect(TableAgent(), steps=8)
         window.open(env.status_url)
         assert window.text("#cluster-text").startswith("The head gives tickets to 2 workers on 1 host")
-        file.touch()
-        for _ in range(3):
-            env.collect(TableAgent(), steps=8)
-        window.wait(lambda: "lost" in window.text("#events .bad"))
+        assert states(window) == ["alive", "alive"] and window.violations() == []
+        hold.touch()
+        die.touch()
+        collecting = threading.Thread(target=env.collect, args=(TableAgent(),), kwargs={"steps": 8})
+        collecting.start()
+        try:
+            window.wait(lambda: "lost" in window.text("#events .bad"))
+            window.wait(lambda: sorted(states(window)) == ["alive", "starting"])
+            assert "1 starting" in window.text("#cluster-text") and window.violations() == []
+        finally:
+            hold.unlink()
+            collecting.join(DEADLINE_S)
         window.wait(lambda: "restarted" in window.text("#events"))
-        assert window.errors() == []
+        window.wait(lambda: states(window) == ["alive", "alive"])
+        assert window.violations() == [] and window.errors() == []
     window.wait(lambda: window.text("#state") == "ended")
 
 

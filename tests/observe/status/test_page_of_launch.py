@@ -63,7 +63,8 @@ def test_page_says_that_a_call_waits_for_a_lost_node(tmp_path: Path, monkeypatch
     with farstep.ClusterEnv(DESCRIBED, config) as env:
         source = status_page_of(env).source
         env.collect(TableAgent(), steps=2)
-        assert source.read()["state"] == "running"
+        shown = source.read()
+        assert shown["state"] == "running" and shown["nodes"] == list(dict.fromkeys(shown["workers"]["host"]))
         shell, ready = tmp_path / "shell", tmp_path / "ready"
         (tmp_path / "slow").write_text(SHELL.replace("shift", f"until [ -e {ready} ]; do sleep 0.1; done; shift"))
         (tmp_path / "slow").chmod(0o755)
@@ -196,6 +197,17 @@ def test_resumed_run_continues_its_progress_and_counts_weights_from_its_version(
     assert data["weights"]["possible"] == data["weights"]["bytes_saved"] == 0
 
 
+def test_page_shows_acting_servers() -> None:
+    config = farstep.LocalConfig(workers_per_node=2)
+    with farstep.ClusterEnv(DESCRIBED | {"inference": "served"}, config) as env:
+        source = status_page_of(env).source
+        env.collect(TableAgent(), steps=8)
+        data = source.read()
+    (server,) = data["acting"]
+    assert server["number"] == 2 and server["host"] == data["workers"]["host"][0]
+    assert server["batch_size"] > 0 and server["restarts"] == 0 and data["nodes"] == []
+
+
 def test_make_vec_has_a_page() -> None:
     envs = farstep.make_vec(CountingEnv, 2, farstep.LocalConfig(workers_per_node=1))
     try:
@@ -206,7 +218,7 @@ def test_make_vec_has_a_page() -> None:
         with urllib.request.urlopen(url.replace("/?", "/data?"), timeout=PATIENCE_S) as answer:
             data = json.loads(answer.read())
         assert data["workers"]["state"] == ["alive"] and data["progress"]["steps"] == 6
-        assert "weights" not in data and "lags" not in data
+        assert "weights" not in data and "lags" not in data and data["acting"] == []
         assert envs.status_url == url
     finally:
         envs.close()

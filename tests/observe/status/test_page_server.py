@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -17,7 +18,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from farstep.errors import RunError
-from farstep.observe.status.page_server import PageServer, as_json, page
+from farstep.observe.status.page_server import MAX_CLIENTS, PageServer, as_json, page
 
 DEADLINE_S = 20.0
 
@@ -214,35 +215,99 @@ def test_many_clients_cost_one_reading_per_interval(server: PageServer, source: 
     assert source.reads <= 2 + (time.monotonic() - began)
 
 
-def test_clients_that_never_read_or_write_disturb_nobody(server: PageServer) -> None:
+def connect(server: PageServer, path: str = "") -> socket.socket:
+    """Connect a client and, if a path is given, request it. The client buffers few bytes."""
     url = urlsplit(server.url)
-    silent = [socket.create_connection(("127.0.0.1", url.port or 0), timeout=DEADLINE_S) for _ in range(10)]
-    slow = socket.create_connection(("127.0.0.1", url.port or 0), timeout=DEADLINE_S)
-    try:
-        slow.sendall(f"GET /events?{url.query} HTTP/1.1\r\nHost: {url.netloc}\r\n\r\n".encode())
-        assert get(server, "/data")[0] == 200
-    finally:
-        for client in (*silent, slow):
-            client.close()
+    client = socket.socket()
+    client.settimeout(DEADLINE_S)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", url.port or 0))
+    if path:
+        client.sendall(f"GET {path}?{url.query} HTTP/1.1\r\nHost: {url.netloc}\r\n\r\n".encode())
+    return client
 
 
-def test_connections_beyond_the_limit_are_closed(server: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farstep.observe.status.page_server.MAX_CLIENTS", 2)
-    url = urlsplit(server.url)
-    waiting = [socket.create_connection(("127.0.0.1", url.port or 0), timeout=DEADLINE_S) for _ in range(2)]
-    try:
-        with pytest.raises((http.client.RemoteDisconnected, ConnectionResetError)):
-            get(server, "/data")
-    finally:
-        for client in waiting:
-            client.close()
+def wait_for_a_place(server: PageServer) -> None:
     deadline = time.monotonic() + DEADLINE_S
-    while True:  # their places become free
+    while (status := get(server, "/metrics")[0]) != 200:
+        assert status == 503 and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /"])
+def test_clients_without_a_whole_request_keep_no_other_out(
+    server: PageServer, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farstep.observe.status.page_server._REQUEST_S", 10 * DEADLINE_S)
+    slow = [connect(server) for _ in range(MAX_CLIENTS)]
+    try:
+        for client in slow:
+            client.sendall(sent)
+        assert get(server, "/data")[0] == 200
+        assert slow[0].recv(1) == b""  # the oldest has made room
+    finally:
+        for client in slow:
+            client.close()
+
+
+def test_request_that_comes_byte_by_byte_has_a_deadline(server: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farstep.observe.status.page_server._REQUEST_S", 0.5)
+    deadline = time.monotonic() + DEADLINE_S
+    with connect(server) as client:
+        client.settimeout(0.05)
+        while True:
+            assert time.monotonic() < deadline, "still connected"
+            try:
+                client.sendall(b"x")
+                if not client.recv(1):
+                    break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+
+
+def test_client_that_never_reads_is_disconnected(
+    server: PageServer, source: CountingSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "x" * (1 << 25)  # more than the buffers of the sockets hold
+    monkeypatch.setattr(source, "read", lambda: {"live": True, "text": text})
+    monkeypatch.setattr("farstep.observe.status.page_server._Handler.timeout", 0.5)
+    monkeypatch.setattr("farstep.observe.status.page_server.MAX_CLIENTS", 1)
+    with connect(server, "/events") as client:
+        assert client.recv(1) == b"H"  # it has the only place
+        wait_for_a_place(server)
+        received = 0
         try:
-            assert get(server, "/data")[0] == 200
-            return
-        except (http.client.RemoteDisconnected, ConnectionResetError):
-            assert time.monotonic() < deadline
+            while part := client.recv(1 << 20):
+                received += len(part)
+        except ConnectionError:
+            pass
+        assert received < len(text)
+
+
+def test_clients_beyond_the_limit_are_refused(server: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farstep.observe.status.page_server.MAX_CLIENTS", 2)
+    readers = [connect(server, "/events") for _ in range(2)]
+    try:
+        for client in readers:
+            assert client.recv(1) == b"H"
+        status, headers, body = get(server, "/data")
+        assert status == 503 and is_plain(headers) and b"Too many clients" in body
+    finally:
+        for client in readers:
+            client.close()
+    wait_for_a_place(server)
+
+
+def test_request_without_an_end_is_refused(
+    server: PageServer, source: CountingSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farstep.observe.status.page_server._REQUEST_S", 10 * DEADLINE_S)
+    with connect(server) as client, contextlib.suppress(ConnectionError):  # may be closed before it has sent all
+        client.sendall(b"x" * (1 << 20))
+        assert client.recv(12) == b"HTTP/1.1 414"
+    assert source.reads == 0
 
 
 def test_port_that_is_taken_is_named(server: PageServer, source: CountingSource) -> None:
@@ -256,13 +321,17 @@ def test_embedded_data_cannot_end_their_script() -> None:
     assert "</script><b>" not in text and "\\u003c/script>\\u003cb>" in text
 
 
-def test_close_may_be_called_twice_and_disconnects(source: CountingSource) -> None:
-    server = PageServer(source)
-    reader = threading.Thread(target=read_events, args=(server, 100))
-    reader.start()
-    while not source.reads:
-        time.sleep(0.01)
-    server.close()
-    server.close()
+def test_close_may_be_called_twice_and_disconnects(source: CountingSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farstep.observe.status.page_server._REQUEST_S", 10 * DEADLINE_S)
+    server, deadline = PageServer(source), time.monotonic() + DEADLINE_S
+    with connect(server) as silent:
+        reader = threading.Thread(target=read_events, args=(server, 100))
+        reader.start()
+        while not source.reads:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        server.close()
+        server.close()
+        assert silent.recv(1) == b""
     reader.join(DEADLINE_S)
     assert not reader.is_alive()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -12,9 +13,11 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+import yaml
 
 import farstep
 from farstep.testing import CountingEnv, TableAgent
@@ -25,19 +28,31 @@ pytestmark = pytest.mark.slow  # real processes, or learning
 DEADLINE_S = 60.0
 
 
+def page_config(*urls: str) -> dict[str, Any]:
+    """The configuration that docs/status.md shows, with an entry for each of these status pages, read every second."""
+    page = (Path(__file__).parents[3] / "docs/status.md").read_text()
+    (shown,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.S | re.M)
+    (host, token), *_ = re.findall(r"http://([\w.:]+)/\?token=(\w+)", page)
+    config: dict[str, Any] = yaml.safe_load(shown)
+    (job,) = config["scrape_configs"]
+    entry = json.dumps(job["static_configs"][0])
+    assert host in entry and token in entry
+    job["static_configs"] = [
+        json.loads(entry.replace(host, url.netloc).replace(token, parse_qs(url.query)["token"][0]))
+        for url in map(urlsplit, urls)
+    ]
+    job["scrape_interval"] = "1s"
+    return config
+
+
 @contextlib.contextmanager
 def prometheus(folder: Path, *urls: str) -> Iterator[str]:
     """Context manager: start a Prometheus that reads status pages; yield its address."""
     program = shutil.which("prometheus")
     if program is None:
         raise EngineMissing("prometheus")
-    pages = [
-        {"targets": [page.netloc], "labels": {"__param_token": parse_qs(page.query)["token"][0]}}
-        for page in map(urlsplit, urls)
-    ]
-    scraped = {"job_name": "farstep", "scrape_interval": "1s", "static_configs": pages}
     config = folder / "prometheus.yml"  # JSON is YAML
-    config.write_text(json.dumps({"scrape_configs": [scraped]}))
+    config.write_text(json.dumps(page_config(*urls)))
     options = [
         f"--config.file={config}",
         f"--storage.tsdb.path={folder / 'data'}",

@@ -63,6 +63,18 @@ def test_workers_without_a_policy_have_no_lag() -> None:
     assert view.workers_view(stats)["lag"] == [None, None]
 
 
+def test_acting_servers_are_numbered_after_the_workers() -> None:
+    entry = {"rows_per_second": 1234.567, "batch_size": 8.0, "wait_ms": math.nan, "restarts": 1}
+    servers = view.acting_view(STATS_NOW | {"acting": [entry | {"host": "gpu"}, entry | {"host": "?"}]})
+    shown = {"rate": 1234.6, "batch_size": 8.0, "wait_ms": None, "restarts": 1}
+    assert servers == [{"number": 2, "host": "gpu"} | shown, {"number": 3, "host": None} | shown]
+    assert view.acting_view(STATS_NOW) == []
+
+
+def test_hosts_of_nodes_are_listed_once() -> None:
+    assert view.nodes_view({"nodes": [{"host": "a"}, {"host": "gpu"}, {"host": "a"}]}) == ["a", "gpu"]
+
+
 def test_slots_are_counted_by_state() -> None:
     stats = STATS_NOW | {"workers": {"states": ["alive", "released", "parked", "parked"]}}
     slots = view.slots_view(stats)

@@ -5,14 +5,18 @@ server-sent events) and with metrics for Prometheus. It listens on the loopback 
 machine and other web sites in the user's browser can reach that interface, too; so each request needs the token of the
 URL, and a request that another site has caused is refused by its `Host`, `Origin` or `Sec-Fetch-Site` header.
 
-A slow or idle client costs one thread for at most `_TIMEOUT_S` and never delays the run: the page's data are rendered
-once per interval for all clients, and only while there is a client. Each request of `/metrics` reads the counters once.
+A slow or idle client costs one thread and never delays the run. It has `_REQUEST_S` to send its request, and
+`_TIMEOUT_S` to read each part of the answer. At most `MAX_CLIENTS` that have the token are answered at a time. Clients
+that have not sent a request yet take none of these places; if there are more than `MAX_CLIENTS`, the oldest is
+disconnected. The page's data are rendered once per interval for all clients, and only while there is a client. Each
+request of `/metrics` reads the counters once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import io
 import json
 import logging
 import math
@@ -37,8 +41,11 @@ log = logging.getLogger("farstep")
 
 _INTERVAL_S = 1.0
 """Seconds between two renderings of a live run."""
+_REQUEST_S = 10.0
+"""Seconds in which a client must send its whole request."""
+_MAX_REQUEST_BYTES = 1 << 16
 _TIMEOUT_S = 10.0
-"""Seconds after which a client that does not read or write is disconnected."""
+"""Seconds in which a client must read each part of the answer."""
 _POLL_S = 0.05
 """Seconds after which the server notices that it was closed."""
 _DISCONNECT_S = 0.5
@@ -48,6 +55,7 @@ SERVER_NAME = "farstep"
 _LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 _OTHER_SITES = ("cross-site", "same-site")
 _NEEDS_TOKEN = "This page needs the complete address that farstep printed, with its token.\n"
+_TOO_MANY_CLIENTS = "Too many clients are connected. Close other windows that show this page.\n"
 _NEEDS_LOCAL_NAME = "This page needs an address with the host 127.0.0.1 or localhost, as farstep printed it.\n"
 
 
@@ -163,40 +171,56 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], token: str, feed: _Feed, metrics: Callable[[], str]) -> None:
         self.token, self.feed, self.metrics = token, feed, metrics
+        self._waiting: dict[socket.socket, None] = {}
+        """Clients that have not sent a valid request yet, oldest first."""
         self._clients: set[socket.socket] = set()
+        """Clients that have sent a valid request."""
         self._lock = threading.Lock()
         super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            refused = len(self._clients) >= MAX_CLIENTS
-            if not refused:
-                self._clients.add(request)
-        if refused:
-            self.shutdown_request(request)
-        else:
-            super().process_request(request, client_address)
+            if len(self._waiting) >= MAX_CLIENTS:
+                oldest = next(iter(self._waiting))
+                del self._waiting[oldest]
+                _disconnect(oldest)
+            self._waiting[request] = None
+        super().process_request(request, client_address)
+
+    def admit(self, request: socket.socket) -> bool:
+        """Give a client that has sent a valid request one of `MAX_CLIENTS` places; return whether one was free."""
+        with self._lock:
+            if len(self._clients) >= MAX_CLIENTS:
+                return False
+            self._waiting.pop(request, None)
+            self._clients.add(request)
+            return True
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
+            self._waiting.pop(request, None)
             self._clients.discard(request)
         super().shutdown_request(request)
 
     def disconnect_all(self, wait_s: float) -> None:
-        """Close all connections, at the latest after `wait_s` seconds."""
+        """Close all connections: of clients that are being answered at the latest after `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
         while self._clients and time.monotonic() < deadline:
             time.sleep(0.01)
         with self._lock:
-            clients = list(self._clients)
-        for client in clients:
-            with contextlib.suppress(OSError):
-                client.shutdown(socket.SHUT_RDWR)
+            for client in (*self._waiting, *self._clients):
+                _disconnect(client)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log an error of a request; a connection that broke concerns only its client."""
         if not isinstance(sys.exception(), OSError):
             log.exception("the status page could not answer a request")
+
+
+def _disconnect(client: socket.socket) -> None:
+    """End the connection; the thread that serves it then closes the socket."""
+    with contextlib.suppress(OSError):
+        client.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -207,8 +231,24 @@ class _Handler(BaseHTTPRequestHandler):
     error_message_format, error_content_type = "%(explain)s.\n", "text/plain; charset=utf-8"
     """Of errors that the base class answers, such as another method than GET."""
 
+    def handle(self) -> None:
+        """Receive the request before its deadline, then answer it. Every answer ends the connection."""
+        deadline, received = time.monotonic() + _REQUEST_S, b""
+        while b"\r\n\r\n" not in received and len(received) <= _MAX_REQUEST_BYTES:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return
+            self.connection.settimeout(left_s)
+            part = self.connection.recv(4096)
+            if not part:
+                return
+            received += part
+        self.connection.settimeout(self.timeout)
+        self.rfile.close()
+        self.rfile = io.BytesIO(received)
+        self.handle_one_request()
+
     def do_GET(self) -> None:
-        self.close_connection = True
         url = urlsplit(self.path)
         answers = {
             "/": self._page,
@@ -219,6 +259,8 @@ class _Handler(BaseHTTPRequestHandler):
         if (refusal := self._refused(parse_qs(url.query).get("token", [""])[0])) is not None:
             status, text = refusal
             self._answer(status, text.encode(), "text/plain")
+        elif not self.server.admit(self.connection):
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, _TOO_MANY_CLIENTS.encode(), "text/plain")
         elif (answer := answers.get(url.path)) is None:
             self._answer(HTTPStatus.NOT_FOUND, b"", "text/plain")
         else:

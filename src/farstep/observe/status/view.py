@@ -35,6 +35,27 @@ def workers_view(stats: Mapping[str, Any], unconnected_nodes: str = "") -> dict[
     }
 
 
+def acting_view(stats: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return every acting server, numbered after the workers as in events; empty if workers act themselves. The host
+    of a server that has not started is None."""
+    return [
+        {
+            "number": number,
+            "host": None if server["host"] == UNKNOWN_HOST else server["host"],
+            "rate": _rounded(server["rows_per_second"]),
+            "batch_size": _rounded(server["batch_size"]),
+            "wait_ms": _rounded(server["wait_ms"]),
+            "restarts": server["restarts"],
+        }
+        for number, server in enumerate(stats.get("acting", ()), len(stats["workers"]["states"]))
+    ]
+
+
+def nodes_view(stats: Mapping[str, Any]) -> list[str]:
+    """Return the hosts of the connected nodes, each once. Some may have only acting servers."""
+    return list(dict.fromkeys(node["host"] for node in stats["nodes"]))
+
+
 def slots_view(stats: Mapping[str, Any]) -> dict[str, Any]:
     """Return how many slots are held and how well they are used, and what the coordinator has granted."""
     slots, states = stats["slots"], stats["workers"]["states"]
