@@ -26,6 +26,7 @@ from farstep.cli import main
 from farstep.launch.engines.ray.engine import RayEngine
 from farstep.testing import TableAgent, check_launcher
 from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, within
+from tests.docs.test_readme import example
 
 if importlib.util.find_spec("ray") is None and os.environ.get("FARSTEP_ENGINES") != "required":
     pytest.skip("pip install farstep[ray]", allow_module_level=True)
@@ -243,6 +244,18 @@ def test_a_learner_of_farstep_trains_on_ray(ray_cluster: RayCluster, tmp_path: P
     assert main(["train", "ppo", *options.split(), "--name", "first", "--folder", str(tmp_path)]) == 0
     metrics = (tmp_path / "first" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(metrics[-1])["step"] == 512
+
+
+@pytest.mark.timeout(240)
+def test_the_example_of_the_page_prints_what_it_says(ray_cluster: RayCluster, tmp_path: Path) -> None:
+    """On the shared cluster, not on one that the example starts."""
+    code, printed = example("docs/ray.md")
+    assert code.count('address="local"') == 1
+    script = tmp_path / "example.py"
+    script.write_text(code.replace('"local"', repr(ray_cluster.address)))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == printed
 
 
 @pytest.mark.timeout(120)

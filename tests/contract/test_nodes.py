@@ -25,6 +25,8 @@ from farstep.version import VERSION
 
 pytestmark = pytest.mark.slow
 
+PAUSE_S = 0.05
+"""Between batches: processes start meanwhile, and need the CPU time."""
 SHELL = """#!/bin/sh
 shift
 FARSTEP_RESTARTS={restarts} exec sh -c "$*"
@@ -47,7 +49,7 @@ def wait_for_columns(env: farstep.ClusterEnv, columns: int) -> None:
     deadline = time.monotonic() + 120
     while env.collect(TableAgent(), steps=4)["obs"].shape[1] != columns:
         assert time.monotonic() < deadline, f"no batch of {columns} columns"
-        time.sleep(0.05)  # processes start meanwhile, and need the CPU time
+        time.sleep(PAUSE_S)
 
 
 @pytest.mark.timeout(300)
@@ -107,11 +109,13 @@ def test_killed_daemon_is_restarted_by_its_supervisor_during_a_run(tmp_path: Pat
         pid = killed()
         while not replaced(pid):
             assert env.collect(agent, steps=4)["obs"].shape == (4, 2, 3)
+            time.sleep(PAUSE_S)
         stream = env.stream(agent, steps=4, max_staleness=1)
         next(stream)
         pid = killed()
         while not replaced(pid):
             assert next(stream)["obs"].shape == (4, 2, 3)
+            time.sleep(PAUSE_S)
         cast(Any, stream).close()
         flow = farstep.Workflow(env, agent, farstep.Buffer(2 * 16, farstep.FullBatch()))
         flow.on(farstep.DataKeyTrigger(n=1, size=4), lambda message: flow.batch(message))

@@ -33,7 +33,7 @@ ELSEWHERE = {
     ("docs/kubernetes.md", 0): "test_kubernetes_page.py",
     ("docs/kubernetes.md", 1): "test_kubernetes_page.py",
     ("docs/kubernetes.md", 2): "test_kubernetes_page.py",
-    ("docs/ray.md", 0): "test_ray_page.py",
+    ("docs/ray.md", 0): "../cluster/test_ray.py",
     ("docs/sharing.md", 0): "test_sharing_page.py",
 }
 """Blocks that another test runs, by page and position."""

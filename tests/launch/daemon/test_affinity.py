@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -107,18 +109,25 @@ def test_workers_in_the_callers_thread_cannot_be_pinned() -> None:
 
 
 class CoresEnv(gymnasium.Env[Any, Any]):
-    """Observes the lowest and the highest core of its process, and those of a thread that torch has started."""
+    """Observes the lowest and the highest core of all threads of its process: one of Python, and those of torch.
+
+    Only in workers whose zygote has imported torch, since the import takes 2 s of CPU time.
+    """
 
     observation_space = gymnasium.spaces.Box(-1, 4096, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(3)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed, options=options)
-        import torch
-
-        torch.ones(1 << 20).add(1).sum()  # in parallel, so that torch starts its threads
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.ones(1 << 20).add(1).sum()  # in parallel, so that torch starts its threads
+        seen = threading.Event()
+        thread = threading.Thread(target=seen.wait)
+        thread.start()
         threads = [int(task.name) for task in Path("/proc/self/task").iterdir()]
         masks = [os.sched_getaffinity(thread) for thread in threads]
+        seen.set()
+        thread.join()
         return np.array([min(map(min, masks)), max(map(max, masks))], np.float32), {"threads": len(threads)}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -133,6 +142,7 @@ def pinned(config: Any) -> tuple[list[list[int]], list[str]]:
         return obs.astype(int).tolist(), env.stats()["workers"]["cores"]
 
 
+@pytest.mark.usefixtures("torch_in_workers")
 @pytest.mark.parametrize("method", ["zygote", "cold"])
 def test_local_workers_and_their_threads_run_on_their_own_cores(method: Any) -> None:
     first, *_, last = sorted(os.sched_getaffinity(0))
@@ -140,6 +150,7 @@ def test_local_workers_and_their_threads_run_on_their_own_cores(method: Any) -> 
     assert pinned(config) == ([[last, last], [first, first]], [str(last), str(first)])
 
 
+@pytest.mark.usefixtures("torch_in_workers")
 def test_a_worker_gets_as_many_cores_as_threads() -> None:
     first, second = sorted(os.sched_getaffinity(0))[:2]
     config = farstep.LocalConfig(workers_per_node=1, cpus_per_worker=2, cpu_affinity=[first, second])
