@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -51,6 +52,7 @@ def test_page_has_no_errors_and_is_accessible(window: Browser, workers: int, siz
         assert window.script("return document.querySelectorAll('#cluster .cell').length") == workers
         assert window.script("return document.documentElement.scrollWidth <= innerWidth")
         assert "recent steps per second" in window.text("#numbers")
+        assert f" of {workers:,}" in window.text("#numbers")
         assert "2 held, 1 released between rollouts, 3 parked" in window.text("#slots")
         assert "Coordinator default has granted 3 of 6 slots." in window.text("#slots")
         assert window.violations() == []
@@ -199,13 +201,18 @@ def test_workers_without_a_node_stand_below_what_is_known_about_it(window: Brows
 
 def test_idle_run_of_queued_workers_is_plain(window: Browser) -> None:
     run = SimulatedRun(4, nodes=1)
-    run.data["workers"] |= {"state": ["alive", "queued", "queued", "queued"]}
+    run.data["workers"] |= {
+        "state": ["alive", "queued", "queued", "queued"],
+        "rate": [0.0] * 4,
+        "divergence": [None] * 4,
+    }
     run.data["series"] |= {"rate": [[0, 0.0], [1, 0.0]]}
     run.data["metrics"] |= {"workers/restarts": 5.0}  # two of them before the run was resumed
     server = PageServer(run)
     try:
         window.open(server.url)
         assert "1 rolling, 3 waiting for a node." in window.text("#cluster-text")
+        assert window.text("#worker-1") == "worker 1\nwaiting for a node"
         assert window.script("return [...document.querySelectorAll('#rates text')].map((each) => each.textContent)")[
             :3
         ] == ["0", "0.5", "1"]
@@ -293,6 +300,7 @@ def test_page_follows_a_run_whose_worker_dies(window: Browser, tmp_path: Path) -
             window.wait(lambda: "lost" in window.text("#events .bad"))
             window.wait(lambda: sorted(states(window)) == ["alive", "starting"])
             assert "1 starting" in window.text("#cluster-text") and window.violations() == []
+            window.wait(lambda: re.fullmatch(r"worker \d\nstarting", window.text("#cluster .starting")))
         finally:
             hold.unlink()
             collecting.join(DEADLINE_S)

@@ -119,7 +119,7 @@ function showNumbers(data) {
     ["mean steps per second", number(metrics["rate/steps_per_second"])],
     ["return", number(metrics["env/return_mean"] ?? data.series.return.at(-1)?.[1])],
     ["evaluation", number(metrics["eval/return_mean"])],
-    ["workers", workers ? `${alive} of ${workers.state.length}` : number(alive)],
+    ["workers", workers ? `${number(alive)} of ${number(workers.state.length)}` : number(alive)],
     ["restarts", number(workers ? Math.max(workers.restarts, metrics["workers/restarts"] ?? 0) : metrics["workers/restarts"])],
     ["version", number(weights ? weights.version : metrics["train/actor/current_version"])],
   ].filter(([, value]) => value !== "–");
@@ -217,9 +217,9 @@ function showColors(workers, threshold) {
 }
 
 function showCard(cell, workers, worker, threshold) {
-  const parts = [element("b", {}, `worker ${worker}`), element("span", {}, workers.rate[worker] ? `${number(workers.rate[worker])} steps/s (recent)` : workers.state[worker])];
+  const parts = [element("b", {}, `worker ${worker}`), element("span", {}, workers.rate[worker] ? `${number(workers.rate[worker])} steps/s (recent)` : STATES[workers.state[worker]] || workers.state[worker])];
   const divergence = workers.divergence[worker], lag = workers.lag[worker];
-  if (lag !== null) parts.push(element("span", {}, `${number(lag)} versions behind`));
+  if (lag !== null && workers.rate[worker]) parts.push(element("span", {}, `${number(lag)} versions behind`));
   if (divergence !== null && threshold) {
     const fill = element("div", { class: "fill" });
     fill.style.width = `${Math.min(100, 100 * divergence / threshold)}%`;
