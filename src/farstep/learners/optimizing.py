@@ -16,7 +16,7 @@ from torch.optim.adam import adam
 from farstep.checkpoint.checks import check_keys, check_torch_generator, converted
 from farstep.checkpoint.files import Refused
 from farstep.elastic.noise_scale import GradientNoise
-from farstep.learners.loop.saving import check_tensor
+from farstep.learners.loop.checkpoints.saving import check_tensor
 from farstep.learners.networks.agent import NetworkAgent
 from farstep.learners.networks.nets import ActorCritic
 from farstep.learners.rollout import Minibatch, Rollout, minibatches
