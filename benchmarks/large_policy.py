@@ -58,7 +58,7 @@ from roster import BENCHMARKS
 from runner import last_line, last_report, run_command
 
 import farstep
-from farstep.agents.graph_policy import with_graphs
+from farstep.agents.gpu.graph_policy import with_graphs
 from farstep.agents.policy import Policy
 from farstep.agents.precision import reduce_layers
 

@@ -19,7 +19,7 @@ import pytest
 import farstep
 from farstep.buffer import SampleToInsertRatio, Uniform
 from farstep.errors import ConfigError
-from farstep.learners.loop.journal import Journal
+from farstep.learners.loop.checkpoints.journal import Journal
 from farstep.rollout.seeds import episode_seed
 from farstep.testing import CountingEnv, TableAgent
 from farstep.workflow.triggers import DataKeyTrigger, TimeTrigger

@@ -14,7 +14,7 @@ import pytest
 
 import farstep
 from farstep.elastic import monitor
-from farstep.learners.loop.journal import Journal
+from farstep.learners.loop.checkpoints.journal import Journal
 from farstep.testing import CountingEnv, TableAgent
 from tests.cluster.checks import arrays_of, assert_same, cluster, eventually, worker_pids
 from tests.cluster.nodes import on_nodes

@@ -15,7 +15,7 @@ import pytest
 
 import farstep
 from farstep.errors import CheckpointError
-from farstep.learners.loop.journal import Journal
+from farstep.learners.loop.checkpoints.journal import Journal
 from farstep.testing import CountingEnv, TableAgent
 
 ENVS, STEPS = 6, 7

@@ -20,7 +20,7 @@ import farstep
 from farstep.cluster_env import collector_for
 from farstep.elastic.coordinator.run_share import RunShare
 from farstep.head.slots.worker_slots import WorkerSlots
-from farstep.learners.loop.journal import Journal
+from farstep.learners.loop.checkpoints.journal import Journal
 from farstep.testing import TableAgent
 from tests.cluster.checks import arrays_of, assert_same, within
 from tests.cluster.sharing import (

@@ -16,7 +16,7 @@ from gymnasium import spaces
 from farstep.checkpoint import folder as checkpoint
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.impala import ImpalaConfig
-from farstep.learners.loop.saving import join_state, split_state
+from farstep.learners.loop.checkpoints.saving import join_state, split_state
 from farstep.learners.networks.nets import ActorCritic, NetConfig, make_agent
 from farstep.learners.optimizing import Optimizer
 from farstep.learners.ppo import PPOConfig

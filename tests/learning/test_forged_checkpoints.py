@@ -20,7 +20,7 @@ from farstep.checkpoint import folder as checkpoint
 from farstep.errors import CheckpointError
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.impala import ImpalaConfig
-from farstep.learners.loop.saving import join_state, split_state
+from farstep.learners.loop.checkpoints.saving import join_state, split_state
 from farstep.learners.loop.training import Limits, Training
 from farstep.learners.networks.nets import NetConfig, make_agent
 from farstep.learners.ppo import PPO, PPOConfig

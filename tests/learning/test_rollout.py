@@ -13,6 +13,7 @@ from gymnasium import spaces
 
 import farstep
 from farstep.batch import Batch
+from farstep.elastic import GradientNoise
 from farstep.learners.loop.statistics import Statistics
 from farstep.learners.networks.encoders import encoder_for
 from farstep.learners.networks.nets import ActorCritic, NetConfig, make_agent
@@ -162,6 +163,39 @@ def test_micro_batches_give_the_gradient_of_the_whole(net: str) -> None:
         optimizer.learn(rollout, columns, loss, Schedule(epochs=1, batch_size=60, micro_batch_size=micro))
         found.append(torch.cat([parameter.detach().flatten() for parameter in agent.parameters()]))
     torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=1e-5)
+
+
+class RecordingNoise(GradientNoise):
+    """Stores the gradients that it receives, with their numbers of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradients: list[tuple[torch.Tensor, int]] = []
+
+    def add(self, gradient: Any, rows: int) -> None:
+        self.gradients.append((gradient.clone(), rows))
+
+
+@pytest.mark.parametrize(("size", "rows"), [(60, [30, 30]), (40, [40, 20])])
+@pytest.mark.parametrize("net", ["plain", "lstm"])
+def test_noise_is_measured_on_the_policy_without_the_critic(net: str, size: int, rows: list[int]) -> None:
+    """If an epoch has a single minibatch, on its halves; this does not change the update."""
+    found, noise = [], RecordingNoise()
+    for measured in (None, noise):
+        agent, _, rollout = collected("CartPole-v1", NETS[net], steps=10)
+        optimizer = Optimizer(agent, 1e-3, 1e9, seed=0)
+
+        def loss(part: Minibatch, agent: ActorCritic = agent) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            now = part.evaluate(agent)
+            return now.logprob.mean() + 1e6 * now.value.mean(), {}
+
+        schedule = Schedule(epochs=2, batch_size=size)
+        optimizer.learn(rollout, rollout.columns(), loss, schedule, noise=measured)
+        found.append(torch.cat([parameter.detach().flatten() for parameter in agent.parameters()]))
+    assert torch.equal(found[0], found[1])
+    assert [count for _, count in noise.gradients] == rows
+    critic = sum(parameter.numel() for parameter in agent.critic.parameters())
+    assert all(len(gradient) == len(found[0]) - critic for gradient, _ in noise.gradients)
 
 
 def test_a_step_without_numbers_is_left_out() -> None:

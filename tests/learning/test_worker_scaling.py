@@ -277,11 +277,39 @@ def test_rule_without_effect_is_warned_about() -> None:
     with env_of(workers=2) as env:
         training, _ = make_training(env, PPOConfig(**SCHEDULE), 64)
         training.run()
-        training, _ = make_training(env, PPOConfig(num_steps=STEPS, minibatch_size=1000, scaling="noise"), 64)
-        training.run()
-        first, second = [event.text for event in env.events("warned") if "scaling rule" in event.text]
-    assert "asks for up to 4 workers, but the run has only 2 workers" in first
-    assert "an update needs at least two minibatches" in second
+        (text,) = [event.text for event in env.events("warned") if "scaling rule" in event.text]
+    assert "asks for up to 4 workers, but the run has only 2 workers" in text
+
+
+class FewestWorkers(NoiseScale):
+    """Chooses as few workers as it may, whatever the noise scale is."""
+
+    def __call__(self, signals: Signals) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("net", [NetConfig(), NetConfig(recurrent="gru", core=8)], ids=["plain", "gru"])
+def test_noise_scale_is_estimated_with_the_fewest_workers(net: NetConfig) -> None:
+    """Each worker has one environment, and an update is a single minibatch."""
+    config = PPOConfig(num_steps=STEPS, minibatch_size=1000, update_epochs=1, net=net)
+    found = []
+
+    class Sink:
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            found.append((metrics["workers/active"], learner.state()["scaling"]["trace"]))  # type: ignore[index]
+
+    with make_env("CartPole-v1", 4, launcher="in-process", workers=4) as env:
+        learner = PPO(agent_of(env, config), config, seed=1, scaling=FewestWorkers())
+        Training(learner, env, Limits(total_steps=8 * STEPS), sink=Sink()).run()
+    assert {workers for workers, _ in found} == {2 if net.is_recurrent else 1}
+    assert len({trace for _, trace in found}) == len(found) > 3  # a new estimate each time
+
+
+def test_unknown_noise_scale_is_warned_about() -> None:
+    config = PPOConfig(num_steps=STEPS, scaling="noise", net=NetConfig(recurrent="gru", core=8))
+    with make_env("CartPole-v1", 1, launcher="in-process", workers=1) as env:
+        make_training(env, config, 2 * STEPS)[0].run()
+        assert any("the gradient noise scale is unknown" in event.text for event in env.events("warned"))
 
 
 def test_rules_that_cannot_work_are_refused() -> None:

@@ -31,7 +31,7 @@ from farstep.config.launch import EngineConfig
 from farstep.errors import ConfigError, RunError, counted, unknown_name
 from farstep.event import Event
 from farstep.learners.async_ppo import AsyncPPO
-from farstep.learners.loop.checkpoint_schedule import DEFAULT_EVERY
+from farstep.learners.loop.checkpoints.checkpoint_schedule import DEFAULT_EVERY
 from farstep.learners.loop.evaluation import EVALUATION_SLOTS, Evaluator
 from farstep.learners.loop.training import Learner, Limits, Progress, Stopped, Training
 from farstep.learners.networks.agent import NetworkAgent

@@ -22,7 +22,7 @@ from farstep.learners.loop.statistics import Statistics, check_rewards
 from farstep.learners.loop.timing import Timer
 from farstep.learners.loop.worker_scaling import WorkerScaling, check_scaling
 from farstep.learners.networks.agent import check_kind
-from farstep.learners.networks.nets import ActorCritic, NetConfig
+from farstep.learners.networks.nets import ActorCritic, NetConfig, RecurrentActorCritic
 from farstep.learners.optimizing import Loss, Optimizer, Schedule, onednn_for_images
 from farstep.learners.options.task_defaults import defaults_for, rollout_steps
 from farstep.learners.rollout import Rollout, prepare
@@ -167,7 +167,8 @@ class OnPolicy:
             buffer_fill: Returns `Signals.buffer_fill` for the scaling rule.
         """
         if self._scaling is not None:
-            self._scaling.start(env, self._updates, self.update_rows(env), buffer_fill())
+            sequences = env.num_envs if isinstance(self.agent, RecurrentActorCritic) else None
+            self._scaling.start(env, self._updates, self.update_rows(env), buffer_fill(), sequences)
         elif self._had_scaling:
             env.scale(workers=env.num_workers)
 

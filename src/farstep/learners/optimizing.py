@@ -16,7 +16,7 @@ from torch.optim.adam import adam
 from farstep.checkpoint.checks import check_keys, check_torch_generator, converted
 from farstep.checkpoint.files import Refused
 from farstep.elastic.noise_scale import GradientNoise
-from farstep.learners.loop.saving import check_tensor
+from farstep.learners.loop.checkpoints.saving import check_tensor
 from farstep.learners.networks.agent import NetworkAgent
 from farstep.learners.networks.nets import ActorCritic
 from farstep.learners.rollout import Minibatch, Rollout, minibatches
@@ -70,6 +70,11 @@ class AdamGroup:
         """Use these vectors from now on: values, gradients, and Adam's first and second moments of all parameters."""
         self._tensors = [[vector[part] for part in self._slices] for vector in vectors]
         self.steps = [step.to(vectors[0].device) for step in self.steps]
+
+    @property
+    def gradient(self) -> Tensor:
+        """A copy of the gradient, as one vector."""
+        return torch.cat(self._tensors[1])
 
     def anneal(self, left: float) -> None:
         """Set the learning rate to the fraction `left` of its initial value."""
@@ -178,7 +183,9 @@ class Optimizer:
             loss: Loss of a minibatch.
             schedule: Epochs, minibatch sizes and early stopping.
             critic_only: Whether to change only the critic's own parameters (critic warm-up).
-            noise: Receives the gradients of the first epoch, before clipping; None: no noise scale is estimated.
+            noise: Receives the policy's gradients of the first epoch, before clipping: of each minibatch or, if there
+                is only one, of its halves. The critic's own gradient would hide them: early in training it is larger
+                and much less noisy. None: no noise scale is estimated.
 
         Returns:
             The mean of each metric over all minibatches, the number of epochs, and the learning rates.
@@ -189,9 +196,11 @@ class Optimizer:
             for minibatch in minibatches(rollout, columns, schedule.batch_size, self.generator):
                 if schedule.normalize:
                     minibatch = minibatch.normalized()
+                if noise is not None and epochs == 0 and len(minibatch) == rollout.valid.numel():
+                    self._measure_halves(minibatch, loss, schedule.micro_batch_size, noise)
                 metrics = self._accumulate(minibatch, loss, schedule.micro_batch_size)
-                if noise is not None and epochs == 0:
-                    noise.add(self._gradient, int(minibatch.num_valid))
+                if noise is not None and epochs == 0 and len(minibatch) < rollout.valid.numel():
+                    noise.add(self._policy.gradient, int(minibatch.num_valid))
                 means.add({**metrics, **self.step(critic_only)}, len(minibatch))
                 epoch_kl.add({_KL: metrics.get(_KL, 0.0)}, len(minibatch))
             epochs += 1
@@ -212,6 +221,13 @@ class Optimizer:
             torch.autograd.backward(value * (micro_batch.num_valid / total))
             means.add(metrics, len(micro_batch))
         return means.result()
+
+    def _measure_halves(self, minibatch: Minibatch, loss: Loss, micro_size: int | None, noise: GradientNoise) -> None:
+        """Give `noise` the policy's gradients of both halves of a minibatch, and leave the gradient 0."""
+        for half in minibatch.split(-(-len(minibatch) // 2)):
+            self._accumulate(half, loss, micro_size)
+            noise.add(self._policy.gradient, int(half.num_valid))
+            self._gradient.zero_()
 
     def step(self, critic_only: bool = False) -> dict[str, Tensor]:
         """Take one step with the accumulated gradient, and set the gradient to 0. Return metrics."""

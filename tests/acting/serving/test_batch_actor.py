@@ -17,12 +17,12 @@ from farstep.acting.mailbox import USED, MailboxLayout
 from farstep.acting.serving.arena import Requests
 from farstep.acting.serving.batch_actor import Batch, BatchActor, Group
 from farstep.acting.serving.server_clients import Client
-from farstep.agents.graph_policy import GRAPHS, GraphPolicy
+from farstep.agents.gpu.graph_policy import GRAPHS, GraphPolicy
 from farstep.errors import SpaceError
 from farstep.rollout.rows import Slots
 from farstep.schema import space_schema
 from farstep.testing import CountingEnv
-from tests.agents.fake_graphs import FakeGraphs
+from tests.agents.gpu.fake_graphs import FakeGraphs
 from tests.cluster.served.agents import RandomAgent, RandomRecurrentAgent
 
 

@@ -101,7 +101,7 @@ def test_servers_act_if_workers_need_longer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("slow", ["cpu", "gpu"])
 def test_workers_with_gpus_can_act_on_the_cpu(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")  # here and not above: workers import this file
-    from tests.agents import fake_gpu
+    from tests.agents.gpu import fake_gpu
 
     class TwoDeviceAgent(torch.nn.Module):  # type: ignore[misc, name-defined]
         """Needs 20 ms more per call on one device, and returns on which device it acted. Cannot be recorded."""

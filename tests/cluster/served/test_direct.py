@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import farstep
-from farstep.agents import gpu_memory
+from farstep.agents.gpu import gpu_memory
 from farstep.head import collector
 from farstep.head.weights.publisher import Publisher
 from farstep.sync import AAPS
-from tests.agents import fake_gpu
+from tests.agents.gpu import fake_gpu
 from tests.cluster.checks import assert_balanced, assert_sound, cluster, eventually, within
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_in_workers")]  # real processes

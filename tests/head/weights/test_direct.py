@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from farstep.agents import gpu_memory
+from farstep.agents.gpu import gpu_memory
 from farstep.agents.parameters import ParameterLoader
 from farstep.config.env import ALL_WEIGHTS, WeightsConfig
 from farstep.errors import AgentError
 from farstep.head.weights.parameters import ParameterStore
 from farstep.rollout.weight_headers import GPU_LOCK, unpack_word
 from farstep.worker.weights.sources import SharedWeights
-from tests.agents.fake_gpu import FakeGpuMemory
+from tests.agents.gpu.fake_gpu import FakeGpuMemory
 from tests.agents.parameter_agents import Base, Module, NumpyAgent, SetterAgent, numbers
 
 FORK = multiprocessing.get_context("fork")

@@ -15,7 +15,7 @@ from farstep.acting.mailbox import EPISODES, IS_FIRST, ROOTS, STARTS, USED, Mail
 from farstep.acting.serving.arena import Requests
 from farstep.acting.serving.thread_choice import ThreadChoice
 from farstep.agents.base_weights import BaseBytes
-from farstep.agents.graph_policy import with_graphs
+from farstep.agents.gpu.graph_policy import with_graphs
 from farstep.agents.parameters import as_array, leaves_of
 from farstep.agents.policy import MAX_IN_FLIGHT, Launched, Policy
 from farstep.agents.precision import USE_FLOAT32, ReducedPolicy, reduce_layers

@@ -14,8 +14,8 @@ from farstep.checkpoint.checks import Count, converted
 from farstep.cli.options.train_options import load_config
 from farstep.cli.saved.trust import check_trusted
 from farstep.errors import RunError
-from farstep.learners.loop.checkpoint_schedule import DEFAULT_EVERY
-from farstep.learners.loop.saving import check_agent, join_state
+from farstep.learners.loop.checkpoints.checkpoint_schedule import DEFAULT_EVERY
+from farstep.learners.loop.checkpoints.saving import check_agent, join_state
 from farstep.learners.loop.training import Progress
 from farstep.learners.networks.agent import NetworkAgent
 from farstep.learners.options.run_config import RunConfig

@@ -40,7 +40,7 @@ class DirectWeights:
     def __init__(
         self, memory: SharedMemory, schema: ParameterSchema, leaves: list[tuple[str, Any]], servers: Sequence[int]
     ) -> None:
-        from farstep.agents import gpu_memory  # imports torch
+        from farstep.agents.gpu import gpu_memory  # imports torch
 
         self._memory, self._word = memory, memory.map.cast("q")
         self._schema, self._servers = schema, servers

@@ -12,7 +12,7 @@ from torch.nn import functional
 from farstep.checkpoint.checks import require
 from farstep.core import Array, Nested
 from farstep.learners.episodes.padded_episodes import Episodes
-from farstep.learners.loop.saving import check_tensor
+from farstep.learners.loop.checkpoints.saving import check_tensor
 from farstep.learners.networks.encoders import hidden_layers
 from farstep.learners.networks.nets import ActorCritic, NetConfig
 from farstep.learners.networks.normalizers import RunningMoments

@@ -20,15 +20,15 @@ from farstep.checkpoint.files import Refused
 from farstep.cluster_env import ClusterEnv, check_saved
 from farstep.errors import CheckpointError
 from farstep.event import RUN_RESUMED
-from farstep.learners.loop.checkpoint_schedule import CheckpointSchedule
+from farstep.learners.loop.checkpoints.checkpoint_schedule import CheckpointSchedule
+from farstep.learners.loop.checkpoints.journal import Journal
+from farstep.learners.loop.checkpoints.saving import check_agent, check_base, join_state, saved_parameters, split_state
 from farstep.learners.loop.diagnosing import RunDiagnosis
 from farstep.learners.loop.evaluation import EvaluationResult, Evaluator
 from farstep.learners.loop.iteration import CheckpointMarker
 from farstep.learners.loop.iteration import Iteration as Iteration
 from farstep.learners.loop.iteration import Loop as Loop
-from farstep.learners.loop.journal import Journal
 from farstep.learners.loop.progress import Progress as Progress
-from farstep.learners.loop.saving import check_agent, check_base, join_state, saved_parameters, split_state
 from farstep.learners.loop.stop_signals import Stopped as Stopped
 from farstep.learners.loop.stop_signals import StopSignals
 from farstep.learners.loop.timing import Timer, WorkerTimer

@@ -12,7 +12,7 @@ import msgspec
 from farstep.checkpoint.checks import Count, Finite, converted
 from farstep.cluster_env import ClusterEnv
 from farstep.elastic.noise_scale import GradientNoise
-from farstep.elastic.scaling import Rule, Scaling, no_effect, rule_of, uses_noise_scale
+from farstep.elastic.scaling import NoiseScale, Rule, Scaling, no_effect, rule_of, uses_noise_scale
 from farstep.errors import ConfigError
 
 
@@ -45,7 +45,14 @@ class WorkerScaling:
         """Workers that ran when the loaded checkpoint was written."""
         self._lacks_noise_scale = self._was_warned = False
 
-    def start(self, env: ClusterEnv, update: int, rows: int, buffer_fill: float | None = None) -> None:
+    def start(
+        self,
+        env: ClusterEnv,
+        update: int,
+        rows: int,
+        buffer_fill: float | None = None,
+        sequences: int | None = None,
+    ) -> None:
         """Set the number of workers before the first rollout: as the rule decides, or as in the loaded checkpoint.
 
         Args:
@@ -53,6 +60,8 @@ class WorkerScaling:
             update: Updates so far.
             rows: Rows of an update in which all workers take part; of replay learners, rows of one chunk of each.
             buffer_fill: As in `Signals`.
+            sequences: Sequences of such an update if the agent is recurrent. `NoiseScale` then runs enough workers for
+                two sequences, because the noise scale cannot be estimated from one.
 
         Raises:
             ConfigError: The rule returned something other than an integer, or needs a signal that does not exist.
@@ -61,6 +70,8 @@ class WorkerScaling:
             env.emit_event("warned", reason)
         scaling = self._scaling = Scaling(self._rule, env.num_workers)
         self._rows_per_worker, self._min_workers = rows / env.num_workers, env.config.min_workers
+        if sequences is not None and isinstance(self._rule, NoiseScale):
+            self._min_workers = max(self._min_workers, min(math.ceil(2 * env.num_workers / sequences), env.num_workers))
         if self._saved_workers is None:
             self._choose(update, buffer_fill)
         else:
@@ -85,7 +96,7 @@ class WorkerScaling:
             env.emit_event(
                 "warned",
                 f"the gradient noise scale is unknown after update {update}, so the scaling rule cannot use it: an "
-                "update needs at least two minibatches; lower the minibatch size, or raise --num-steps",
+                "update needs at least two rows, or two environments if the agent is recurrent",
             )
         before = self._scaling.workers
         self._choose(update, buffer_fill)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from farstep.checkpoint.checks import converted
 from farstep.checkpoint.files import Refused
-from farstep.learners.loop.saving import check_tensor
+from farstep.learners.loop.checkpoints.saving import check_tensor
 from farstep.learners.optimizing import MAX_STEPS, AdamGroup, flatten_parameters
 from farstep.learners.replay.saved_parts import SavedNetwork
 

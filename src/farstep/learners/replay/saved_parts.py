@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from farstep.checkpoint.checks import Count, check_keys, converted
 from farstep.checkpoint.files import Refused
-from farstep.learners.loop.saving import check_tensor
+from farstep.learners.loop.checkpoints.saving import check_tensor
 
 
 class SavedPart(Protocol):

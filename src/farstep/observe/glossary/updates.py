@@ -158,8 +158,8 @@ UPDATES = (
             _learner(
                 "train/actor/noise_scale",
                 "gradient noise scale: the number of rows above which a larger batch hardly improves the gradient. "
-                "Estimated from the first epochs of about 10 updates; missing while the gradient is too small compared "
-                "with its noise",
+                "Estimated from the policy's gradients in the first epochs of about 10 updates; missing while the "
+                "gradient is too small compared with its noise",
                 unit="rows",
                 when="ppo, async-ppo with `--scaling noise`",
                 healthy="grows while the policy learns",

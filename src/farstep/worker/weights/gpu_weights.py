@@ -75,7 +75,7 @@ class GpuWeights:
             fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, self._opened_lock)
 
     def _open(self, loader: ParameterLoader, version: int, arrays: Sequence[Array]) -> None:
-        from farstep.agents import gpu_memory  # imports torch
+        from farstep.agents.gpu import gpu_memory  # imports torch
 
         if loader.own is None:
             raise gpu_memory.UnsuitableError("the agent converts its weights, or loads them with set_parameters")
@@ -100,7 +100,7 @@ class GpuWeights:
             self._gpu, self._block = gpu, block
 
     def _views(self, loader: ParameterLoader, block: Any) -> list[Any]:
-        from farstep.agents.gpu_memory import views_of
+        from farstep.agents.gpu.gpu_memory import views_of
 
         assert loader.own is not None
         return views_of(block, loader.schema, [target.dtype for _, target in loader.own])

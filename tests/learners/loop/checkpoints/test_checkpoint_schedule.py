@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farstep.learners.loop.checkpoint_schedule import CheckpointSchedule
+from farstep.learners.loop.checkpoints.checkpoint_schedule import CheckpointSchedule
 
 
 def checkpoints(every: int | None, update_s: float, write_s: float, updates: int = 1000) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from farstep.agents.cuda_graphs import capturable
+from farstep.agents.gpu.cuda_graphs import capturable
 from farstep.agents.tape.unread_array import tensor_of
 from farstep.schema import flat, map_leaves
 

@@ -33,7 +33,7 @@ from farstep.errors import described
 from farstep.schema import flat, map_leaves
 
 if TYPE_CHECKING:
-    from farstep.agents.cuda_graphs import CudaGraphs
+    from farstep.agents.gpu.cuda_graphs import CudaGraphs
 
 GRAPHS = "CUDA graphs"
 """`Policy.note` of an agent whose `act` was captured."""
@@ -49,7 +49,7 @@ def with_graphs(policy: Policy, max_batch: int) -> Policy:
     """Return a policy with the same agent that replays CUDA graphs; the policy itself if it is not on a GPU."""
     if policy.device is None:
         return policy
-    from farstep.agents.cuda_graphs import CudaGraphs
+    from farstep.agents.gpu.cuda_graphs import CudaGraphs
 
     return GraphPolicy(policy.agent, policy.slots, CudaGraphs(), max_batch)
 

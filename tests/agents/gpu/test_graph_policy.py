@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from farstep.agents.cuda_graphs import CudaGraphs, capturable
-from farstep.agents.graph_policy import GRAPHS, GraphPolicy, padded_size
+from farstep.agents.gpu.cuda_graphs import CudaGraphs, capturable
+from farstep.agents.gpu.graph_policy import GRAPHS, GraphPolicy, padded_size
 from farstep.agents.policy import Policy
 from farstep.agents.precision import reduce_layers
-from tests.agents.fake_graphs import FakeGraphs
+from tests.agents.gpu.fake_graphs import FakeGraphs
 
 if torch.cuda.is_available():
     torch.zeros(1, device="cuda")  # CUDA keeps descriptors open, which no test has to close

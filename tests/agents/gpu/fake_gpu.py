@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from farstep.agents import cuda_graphs, gpu_memory
-from farstep.agents.gpu_memory import UnsuitableError
-from tests.agents.fake_graphs import FakeGraphs
+from farstep.agents.gpu import cuda_graphs, gpu_memory
+from farstep.agents.gpu.gpu_memory import UnsuitableError
+from tests.agents.gpu.fake_graphs import FakeGraphs
 
 
 class FakeGpuMemory:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from farstep.agents import gpu_memory
-from farstep.agents.gpu_memory import SharedGpuMemory, UnsuitableError, common_device, has_nan, views_of
+from farstep.agents.gpu import gpu_memory
+from farstep.agents.gpu.gpu_memory import SharedGpuMemory, UnsuitableError, common_device, has_nan, views_of
 from farstep.agents.parameters import ParameterSchema
-from tests.agents.fake_gpu import FakeGpuMemory
+from tests.agents.gpu.fake_gpu import FakeGpuMemory
 
 if torch.cuda.is_available():
     torch.zeros(1, device="cuda")  # CUDA keeps descriptors open, which no test has to close
@@ -22,7 +22,7 @@ NBYTES = 3_000_001
 
 OPENER = """
 import sys, torch
-from farstep.agents.gpu_memory import SharedGpuMemory
+from farstep.agents.gpu.gpu_memory import SharedGpuMemory
 memory = SharedGpuMemory(torch.device("cuda:0"))
 block = memory.open(bytes.fromhex(sys.argv[1]), int(sys.argv[2]))
 print(memory.uuid, block.sum().item(), block[-1].item())
