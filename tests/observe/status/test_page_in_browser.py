@@ -19,6 +19,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
 import farstep
+from farstep.cli import main
 from farstep.event import Event
 from farstep.observe.event_files import EventFile
 from farstep.observe.loggers import JsonlLogger
@@ -358,6 +359,11 @@ def test_finished_run_is_shown_from_its_folder(window: Browser, tmp_path: Path) 
         assert window.violations() == [] and window.errors() == []
     finally:
         server.close()
+    file = tmp_path / "page.html"
+    assert main(["status", str(folder.path), "--html", str(file)]) == 0
+    window.open(file.as_uri())
+    assert window.text("#title") == "ppo on Far-v0" and "worker 0 was lost" in window.text("#events")
+    assert window.violations() == [] and window.errors() == []
 
 
 ATTACK = """
