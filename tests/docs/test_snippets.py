@@ -39,8 +39,7 @@ ELSEWHERE = {
 """Blocks that another test runs, by page and position."""
 
 NOT_RUN = {
-    ("docs/lora.md", 0): "leaves out the policy; test_examples.py runs examples/lora_policy.py, the whole program",
-    ("docs/lora.md", 1): "trains for 100,000 steps; tests/learning/test_replay_learning.py trains adapters briefly",
+    ("docs/lora.md", 0): "leaves out the policy; tests/agents/test_lora.py runs the whole program, lora_policy.py",
 }
 """Blocks that no test runs, and why."""
 
@@ -62,6 +61,18 @@ SETUPS = {
 from pathlib import Path
 from farstep.learners import ArideConfig, make_agent
 agent = make_agent(*env.launch(), ArideConfig().net, 0.99)
+""",
+    "docs/lora.md": """
+import farstep
+from farstep import learners
+from farstep.learners import Aride, ArideConfig, Training
+from lora_policy import Spelling, make_policy
+described = {"type": "factory", "env_name": Spelling, "envs_per_node": 4, "seed": 1}
+env = farstep.ClusterEnv(described, farstep.InProcessConfig())
+policy = make_policy()
+policy.add_adapters(also_train=("critic",))
+def Limits(total_steps):
+    return learners.Limits(total_steps=total_steps // 400)
 """,
     "docs/ppo.md": SMALL_ENV
     + """

@@ -19,6 +19,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
 import farstep
+from farstep.cli import main
 from farstep.event import Event
 from farstep.observe.event_files import EventFile
 from farstep.observe.loggers import JsonlLogger
@@ -43,7 +44,8 @@ def window() -> Iterator[Browser]:
 
 
 @pytest.mark.parametrize(
-    ("workers", "size", "dark"), [(3, WIDE, False), (3, PHONE, True), (1_000, WIDE, True), (1_000, PHONE, False)]
+    ("workers", "size", "dark"),
+    [(1, WIDE, True), (3, WIDE, False), (3, PHONE, True), (1_000, WIDE, True), (1_000, PHONE, False)],
 )
 def test_page_has_no_errors_and_is_accessible(window: Browser, workers: int, size: tuple[int, int], dark: bool) -> None:
     server = PageServer(SimulatedRun(workers, nodes=min(workers, 20)))
@@ -59,6 +61,31 @@ def test_page_has_no_errors_and_is_accessible(window: Browser, workers: int, siz
         window.script("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
         assert window.violations() == []
         assert window.errors() == []
+    finally:
+        server.close()
+
+
+def test_every_part_of_the_page_is_filled(window: Browser) -> None:
+    server = PageServer(SimulatedRun(3, nodes=1))
+    shown = {
+        "#progress-text": ["5,000 of 10,000 steps, about 1 min 1 s left"],
+        "#diagnosis": ["Worker 3 is slow.", "Look.", "a 0.5"],
+        "#times": ["workers", "environments", "90 %", "waiting for the learner", "10 %", "learner", "updates", "100 %"],
+        "#lags": ["newest version", "50 %", "1 older", "50 %"],
+        "#weights": [
+            "Workers pull new weights when their KL divergence from the learner exceeds 0.05.",
+            "3 pulls of 7 possible ones; 3.0 kB sent",
+            "4.0 kB not sent, because workers skipped versions",
+        ],
+        "#buffer": ["filled", "10 %", "10 of 100 rows, 4.0 kB", "2 rows sampled per row inserted"],
+    }
+    try:
+        window.open(server.url)
+        assert {part: [line for line in window.text(part).split("\n") if line] for part in shown} == shown
+        curves = "return document.querySelectorAll(`${arguments[0]} polyline`).length"
+        assert [window.script(curves, chart) for chart in ("#returns", "#rates")] == [2, 1]
+        window.driver.find_element("css selector", "main > section:last-child summary").click()
+        assert window.text("#metrics").split() == ["env/return_mean", "2"]
     finally:
         server.close()
 
@@ -332,6 +359,11 @@ def test_finished_run_is_shown_from_its_folder(window: Browser, tmp_path: Path) 
         assert window.violations() == [] and window.errors() == []
     finally:
         server.close()
+    file = tmp_path / "page.html"
+    assert main(["status", str(folder.path), "--html", str(file)]) == 0
+    window.open(file.as_uri())
+    assert window.text("#title") == "ppo on Far-v0" and "worker 0 was lost" in window.text("#events")
+    assert window.violations() == [] and window.errors() == []
 
 
 ATTACK = """

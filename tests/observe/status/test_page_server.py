@@ -142,6 +142,12 @@ def test_server_is_read_only(server: PageServer, source: CountingSource, method:
     assert source.reads == 0
 
 
+def test_only_the_loopback_address_is_listened_on(server: PageServer) -> None:
+    """A server that listened on all interfaces would accept every address of this machine."""
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", urlsplit(server.url).port or 0), timeout=DEADLINE_S)
+
+
 def test_unknown_paths_are_not_found(server: PageServer) -> None:
     for path in ("/favicon.ico", "/../page.py", "/data/", "//evil.example/data"):
         assert get(server, path)[0] == 404
