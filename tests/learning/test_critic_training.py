@@ -18,7 +18,7 @@ from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.impala import ImpalaConfig
 from farstep.learners.loop.checkpoints.saving import join_state, split_state
 from farstep.learners.networks.nets import ActorCritic, NetConfig, make_agent
-from farstep.learners.optimizing import Optimizer
+from farstep.learners.on_policy.optimizer import Optimizer
 from farstep.learners.ppo import PPOConfig
 from tests.learning.tasks import Config, Rows, assert_resumes_exactly, make_env, make_training, resumable, trained
 

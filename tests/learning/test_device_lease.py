@@ -14,11 +14,11 @@ from gymnasium.spaces import Box, Discrete
 import farstep
 from farstep.cli import main
 from farstep.elastic.coordinator.server import read_status
-from farstep.learners.device_lease import DeviceLease
 from farstep.learners.loop.timing import Timer
 from farstep.learners.loop.training import Limits, Training
 from farstep.learners.networks.nets import ActorCritic, make_agent
-from farstep.learners.optimizing import Optimizer
+from farstep.learners.on_policy.device_lease import DeviceLease
+from farstep.learners.on_policy.optimizer import Optimizer
 from farstep.learners.ppo import PPO, PPOConfig
 from tests.cluster.sharing import PATIENCE_S, serving
 
@@ -154,7 +154,7 @@ def test_a_move_of_the_optimizer_that_runs_out_of_memory_can_be_undone(monkeypat
     def scarce(tensor: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("farstep.learners.optimizing.pinned", scarce)
+    monkeypatch.setattr("farstep.learners.on_policy.optimizer.pinned", scarce)
     with pytest.raises(torch.OutOfMemoryError):
         optimizer.move(torch.device("cuda"))
     optimizer.move(torch.device("cpu"))

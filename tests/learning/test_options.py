@@ -22,7 +22,7 @@ from farstep.learners.impala import ImpalaConfig
 from farstep.learners.loop.evaluation import Evaluator
 from farstep.learners.loop.timing import WORKER_METRICS
 from farstep.learners.networks.nets import NetConfig, make_agent
-from farstep.learners.optimizing import Optimizer
+from farstep.learners.on_policy.optimizer import Optimizer
 from farstep.learners.options.run_config import RunConfig
 from farstep.learners.ppo import PPOConfig
 from tests.learning.tasks import Rows, make_env, make_training

@@ -17,9 +17,9 @@ from farstep.elastic import GradientNoise
 from farstep.learners.loop.statistics import Statistics
 from farstep.learners.networks.encoders import encoder_for
 from farstep.learners.networks.nets import ActorCritic, NetConfig, make_agent
-from farstep.learners.optimizing import Optimizer, Schedule
+from farstep.learners.on_policy.optimizer import Optimizer, Schedule
+from farstep.learners.on_policy.rollout import Minibatch, Rollout, minibatches, prepare
 from farstep.learners.ppo import PPO, PPOConfig
-from farstep.learners.rollout import Minibatch, Rollout, minibatches, prepare
 from tests.learning.tasks import Identity, make_env, make_training
 
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ import torch
 
 from farstep.learners.async_ppo import AsyncPPOConfig
 from farstep.learners.networks.nets import NetConfig, make_agent
+from farstep.learners.on_policy.rollout import prepare
 from farstep.learners.ppo import PPOConfig
-from farstep.learners.rollout import prepare
 from tests.learning.tasks import Config, Rows, assert_resumes_exactly, make_env, make_training, trained
 
 ENVS, STEPS, EPOCHS = 4, 12, 3

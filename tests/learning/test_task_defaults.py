@@ -11,7 +11,7 @@ import pytest
 from farstep.cli import main
 from farstep.config.field_docs import field_docs
 from farstep.learners.async_ppo import AsyncPPOConfig
-from farstep.learners.optimizing import Optimizer, Schedule
+from farstep.learners.on_policy.optimizer import Optimizer, Schedule
 from farstep.learners.options.task_defaults import IMAGES, VECTORS, Defaults, rollout_steps
 from farstep.learners.ppo import PPOConfig
 from tests.learning.tasks import Rows, make_env, make_training

@@ -30,12 +30,12 @@ from farstep.learners.loop.iteration import Loop
 from farstep.learners.loop.timing import Timer
 from farstep.learners.loop.worker_scaling import chosen_rule
 from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
-from farstep.learners.on_policy import OnPolicy
-from farstep.learners.optimizing import Schedule, prefixed
+from farstep.learners.on_policy.learner import OnPolicy
+from farstep.learners.on_policy.optimizer import Schedule, prefixed
+from farstep.learners.on_policy.rollout import Minibatch, Rollout
 from farstep.learners.options.checks import LARGE, check_above, check_counts, check_critic, check_numbers
 from farstep.learners.options.task_defaults import chunk_steps
 from farstep.learners.returns import fold_ends, ratio_statistics, vtrace
-from farstep.learners.rollout import Minibatch, Rollout
 from farstep.workflow.triggers import DataKeyTrigger
 from farstep.workflow.triggers.messages import Message
 from farstep.workflow.workflow import Workflow

@@ -24,10 +24,10 @@ from farstep.learners import losses
 from farstep.learners.loop.timing import Timer
 from farstep.learners.loop.worker_scaling import check_rule, chosen_rule
 from farstep.learners.networks.nets import DEFAULT_NET, ActorCritic, NetConfig
-from farstep.learners.on_policy import UNUSABLE_RULES, RolloutLearner, rollouts
-from farstep.learners.optimizing import Schedule, prefixed
+from farstep.learners.on_policy.learner import UNUSABLE_RULES, RolloutLearner, rollouts
+from farstep.learners.on_policy.optimizer import Schedule, prefixed
+from farstep.learners.on_policy.rollout import Minibatch
 from farstep.learners.options.checks import LARGE, check_above, check_choice, check_counts, check_critic, check_numbers
-from farstep.learners.rollout import Minibatch
 
 
 @show_fields

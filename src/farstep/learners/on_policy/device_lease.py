@@ -11,7 +11,7 @@ from torch import Tensor
 from farstep.cluster_env import ClusterEnv
 from farstep.learners.loop.timing import Timer
 from farstep.learners.networks.nets import ActorCritic
-from farstep.learners.optimizing import Optimizer, pinned
+from farstep.learners.on_policy.optimizer import Optimizer, pinned
 
 CPU = torch.device("cpu")
 

@@ -16,16 +16,17 @@ from farstep.checkpoint.checks import Count, converted
 from farstep.cluster_env import ClusterEnv
 from farstep.config.env import WeightsConfig
 from farstep.elastic.scaling import Fill, Rule
-from farstep.learners.device_lease import DeviceLease
 from farstep.learners.loop.iteration import Iteration, Loop
 from farstep.learners.loop.statistics import Statistics, check_rewards
 from farstep.learners.loop.timing import Timer
 from farstep.learners.loop.worker_scaling import WorkerScaling, check_scaling
 from farstep.learners.networks.agent import check_kind
 from farstep.learners.networks.nets import ActorCritic, NetConfig, RecurrentActorCritic
-from farstep.learners.optimizing import Loss, Optimizer, Schedule, onednn_for_images
+from farstep.learners.on_policy.device_lease import DeviceLease
+from farstep.learners.on_policy.optimizer import Loss, Optimizer, Schedule
+from farstep.learners.on_policy.rollout import Rollout, prepare
+from farstep.learners.optimizing import onednn_for_images
 from farstep.learners.options.task_defaults import defaults_for, rollout_steps
-from farstep.learners.rollout import Rollout, prepare
 
 BufferFill = Callable[[], float | None]
 
