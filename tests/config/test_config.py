@@ -17,6 +17,7 @@ from farstep.config.env import EnvConfig, check_count, check_seed
 from farstep.config.launch import InProcessConfig, LocalConfig, SSHConfig, Timeouts
 from farstep.errors import ConfigError
 from farstep.sync import Always
+from farstep.testing import CountingEnv
 
 ALL = [EnvConfig, LocalConfig, InProcessConfig, Timeouts]
 
@@ -43,6 +44,7 @@ def test_an_unknown_key_names_the_nearest_and_lists_all(kind: Any, key: str, nea
         (lambda: EnvConfig(env_name="CartPole-v1", type="gymnasum"), "Did you mean 'gymnasium'"),  # type: ignore[arg-type]
         (lambda: EnvConfig(env_name="CartPole-v1", inference="eagre"), "Did you mean 'eager'"),  # type: ignore[arg-type]
         (lambda: EnvConfig(env_name=lambda: None), "type='factory'"),
+        (lambda: EnvConfig(type="factory", env_name=CountingEnv()), "is an environment, .* pass the class"),  # type: ignore[arg-type]
         (lambda: EnvConfig(env_name="CartPole-v1", envs_per_node=0), "at least 1"),
         (lambda: EnvConfig(env_name="CartPole-v1", envs_per_node=2.5), "integer"),  # type: ignore[arg-type]
         (lambda: EnvConfig(env_name="CartPole-v1", seed=-1), "non-negative"),

@@ -235,6 +235,11 @@ class EnvConfig(_Config):
             if self.type != "gymnasium":
                 raise ConfigError(f"EnvConfig.env_name is an EnvSpec but type is {self.type!r}; use type='gymnasium'.")
         elif not isinstance(self.env_name, str) and not callable(self.env_name):
+            if callable(getattr(self.env_name, "reset", None)):
+                raise ConfigError(
+                    f"EnvConfig.env_name is an environment, {self.env_name!r}; every worker needs environments of its "
+                    "own. With type='factory', pass the class, or a function that returns an environment."
+                )
             raise ConfigError(f"EnvConfig.env_name is {self.env_name!r}; expected a name such as 'CartPole-v1'.")
         if callable(self.env_name) and self.type not in ("factory", "vector"):
             raise ConfigError(
