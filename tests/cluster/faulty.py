@@ -138,6 +138,13 @@ class BareResetEnv(CountingEnv):
         return super().reset(**kwargs)[0]
 
 
+class UnseededEnv(CountingEnv):
+    """Takes no seed."""
+
+    def reset(self) -> Any:  # type: ignore[override]
+        return super().reset()
+
+
 class FussyBoxEnv(CountingEnv):
     """Takes numbers between -1 and 1, and raises in its third step."""
 

@@ -37,6 +37,7 @@ from tests.cluster.faulty import (
     PoisonEnv,
     SelfNamingEnv,
     SevenAgent,
+    UnseededEnv,
     faulty_vector,
     poisoned_vector,
 )
@@ -287,6 +288,11 @@ def test_environments_of_the_old_gym_are_told_so(wrappers: list[Any]) -> None:
     with (
         cluster(BareResetEnv, config=in_process(restart_budget=0)) as env,
         pytest.raises(TypeError, match=r"reset returned a ndarray; expected the pair \(obs, info\)"),
+    ):
+        env.collect(TableAgent(), steps=2)
+    with (
+        cluster(UnseededEnv, config=in_process(restart_budget=0)) as env,
+        pytest.raises(TypeError, match=r"keyword argument 'seed'. .*def reset\(self, \*, seed=None, options=None\)"),
     ):
         env.collect(TableAgent(), steps=2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -46,7 +47,11 @@ class SingleEnvs:
         """Reset environment `i` and write its observation to `target[...][i]`; returns its info."""
         self._progress[PHASE], self._progress[SLOT] = RESET, i
         self._progress[COUNT] += 1
-        result: Any = self.envs[i].reset(seed=seed, options=options)
+        try:
+            result: Any = self.envs[i].reset(seed=seed, options=options)
+        except TypeError as error:
+            explain_reset(error)
+            raise
         if not isinstance(result, (tuple, list)) or len(result) != 2:
             raise TypeError(f"reset returned a {type(result).__name__}; expected the pair (obs, info).")
         obs, info = result
@@ -149,6 +154,12 @@ def as_info(info: Any) -> Any:
     if not isinstance(info, Mapping):
         raise TypeError(f"the environment returned the info {info!r}; a dictionary is expected.")
     return info
+
+
+def explain_reset(error: TypeError) -> None:
+    """Add an explanation to the error of a `reset` that does not take the arguments of Gymnasium."""
+    if re.search(r"reset\(\) got an unexpected keyword argument '(seed|options)'", str(error)):
+        error.args = (f"{error}. Gymnasium passes both: def reset(self, *, seed=None, options=None).",)
 
 
 def explain_step(error: Exception) -> None:
