@@ -189,6 +189,11 @@ def test_interrupt_while_the_page_closes_still_ends_the_workers(monkeypatch: pyt
     assert repr(env).endswith("closed>")
 
 
+def test_impossible_port_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "runs/NAME", "--port", "99999"]) != 0
+    assert "--port is 99999; expected at most 65535" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("more", [["runs/NAME"], ["--html", "page.html"], ["--port", "8000"]])
 def test_dashboard_takes_no_run(more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--grafana", str(tmp_path / "dashboard.json"), *more]) != 0
