@@ -411,6 +411,16 @@ def test_what_sbatch_says_is_in_the_error(cluster: SlurmCluster, tmp_path: Path)
         start(tmp_path, partition="mian").launch()
 
 
+def test_a_missing_controller_is_explained(
+    cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conf = tmp_path / "slurm.conf"
+    conf.write_text(re.sub(r"SlurmctldPort=\d+", "SlurmctldPort=1", Path(os.environ["SLURM_CONF"]).read_text()))
+    monkeypatch.setenv("SLURM_CONF", str(conf))
+    with pytest.raises(LaunchError, match="check that slurmctld is running and that SLURM_CONF is right"):
+        start(tmp_path, nodes=1).launch()
+
+
 def test_what_a_node_says_is_in_the_error(cluster: SlurmCluster, tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"(?s)SLURM job \d+ is .*The end of .*\.log:.*No such file") as caught:
         within(start(tmp_path, python="/no/such/python").launch)
