@@ -389,3 +389,14 @@ def test_plots_are_written_to_the_current_folder(
     assert said(capsys, "plot", str(runs[0].path), "--out", "deep/own.svg")[:2] == (0, "deep/own.svg\n")
     assert sorted(entry.name for entry in here.iterdir()) == ["comparison.png", "deep", "one.png"]
     assert {entry.name for entry in runs[0].path.iterdir()} == {"config.json", "metrics.jsonl", "checkpoints", "videos"}
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_long_imports_are_announced_on_a_terminal(
+    is_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    assert main(["eval", str(tmp_path)]) == 1
+    notice, erased, error = capsys.readouterr().err.rpartition("\r\x1b[K")
+    assert (notice, bool(erased)) == (("loading PyTorch ...", True) if is_terminal else ("", False))
+    assert error.startswith("farstep: ")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import select
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 from farstep.errors import ConfigError, FarstepError, LaunchError, WorkerError, unknown_name
@@ -128,8 +129,29 @@ def _command(arguments: Sequence[str]) -> Callable[[Sequence[str]], int]:
         from farstep.observe.extras import require
 
         require("torch", "torch", f"'farstep {name}'", "nn")
-    command: Callable[[Sequence[str]], int] = importlib.import_module(f"farstep.cli.{name}").main
-    return command
+        with _notice("loading PyTorch ..."):
+            return _main_of(name)
+    return _main_of(name)
+
+
+def _main_of(name: str) -> Callable[[Sequence[str]], int]:
+    main: Callable[[Sequence[str]], int] = importlib.import_module(f"farstep.cli.{name}").main
+    return main
+
+
+@contextlib.contextmanager
+def _notice(text: str) -> Iterator[None]:
+    """Context manager: show a text on the terminal, if there is one, until the end."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    sys.stderr.write(text)
+    sys.stderr.flush()
+    try:
+        yield
+    finally:
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
 
 
 def _check_learner(arguments: Sequence[str]) -> None:
