@@ -100,7 +100,7 @@ def test_a_worker_that_the_zygote_refused_is_reported_as_blameless() -> None:
         finally:
             send_to_node(hub, node, n.Leave("the end"))
             serving.join(60)
-    assert (ended.note, ended.blameless) == ("the zygote did not fork it", True)
+    assert (ended.note, ended.blameless) == ("the process that forks workers could not start it", True)
 
 
 def test_a_daemon_that_is_reclaimed_while_it_looks_for_its_head_says_so_by_its_status() -> None:

@@ -317,7 +317,7 @@ def test_page_follows_a_run_whose_worker_dies(window: Browser, tmp_path: Path) -
     with farstep.ClusterEnv(described, {"workers_per_node": 2}) as env:
         env.collect(TableAgent(), steps=8)
         window.open(env.status_url)
-        assert window.text("#cluster-text").startswith("The head gives tickets to 2 workers on 1 host")
+        assert window.text("#cluster-text").startswith("2 workers on 1 host: ")
         assert states(window) == ["alive", "alive"] and window.violations() == []
         hold.touch()
         die.touch()

@@ -180,7 +180,7 @@ class ForkedProcess:
 
     def _refuse(self, reason: str) -> None:
         self._status, self.was_refused = 1, True
-        self.note = "the zygote did not fork it"
+        self.note = "the process that forks workers could not start it"
         self._refused(reason)
 
     def kill(self) -> None:

@@ -151,7 +151,7 @@ function showCluster(data) {
   for (const server of acting) on(server.host ?? workers.unconnected_nodes).servers.push(server.number);
   hosts.forEach(on);
   const inWords = Object.entries(totals).map(([state, n]) => `${n} ${STATES[state] || state}`).join(", ");
-  const lines = [`The head gives tickets to ${counted(count, "worker")}${onHosts(workers.host)}: ${inWords}.`];
+  const lines = [`${counted(count, "worker")}${onHosts(workers.host)}: ${inWords}.`];
   if (acting.length) {
     const rate = acting.reduce((sum, server) => sum + server.rate, 0), where = onHosts(acting.map((server) => server.host));
     lines.push(`${counted(acting.length, "acting server")}${where} act${acting.length > 1 ? "" : "s"} for them: ${number(rate)} rows/s (recent).`);
