@@ -31,7 +31,9 @@ def continued(path: Path, script: str) -> dict[str, Any]:
     """
     now = header(script)
     document = json.loads(path.read_text()) if path.exists() else {**now, "sittings": [], "runs": []}
-    document.setdefault("sittings", [{name: document[name] for name in now}]).append(now)
+    if "sittings" not in document:
+        document["sittings"] = [{name: document[name] for name in now}]
+    document["sittings"].append(now)
     return document
 
 
