@@ -25,9 +25,10 @@ def test_without_a_place_for_the_key_a_run_says_that_it_will_need_trust(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     run = RunFolder.create(tmp_path, "run", {"seed": 1})
     assert (
-        "has no tag, so --resume, eval and watch will need --trust" in caplog.text and "Not a directory" in caplog.text
+        "has no signature, so --resume, eval and watch will need --trust" in caplog.text
+        and "Not a directory" in caplog.text
     )
-    assert run.read_signed_config() == ({"seed": 1}, "it has no tag")
+    assert run.read_signed_config() == ({"seed": 1}, "it has no signature")
 
 
 def test_a_key_that_is_a_link_is_not_followed(state: Path, tmp_path: Path) -> None:

@@ -195,7 +195,9 @@ class RunFolder:
         try:
             config[_TAG] = signing.tag(config)
         except signing.NoKey as reason:
-            log.warning("%s has no tag, so --resume, eval and watch will need --trust: %s", self.config_file, reason)
+            log.warning(
+                "%s has no signature, so --resume, eval and watch will need --trust: %s", self.config_file, reason
+            )
         return json.dumps(config, indent=2).encode() + b"\n"
 
     @contextlib.contextmanager

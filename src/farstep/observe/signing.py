@@ -44,15 +44,15 @@ def tag(config: Mapping[str, object]) -> str:
 def why_not_ours(config: Mapping[str, object], found: object) -> str:
     """Return a clause with the reason why the tag does not prove that this user wrote the options; "" if it does."""
     if found is None:
-        return "it has no tag"
+        return "it has no signature"
     try:
         key = _read_key()
     except NoKey as reason:
-        return f"its tag cannot be checked, since {reason}"
+        return f"its signature cannot be checked, since {reason}"
     if key is None:
-        return f"its tag cannot be checked, since {key_file()} does not exist"
+        return f"its signature cannot be checked, since {key_file()} does not exist"
     same = isinstance(found, str) and hmac.compare_digest(_tag(key, config).encode(), found.encode(errors="replace"))
-    return "" if same else "its tag does not match: another user or machine wrote it, or it was changed"
+    return "" if same else "its signature does not match: another user or machine wrote it, or it was changed"
 
 
 def _tag(key: bytes, config: Mapping[str, object]) -> str:

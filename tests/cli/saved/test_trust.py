@@ -81,9 +81,9 @@ FOREIGN: dict[str, Callable[[Path, Path], object]] = {
     "with a damaged key": lambda run, state: (state / "farstep" / "run.key").write_bytes(b""),
 }
 REASONS = {
-    "changed": "its tag does not match",
-    "without tag": "it has no tag",
-    "of another user": "its tag does not match",
+    "changed": "its signature does not match",
+    "without tag": "it has no signature",
+    "of another user": "its signature does not match",
     "of a user without a key": "run.key does not exist",
     "with a key that others can read": "mode 0644, 0600 expected",
     "with a damaged key": "0 bytes, 32 expected",
