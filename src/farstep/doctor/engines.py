@@ -15,6 +15,7 @@ from farstep.config.launch import LaunchConfig, SlurmConfig, SSHConfig
 from farstep.doctor.findings import Finding, Report, ok, problem
 from farstep.doctor.programs import Program
 from farstep.errors import counted, unknown_name
+from farstep.launch.engines.slurm import CHECK_CONTROLLER
 from farstep.version import VERSION
 
 _ANSWER_S = 30.0
@@ -78,9 +79,7 @@ def _slurm(config: SlurmConfig) -> Iterator[Finding]:
     status, output = sinfo.end(time.monotonic() + _ANSWER_S)
     if status != 0:
         output = output if status is not None else f"timed out after {_ANSWER_S:g} s"
-        yield problem(
-            f"SLURM does not answer: {output}", "check that slurmctld is running and that SLURM_CONF is right."
-        )
+        yield problem(f"SLURM does not answer: {output}", CHECK_CONTROLLER)
         return
     lines = [line.split("|") for line in output.splitlines() if line.count("|") == 3]
     partitions = {name: availability for name, availability, _, _ in lines}

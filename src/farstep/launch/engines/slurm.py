@@ -26,9 +26,13 @@ from farstep.launch.engines.engine import RECLAIMED, RESTARTS, Group, RequestSta
 from farstep.launch.engines.engine_processes import EngineProcess, EngineProcesses, after_setup, end_processes
 
 _COMMAND_S = 60.0
-_NO_CONTROLLER = ("Unable to contact slurm controller", "configuration source", "configuration file")
-"""What SLURM's programs say if they cannot reach slurmctld."""
-_CHECK_CONTROLLER = "check that slurmctld is running and that SLURM_CONF is right."
+_NO_CONTROLLER = (
+    "Unable to contact slurm controller",
+    "Could not establish a configuration source",
+    "Unable to process configuration file",
+)
+"""Parts of errors of SLURM's programs that cannot reach slurmctld or read slurm.conf."""
+CHECK_CONTROLLER = "check that slurmctld is running and that SLURM_CONF is right."
 _INTERRUPTED_S = 3.0
 """Seconds to wait for sbatch after Ctrl-C. A job that it submits in this time is cancelled."""
 _ENDED = {
@@ -390,12 +394,12 @@ class _Command(contextlib.AbstractContextManager["_Command"]):
         try:
             output, errors = self._process.communicate(text, timeout_s)
         except subprocess.TimeoutExpired:
-            raise LaunchError(f"{self._name} did not answer for {timeout_s:g} s; {_CHECK_CONTROLLER}") from None
+            raise LaunchError(f"{self._name} did not answer for {timeout_s:g} s; {CHECK_CONTROLLER}") from None
         if self._process.returncode == 0:
             return output
         if missing is not None and "Invalid job id" in errors:
             return missing
-        advice = f"; {_CHECK_CONTROLLER}" if any(sign in errors for sign in _NO_CONTROLLER) else ""
+        advice = f"; {CHECK_CONTROLLER}" if any(part in errors for part in _NO_CONTROLLER) else ""
         raise LaunchError(f"{self._name} failed: {errors.strip() or f'status {self._process.returncode}'}{advice}")
 
     def __exit__(self, *_: object) -> None:
