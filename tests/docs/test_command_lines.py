@@ -49,7 +49,7 @@ LINES = [pytest.param(line, id=f"{name_of(page)}: {line}") for page in PAGES for
 
 
 def test_lines_are_found() -> None:
-    lines = [line for page in PAGES for line in command_lines(page)]
+    lines = [str(each.values[0]) for each in LINES]
     assert sum("farstep train " in line for line in lines) >= 35 and len(lines) >= 51
 
 

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError("--grafana is for all runs; leave the run folder, --html and --port out.")
         return _write(options.grafana, json.dumps(dashboard(), indent=2) + "\n")
     if not 0 <= options.port <= 65535:
-        raise ConfigError(f"--port is {options.port}; expected at most 65535, or 0 for a free port.")
+        raise ConfigError(f"--port is {options.port}; expected 1 to 65535, or 0 for a free port.")
     if options.run is None:
         raise ConfigError("'farstep status' needs the folder of a run, e.g. farstep status runs/NAME.")
     folder = RunFolder.open(options.run)

@@ -238,7 +238,8 @@ class EnvConfig(_Config):
             if callable(getattr(self.env_name, "reset", None)):
                 raise ConfigError(
                     f"EnvConfig.env_name is an environment, {self.env_name!r}; every worker needs environments of its "
-                    "own. With type='factory', pass the class, or a function that returns an environment."
+                    "own. With type='factory' (a VectorEnv: type='vector'), pass the class, or a function that returns "
+                    "one."
                 )
             raise ConfigError(f"EnvConfig.env_name is {self.env_name!r}; expected a name such as 'CartPole-v1'.")
         if callable(self.env_name) and self.type not in ("factory", "vector"):

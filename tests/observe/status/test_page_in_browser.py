@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
@@ -294,7 +295,7 @@ class DyingEnv(CountingEnv):
             time.sleep(0.05)
 
     def step(self, action: Any) -> Any:
-        if self._die.exists():
+        with contextlib.suppress(FileNotFoundError):  # both workers may see it
             self._die.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().step(action)
@@ -331,6 +332,7 @@ def test_page_follows_a_run_whose_worker_dies(window: Browser, tmp_path: Path) -
         finally:
             hold.unlink()
             collecting.join(DEADLINE_S)
+        assert not collecting.is_alive()
         window.wait(lambda: "restarted" in window.text("#events"))
         window.wait(lambda: states(window) == ["alive", "alive"])
         assert window.violations() == [] and window.errors() == []

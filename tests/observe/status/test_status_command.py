@@ -189,9 +189,10 @@ def test_interrupt_while_the_page_closes_still_ends_the_workers(monkeypatch: pyt
     assert repr(env).endswith("closed>")
 
 
-def test_impossible_port_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "runs/NAME", "--port", "99999"]) != 0
-    assert "--port is 99999; expected at most 65535" in capsys.readouterr().err
+@pytest.mark.parametrize("port", ["99999", "-1"])
+def test_impossible_port_is_refused(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "runs/NAME", "--port", port]) != 0
+    assert f"--port is {port}; expected 1 to 65535" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more", [["runs/NAME"], ["--html", "page.html"], ["--port", "8000"]])

@@ -9,6 +9,7 @@ const STATES = {
 const TIMES = {
   env: "environments", inference: "policy", tickets: "waiting for the learner", send: "sending rows", weights: "loading weights",
   wait: "waiting for rows", prepare: "assembling batches", update: "updates", publish: "publishing weights",
+  train: "updates", collect: "waiting for rows", evaluate: "evaluation", checkpoint: "saving checkpoints",
 };
 const FEW = 24;
 const LISTED = 5;
@@ -150,7 +151,7 @@ function showCluster(data) {
   });
   for (const server of acting) on(server.host ?? workers.unconnected_nodes).servers.push(server.number);
   hosts.forEach(on);
-  const inWords = Object.entries(totals).map(([state, n]) => `${n} ${STATES[state] || state}`).join(", ");
+  const inWords = Object.entries(totals).map(([state, n]) => `${number(n)} ${STATES[state] || state}`).join(", ");
   const lines = [`${counted(count, "worker")}${onHosts(workers.host)}: ${inWords}.`];
   if (acting.length) {
     const rate = acting.reduce((sum, server) => sum + server.rate, 0), where = onHosts(acting.map((server) => server.host));
@@ -172,6 +173,7 @@ function showCluster(data) {
     cell.className = `cell ${state}${level}${worker === chosen ? " chosen" : ""}`;
     const text = describe(workers, worker, threshold);
     cell.title = text;
+    cell.setAttribute("aria-selected", String(worker === chosen));
     cell.setAttribute("aria-label", text);
     if (count <= FEW) showCard(cell, workers, worker, threshold);
   });
@@ -210,7 +212,7 @@ function showColors(workers, threshold) {
   const marked = rolling.filter((worker) => levels.get(worker)).sort((a, b) => values.get(b) - values.get(a));
   const listed = marked.slice(0, LISTED).map((worker) => `worker ${worker} (${number(workers[select.value][worker])})`);
   if (marked.length > LISTED) listed.push(`${number(marked.length - LISTED)} more`);
-  byId("color-text").textContent =
+  byId("color-text").textContent = !rolling.length ? "No worker is rolling." :
     `${marked.length ? counted(marked.length, "worker") : "No worker"} ${summary(reference)}${listed.length ? `: ${listed.join(", ")}` : ""}.`;
   byId("color-legend").replaceChildren(...texts.map((text, level) => legendItem(`level-${level}`, text)));
   return levels;
@@ -229,7 +231,8 @@ function showCard(cell, workers, worker, threshold) {
 }
 
 function showServer({ number: server, rate, batch_size: rows, wait_ms: wait, restarts }) {
-  const lines = [`${number(rate)} rows/s (recent)`, `${number(rows)} rows per call of act`, `workers wait ${number(wait)} ms per request`];
+  const lines = [`${number(rate)} rows/s (recent)`];
+  if (rows) lines.push(`${number(rows)} rows per call of act`, `workers wait ${number(wait)} ms per request`);
   if (restarts) lines.push(counted(restarts, "restart"));
   byId(`server-${server}`).replaceChildren(element("b", {}, `acting server ${server}`), ...lines.map((text) => element("span", {}, text)));
 }
@@ -425,7 +428,7 @@ function start() {
   source.onmessage = (message) => show(JSON.parse(message.data));
   source.addEventListener("happened", (message) => showEvents(JSON.parse(message.data)));
   source.addEventListener("end", () => source.close());
-  source.onerror = () => { byId("state").textContent = "not connected: the run has ended, or its page is closed"; };
+  source.onerror = () => { byId("state").textContent = "not connected: the run has ended, its page is closed, or too many windows show it"; };
 }
 
 start();

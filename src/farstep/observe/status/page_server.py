@@ -244,6 +244,10 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             received += part
         self.connection.settimeout(self.timeout)
+        if b"\r\n\r\n" not in received:
+            self.requestline = self.request_version = self.command = ""
+            self.send_error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+            return
         self.rfile.close()
         self.rfile = io.BytesIO(received)
         self.handle_one_request()

@@ -159,7 +159,10 @@ def as_info(info: Any) -> Any:
 def explain_reset(error: TypeError) -> None:
     """Add an explanation to the error of a `reset` that does not take the arguments of Gymnasium."""
     if re.search(r"reset\(\) got an unexpected keyword argument '(seed|options)'", str(error)):
-        error.args = (f"{error}. Gymnasium passes both: def reset(self, *, seed=None, options=None).",)
+        error.args = (
+            f"{error}. farstep passes seed and options, as Gymnasium does: declare def reset(self, *, seed=None, "
+            "options=None).",
+        )
 
 
 def explain_step(error: Exception) -> None:
