@@ -38,11 +38,6 @@ ELSEWHERE = {
 }
 """Blocks that another test runs, by page and position."""
 
-NOT_RUN = {
-    ("docs/lora.md", 0): "leaves out the policy; tests/agents/test_lora.py runs the whole program, lora_policy.py",
-}
-"""Blocks that no test runs, and why."""
-
 OWN_PROCESS = {
     "README.md",
     "docs/consumers.md",
@@ -150,11 +145,11 @@ def run(script: Path) -> str:
 
 
 ALL = {(name_of(page), position) for page in PAGES for position in range(len(blocks(name_of(page))))}
-RUN_HERE = ALL - ELSEWHERE.keys() - NOT_RUN.keys()
+RUN_HERE = ALL - ELSEWHERE.keys()
 
 
 def test_lists_name_blocks_that_exist():
-    assert {*ELSEWHERE, *NOT_RUN} <= ALL and OWN_PROCESS | SETUPS.keys() <= {page for page, _ in RUN_HERE}
+    assert ELSEWHERE.keys() <= ALL and OWN_PROCESS | SETUPS.keys() <= {page for page, _ in RUN_HERE}
     for page, test in {(page, test) for (page, _), test in ELSEWHERE.items()}:
         assert Path(page).name in (Path(__file__).parent / test).read_text(), f"{test} runs no block of {page}"
 
