@@ -74,7 +74,8 @@ def test_interrupts_at_any_moment_lose_nothing_and_count_nothing_twice(config: L
 
 
 def test_an_interrupted_launch_can_be_tried_again() -> None:
-    with contextlib.closing(cluster(envs=2, workers=2)) as env:
+    kwargs = {"fault": "slow", "phase": "construct", "slow_s": 1.0}  # a launch may take less than 0.05 s
+    with contextlib.closing(cluster(FaultyEnv, envs=2, workers=2, env_kwargs=kwargs)) as env:
         interrupted(0.05, env.launch)
         assert "not launched" in repr(env)
         assert within(lambda: env.collect(TableAgent(), steps=4)).shape == (4, 2)

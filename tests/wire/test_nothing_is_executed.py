@@ -45,7 +45,7 @@ ALLOWED = {
     ("agents/tape/program.py", "__init__"): "source that this process has just written from a recording of its own",
     ("cli/options/config_file.py", "_read"): "YAML of a file that the user names, with the safe loader",
     ("cli/kubernetes.py", "main"): "writes YAML, reads none",
-    ("cli/__init__.py", "_command"): "a command of our own, by a name of a table in the same file",
+    ("cli/__init__.py", "_main_of"): "a command of our own, by a name of a table in the same file",
     ("observe/extras.py", "require"): "a library that the user chose, by a name in our own code",
     ("testing/launcher.py", "_check_killed_head"): "a test's own function, through the standard input of its child",
     ("testing/sync_rule.py", "check_sync_rule"): "what the same line has pickled",
