@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,14 +12,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from farstep.agents.gpu.cuda_graphs import capturable
-from farstep.agents.tape.unread_array import tensor_of
-from farstep.schema import flat, map_leaves
 
 
 class FakeGraphs:
     """A GPU with one stream. An operation of the stream runs when an event after it is awaited, or at a poll.
 
-    A replay repeats a call and, like a graph, writes its results into the memory of the first one.
+    A replay repeats a call. It is two operations, so that a poll may find it half done.
     """
 
     device = "cpu"
@@ -26,6 +25,10 @@ class FakeGraphs:
     def __init__(self) -> None:
         self._stream: deque[Callable[[], object]] = deque()
         self.num_enqueued = self.num_run = 0
+        self.copies: list[tuple[Tensor, Tensor]] | None = None
+        """Target and source of the copies of the call that is being captured."""
+        self.times: Iterator[float] = itertools.repeat(1.0)
+        """What `seconds` returns for each size, in the order of their captures."""
 
     def pinned(self, like: Tensor) -> Tensor:
         memory = torch.empty(like.shape, dtype=like.dtype).as_subclass(_Pinned)
@@ -36,15 +39,34 @@ class FakeGraphs:
         return FakeEvent(self)
 
     def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        with _Captures(), capturable():
-            result = map_leaves(tensor_of, function())
+        copies: list[tuple[Tensor, Tensor]] = []
+        self.copies = copies
+        try:
+            with _Captures(), capturable():
+                result = function()
+        finally:
+            self.copies = None
 
-        def run() -> None:
-            with capturable(), torch.no_grad():
-                for target, source in zip(flat(result), flat(function()), strict=True):
-                    target.copy_(tensor_of(source))
+        def replay() -> None:
+            read = [source for _, source in copies if isinstance(source, _Pinned)]
+            before = [_bytes(source) for source in read]
+            for target, _ in copies:
+                if isinstance(target, _Pinned):
+                    target.as_subclass(Tensor).view(torch.uint8).fill_(0x55)
 
-        return lambda: self.enqueue(run), result
+            def run() -> None:
+                assert [_bytes(source) for source in read] == before, "overwritten before the GPU has read it"
+                with capturable(), torch.no_grad():
+                    function()
+
+            self.enqueue(lambda: None)
+            self.enqueue(run)
+
+        return replay, result
+
+    def seconds(self, function: Callable[[], object]) -> float:
+        function()
+        return next(self.times)
 
     def enqueue(self, operation: Callable[[], object]) -> None:
         self._stream.append(operation)
@@ -77,7 +99,7 @@ class FakeEvent:
 
 
 class _Pinned(Tensor):
-    """Host memory. It must not change until copies from it have run, and cannot be read until copies to it have run."""
+    """Host memory. Replays read it and write to it."""
 
     gpu: FakeGraphs
 
@@ -87,19 +109,15 @@ class _Pinned(Tensor):
             return super().__torch_function__(func, types, args, kwargs)
         assert (kwargs or {}).get("non_blocking"), "the host would wait for the copy"
         gpu = next(memory.gpu for memory in args if isinstance(memory, _Pinned))
+        if gpu.copies is not None:
+            gpu.copies.append((args[0], args[1]))
         target, source = (memory.as_subclass(Tensor) for memory in args)
-        if isinstance(args[0], _Pinned):
-            target.view(torch.uint8).fill_(0x55)
-            gpu.enqueue(lambda: target.copy_(source))
-            return args[0]
-        before = source.numpy().tobytes()
-
-        def copy() -> None:
-            assert source.numpy().tobytes() == before, "pinned memory was overwritten before the GPU has read it"
-            target.copy_(source)
-
-        gpu.enqueue(copy)
+        target.copy_(source)
         return args[0]
+
+
+def _bytes(memory: Tensor) -> bytes:
+    return memory.as_subclass(Tensor).numpy().tobytes()
 
 
 class _Captures(TorchFunctionMode):

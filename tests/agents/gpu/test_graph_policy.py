@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from farstep.agents.gpu.cuda_graphs import CudaGraphs, capturable
-from farstep.agents.gpu.graph_policy import GRAPHS, GraphPolicy, padded_size
-from farstep.agents.policy import Policy
+from farstep.agents.gpu.graph_policy import GRAPHS, GraphPolicy, faster_sizes, padded_size
+from farstep.agents.policy import MAX_IN_FLIGHT, Policy
 from farstep.agents.precision import reduce_layers
 from tests.agents.gpu.fake_graphs import FakeGraphs
 
@@ -206,7 +206,24 @@ def test_padded_batches_give_the_rows_of_the_batch(graphs: Any, captures: list[i
         found, expected = acts(policy, count, count), acts(eager, count, count)
         np.testing.assert_allclose(found["logits"], expected["logits"], rtol=1e-5, atol=1e-5)
         assert found["action"].shape == (count,)
-    assert len(captures) == 2
+    assert len(captures) == 2 * MAX_IN_FLIGHT
+
+
+def test_a_larger_size_is_used_only_if_it_is_clearly_faster() -> None:
+    assert faster_sizes({8: 3.0, 16: 2.0, 24: 1.0, 32: 1.0, 64: 4.0}) == {8: 24, 16: 24}
+    assert faster_sizes({8: 1.0, 16: 0.99}) == {}
+
+
+def test_batches_are_padded_to_a_faster_size() -> None:
+    graphs: Any = FakeGraphs()
+    graphs.times = iter([2.0, 1.0])
+    agent = NetPolicy()
+    policy, eager = policies(agent, graphs)
+    acts(policy, 16)
+    agent.calls.clear()
+    found = acts(policy, 8, 3)
+    assert agent.calls == [16]
+    np.testing.assert_allclose(found["logits"], acts(eager, 8, 3)["logits"], rtol=1e-5, atol=1e-5)
 
 
 @needs_cuda
@@ -275,7 +292,7 @@ def test_new_weights_need_no_new_graphs(graphs: Any, captures: list[int]) -> Non
         change(agent)
         policy.check_after_load()
         assert_same(acts(policy, 8, seed), acts(eager, 8, seed))
-    assert len(captures) == 1
+    assert len(captures) == MAX_IN_FLIGHT
 
 
 @pytest.mark.parametrize("what", ["tensor", "module"])
@@ -288,7 +305,7 @@ def test_graphs_are_captured_again_if_the_agent_was_changed(graphs: Any, capture
         agent.net[1] = torch.nn.ReLU()
     policy.check_after_load()
     assert_same(acts(policy, 8), acts(eager, 8))
-    assert len(captures) == 2 and policy.note == GRAPHS
+    assert len(captures) == 2 * MAX_IN_FLIGHT and policy.note == GRAPHS
 
 
 def test_a_recurrent_policy_keeps_its_state(graphs: Any) -> None:
@@ -317,14 +334,14 @@ def test_slots_change_from_batch_to_batch(graphs: Any) -> None:
 def test_batches_above_the_largest_size_are_not_captured(graphs: Any, captures: list[int]) -> None:
     policy, eager = policies(NetPolicy(), graphs, max_batch=8)
     assert_same(acts(policy, 16), acts(eager, 16))
-    assert len(captures) == 1
+    assert len(captures) == MAX_IN_FLIGHT
 
 
 def test_the_largest_batch_is_captured(graphs: Any, captures: list[int]) -> None:
     policy, eager = policies(NetPolicy(), graphs, max_batch=9)
     for seed in range(2):
         assert_same(acts(policy, 9, seed), acts(eager, 9, seed))
-    assert len(captures) == 2
+    assert len(captures) == 2 * MAX_IN_FLIGHT
 
 
 def test_bfloat16_layers_are_captured(graphs: Any, captures: list[int]) -> None:
@@ -334,7 +351,7 @@ def test_bfloat16_layers_are_captured(graphs: Any, captures: list[int]) -> None:
         change(agent)
         policy.check_after_load()
         assert_same(acts(policy, 8, seed), acts(eager, 8, seed))
-    assert policy.note == GRAPHS and len(captures) == 1
+    assert policy.note == GRAPHS and len(captures) == MAX_IN_FLIGHT
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class ReadingAgent(NumberAgent):
     """Cannot be captured: it reads a value of a tensor."""
 
     def act(self, obs: Any) -> dict[str, Any]:
-        return {**super().act(obs), "number": torch.full((len(obs),), self.number.item())}
+        return {**super().act(obs), "number": torch.full((len(obs),), self.number.item(), device=obs.device)}
 
 
 def served(**options: Any) -> farstep.ClusterEnv:

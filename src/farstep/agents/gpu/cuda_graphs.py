@@ -1,8 +1,9 @@
-"""The few functions of `torch.cuda` that replay a policy: pinned memory, graph capture and events."""
+"""The few functions of `torch.cuda` that replay a policy: pinned memory, graph capture, events and times."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from farstep.agents.tape.unread_array import UnreadArray, tensor_of
-from farstep.schema import map_leaves
+from farstep.agents.tape.unread_array import UnreadArray
 
+_TIMED_CALLS = 5
 _WARM_UPS = 3
 """Calls before a capture, in which libraries such as cuBLAS allocate their workspaces."""
 
@@ -50,12 +51,21 @@ class CudaGraphs:
             self._warm_up(function)
             try:
                 with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                    result = map_leaves(tensor_of, function())
+                    result = function()
             except Exception:
                 torch.cuda.set_stream(stream)  # torch.cuda.graph does not, if it cannot end the capture
                 self._end_failed_capture()
                 raise
         return graph.replay, result
+
+    def seconds(self, function: Callable[[], object]) -> float:
+        """How long a function takes that waits for the GPU: the fastest of a few calls."""
+        found = []
+        for _ in range(_TIMED_CALLS):
+            began = time.perf_counter()
+            function()
+            found.append(time.perf_counter() - began)
+        return min(found)
 
     def _warm_up(self, function: Callable[[], Any]) -> None:
         """Call a function on another stream, as torch requires. Raise an error if it waits for the GPU."""

@@ -1,8 +1,8 @@
-"""A policy on the GPU that replays CUDA graphs of `act`, one for each of a few batch sizes.
+"""A policy on the GPU that replays CUDA graphs of `act`, for a few batch sizes.
 
-A batch is padded to the next of these sizes. It is copied to pinned host memory, from there to the inputs of the graph,
-and the outputs back in the same way; the host waits once per batch. While a batch runs, the next one may be launched:
-one stream orders their copies and replays, and each has its own pinned memory. Weights are loaded in place, so graphs
+A batch is padded to one of these sizes and copied to pinned host memory. The graph copies it from there to the GPU, and
+the outputs back; the host waits once per batch. While a batch runs, the next one may be launched: one stream orders
+their replays, and each batch in flight has a graph and pinned memory of its own. Weights are loaded in place, so graphs
 stay valid.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 GRAPHS = "CUDA graphs"
 """`Policy.note` of an agent whose `act` was captured."""
+_CLEARLY_FASTER = 0.95
+"""A batch is padded to a larger size if that takes less than this share of the time."""
 
 
 def padded_size(rows: int) -> int:
@@ -55,7 +57,9 @@ def with_graphs(policy: Policy, max_batch: int) -> Policy:
 
 
 class GraphPolicy(Policy):
-    """Captures `act` for each padded batch size when it first occurs, and compares the graph with `act`.
+    """Captures `act` for each padded batch size when it first occurs, and compares the graphs with `act`.
+
+    A batch is padded to a larger size if that is faster: libraries such as cuBLAS have slow kernels for some sizes.
 
     Args:
         agent: A torch module. It is moved to the GPU.
@@ -69,9 +73,11 @@ class GraphPolicy(Policy):
         self.device = cuda.device
         self._torch.nn.Module.to(agent, cuda.device)
         self._cuda, self._max_batch = cuda, max_batch
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[int, _SizeGraphs] = {}
         self._unchecked: set[int] = set()
         """Captured sizes that have not acted since the last load of weights."""
+        self._faster: dict[int, int] = {}
+        """For captured sizes, the larger size that is faster, if there is one."""
         self._addresses: list[int] = []
 
     def __call__(self, obs: Nested, state: Nested, episode_start: Any, rng: Sequence[Any] | None) -> dict[str, Any]:
@@ -83,8 +89,8 @@ class GraphPolicy(Policy):
             size, arguments = self._size_for(rows), self._inputs(obs, state, episode_start)
             if size not in self._graphs or size in self._unchecked:
                 self._prepare(size, arguments)
-            if (graph := self._graphs.get(size)) is not None:
-                return graph.start(arguments, rows)
+            if (graphs := self._graphs.get(size)) is not None:
+                return next(graphs.following).start(arguments, rows)
         out = super().__call__(obs, state, episode_start, rng)
         return Launched(lambda: out)
 
@@ -111,12 +117,13 @@ class GraphPolicy(Policy):
             return
         addresses, constants = self._current_addresses(), constants_of(self.agent)
         if (addresses, constants) != (self._addresses, self._constants):
-            self._graphs.clear()
+            self._forget_graphs()
             self._addresses, self._constants = addresses, constants
         self._unchecked = set(self._graphs)
 
     def _size_for(self, rows: int) -> int:
-        return min(padded_size(rows), self._max_batch)
+        size = min(padded_size(rows), self._max_batch)
+        return self._faster.get(size, size)
 
     def _inputs(self, obs: Nested, state: Nested, episode_start: Any) -> tuple[Nested, ...]:
         """Return all arguments of `act`, positional ones first."""
@@ -133,34 +140,44 @@ class GraphPolicy(Policy):
         self._unchecked.discard(size)
         try:
             with same_randomness(), self._torch.no_grad():
-                if size in self._graphs and self._mismatch(self._graphs[size]) is None:
+                if size in self._graphs and self._mismatch(next(self._graphs[size].following)) is None:
                     return
-                graph = self._captured(map_leaves(lambda leaf: _padded(leaf, size), arguments))
-                reason = graph if isinstance(graph, str) else self._mismatch(graph)
+                graphs = self._captured(map_leaves(lambda leaf: _padded(leaf, size), arguments))
+                reason = graphs if isinstance(graphs, str) else next(filter(None, map(self._mismatch, graphs)), None)
+                if isinstance(graphs, str) or reason is not None:
+                    self._give_up(str(reason))
+                    return
+                seconds = self._cuda.seconds(lambda: graphs[0].start(graphs[0].example, size).wait())
+                self._graphs[size] = _SizeGraphs(itertools.cycle(graphs), seconds)
         except Exception as error:  # fall back to `act` itself
             self._give_up(f"a graph failed: {described(error)}")
             return
-        if isinstance(graph, str) or reason is not None:
-            self._give_up(str(reason))
-        else:
-            self._graphs[size] = graph
+        self._faster = faster_sizes({size: graphs.seconds for size, graphs in self._graphs.items()})
+
+    def _forget_graphs(self) -> None:
+        self._graphs.clear()
+        self._faster.clear()
 
     def _give_up(self, reason: str) -> None:
-        self._graphs.clear()
+        self._forget_graphs()
         self.note = f"eager: {reason}"
         log.warning("act is called without CUDA graphs, since %s", reason)
 
-    def _captured(self, example: tuple[Nested, ...]) -> _Graph | str:
-        """Return a graph of `act`, or the reason why there is none."""
+    def _captured(self, example: tuple[Nested, ...]) -> list[_Graph] | str:
+        """Return a graph of `act` for each batch in flight, or the reason why there are none."""
         from farstep.agents.tape.state import difference, python_state
 
         torch = self._torch
         inputs = map_leaves(lambda leaf: torch.from_numpy(np.array(leaf)).to(self.device), example)
+        graphs = [_Graph(self._cuda, inputs, example) for _ in range(MAX_IN_FLIGHT)]
         try:
             self._call_act(inputs)  # creates lazily initialized modules and caches
             state, generators = python_state(self.agent.act), _host_generators()
             changes = [tensor._version for tensor in self._held_tensors()]
-            replay, result = self._cuda.capture(lambda: self._call_act(inputs))
+            for graph in graphs:
+                graph.capture(lambda: self._call_act(inputs))
+        except _NotOnGpu:
+            return "act returns something other than tensors on the GPU with one row per environment"
         except Exception as error:
             return f"act cannot be captured: {described(error)}"
         if changed := difference(state, python_state(self.agent.act)):
@@ -169,11 +186,7 @@ class GraphPolicy(Policy):
             return "act changes a parameter or another tensor of the agent"
         if _host_generators() != generators:
             return "act draws from Python's or NumPy's global random generator"
-        size = len(next(flat(example)))
-        for leaf in flat(result):
-            if not isinstance(leaf, torch.Tensor) or leaf.device.type != self.device or leaf.shape[:1] != (size,):
-                return "act returns something other than tensors on the GPU with one row per environment"
-        return _Graph(self._cuda, replay, example, inputs, result)
+        return graphs
 
     def _mismatch(self, graph: _Graph) -> str | None:
         """Compare a graph with `act`, on the same rows and random numbers; return the difference, or None."""
@@ -207,85 +220,96 @@ class GraphPolicy(Policy):
         return [*module.parameters(self.agent), *module.buffers(self.agent), *others]
 
 
-@dataclass
-class _Staged:
-    """A tensor on the GPU, and pinned host memory of the same size."""
-
-    on_gpu: Any
-    on_host: Any
-    array: Array
-    """The same memory as `on_host`."""
-
-    @classmethod
-    def of(cls, tensor: Any, cuda: CudaGraphs) -> _Staged:
-        on_host = cuda.pinned(tensor)
-        return cls(tensor.detach(), on_host, on_host.numpy())
-
-
-class _Staging:
-    """Pinned memory for the inputs and outputs of one batch.
-
-    Args:
-        cuda: Allocates it.
-        inputs, outputs: The tensors of the graph.
-        example: The first inputs.
-    """
-
-    def __init__(self, cuda: CudaGraphs, inputs: Nested, outputs: Nested, example: tuple[Nested, ...]) -> None:
-        self.inputs = [_Staged.of(tensor, cuda) for tensor in flat(inputs)]
-        for staged, leaf in zip(self.inputs, flat(example), strict=True):
-            staged.array[...] = leaf
-        self.outputs = [_Staged.of(tensor, cuda) for tensor in flat(outputs)]
-        self.copied = cuda.event()
-        """The end of the copy of the outputs, until which nothing here may be read or overwritten."""
+class _NotOnGpu(Exception):
+    """`act` returned something that a graph cannot copy to the host."""
 
 
 class _Graph:
-    """A captured call of `act` for one batch size.
+    """A captured call of `act` for one batch size, with the copies between pinned host memory and the GPU.
 
     Args:
-        cuda: The object that captured it.
-        replay: Replays the captured operations.
+        cuda: Captures it.
+        inputs: The arguments of `act` on the GPU. Graphs of one size share them: the stream runs one at a time.
         example: Arguments with this number of rows.
-        inputs: The tensors that the captured call got.
-        result: What it returned.
     """
 
-    def __init__(
-        self,
-        cuda: CudaGraphs,
-        replay: Callable[[], None],
-        example: tuple[Nested, ...],
-        inputs: Nested,
-        result: Nested,
-    ) -> None:
-        self._replay, self.example, self._result = replay, example, result
+    def __init__(self, cuda: CudaGraphs, inputs: Nested, example: tuple[Nested, ...]) -> None:
+        self._cuda, self.example = cuda, example
         self.size = len(next(flat(example)))
-        self._stagings = itertools.cycle([_Staging(cuda, inputs, result, example) for _ in range(MAX_IN_FLIGHT)])
+        self._inputs = [(tensor.detach(), cuda.pinned(tensor)) for tensor in flat(inputs)]
+        """The inputs on the GPU and on the host."""
+        self._input_arrays = [on_host.numpy() for _, on_host in self._inputs]
+        for array, leaf in zip(self._input_arrays, flat(example), strict=True):
+            array[...] = leaf
+        self._copied = cuda.event()
+        """The end of the copy of the outputs, until which nothing here may be read or overwritten."""
+
+    def capture(self, act: Callable[[], Nested]) -> None:
+        """Capture a call of `act` on the inputs. Raise `_NotOnGpu` if it returns anything else than rows on the GPU."""
+        from farstep.agents.tape.unread_array import tensor_of
+
+        outputs: list[Any] = []
+
+        def call() -> Nested:
+            for on_gpu, on_host in self._inputs:
+                on_gpu.copy_(on_host, non_blocking=True)
+            result = map_leaves(tensor_of, act())
+            leaves = [self._checked(leaf) for leaf in flat(result)]
+            if not outputs:  # in a call before the capture, during which no pinned memory can be allocated
+                outputs.extend(self._cuda.pinned(leaf) for leaf in leaves)
+            for on_host, leaf in zip(outputs, leaves, strict=True):
+                on_host.copy_(leaf.detach(), non_blocking=True)
+            return result
+
+        self._replay, result = self._cuda.capture(call)
+        arrays = iter([on_host.numpy() for on_host in outputs])
+        self._outputs = map_leaves(lambda _: next(arrays), result)
+
+    def _checked(self, leaf: Any) -> Any:
+        device = getattr(getattr(leaf, "device", None), "type", None)  # arrays of NumPy have a `device`, too
+        if device != self._cuda.device or leaf.shape[:1] != (self.size,):
+            raise _NotOnGpu
+        return leaf
 
     def start(self, arguments: tuple[Nested, ...], rows: int) -> Launched:
         """Start to compute the result for some rows.
 
-        Batches in flight share the inputs and outputs on the GPU: the stream copies the outputs of one batch before the
-        inputs of the next one.
-
         Returns:
-            The call. Its outputs are views of memory that the start after the next one overwrites.
+            The call. Its outputs are views of memory that the next start of this graph overwrites.
         """
-        staging = next(self._stagings)
-        for staged, leaf in zip(staging.inputs, flat(arguments), strict=True):
-            staged.array[:rows] = leaf
-            staged.on_gpu.copy_(staged.on_host, non_blocking=True)
+        for array, leaf in zip(self._input_arrays, flat(arguments), strict=True):
+            array[:rows] = leaf
         self._replay()
-        for staged in staging.outputs:
-            staged.on_host.copy_(staged.on_gpu, non_blocking=True)
-        staging.copied.record()
-        return Launched(partial(self._outputs, staging, rows), staging.copied.query)
+        self._copied.record()
+        return Launched(partial(self._wait, rows), self._copied.query)
 
-    def _outputs(self, staging: _Staging, rows: int) -> dict[str, Any]:
-        staging.copied.synchronize()
-        outputs = iter(staging.outputs)
-        return mapping_of(map_leaves(lambda _: next(outputs).array[:rows], self._result))
+    def _wait(self, rows: int) -> dict[str, Any]:
+        self._copied.synchronize()
+        return mapping_of(map_leaves(lambda array: array[:rows], self._outputs))
+
+
+@dataclass
+class _SizeGraphs:
+    """The graphs of one batch size."""
+
+    following: Iterator[_Graph]
+    """The graphs in turn, one for each batch in flight."""
+    seconds: float
+    """How long a replay takes."""
+
+
+def faster_sizes(seconds: Mapping[int, float]) -> dict[int, int]:
+    """For each batch size for which a larger size is clearly faster, the fastest such size.
+
+    Args:
+        seconds: How long a batch of each size takes.
+    """
+    found = {}
+    for size, own in seconds.items():
+        fastest = min((other for other in seconds if other >= size), key=lambda other: (seconds[other], other))
+        if seconds[fastest] < _CLEARLY_FASTER * own:
+            found[size] = fastest
+    return found
 
 
 def _padded(leaf: Array, size: int) -> Array:
