@@ -16,9 +16,10 @@ import pytest
 
 from farstep.acting import client
 from farstep.acting import messages as am
-from farstep.acting.client import ServedActor, ServerLost
+from farstep.acting.client import ServedActor, ServerLost, group_sizes
 from farstep.acting.connections import LocalServer, ServerAddress
 from farstep.acting.mailbox import ANSWER, CONTINUES, HELD, REQUEST, WAITS, Mailbox, MailboxLayout
+from farstep.config.inference import ServedInference
 from farstep.core import Received
 from farstep.rollout.progress import EPISODES
 from farstep.rollout.rows import Slots
@@ -186,3 +187,16 @@ def test_a_worker_that_lost_its_server_leaves_the_mailbox_to_the_next_worker(los
     actor.release()
     assert server.mailbox.words[HELD] == server.words[CONTINUES] == 1
     actor.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({}, {1: [1], 2: [1, 1], 5: [3, 2], 16: [8, 8]}),
+        ({"device": "cuda"}, {1: [1], 2: [1, 1], 3: [2, 1], 6: [2, 2, 2], 8: [2, 2, 2, 2], 16: [4, 4, 4, 4]}),
+        ({"device": "cuda", "where": "head"}, {8: [4, 4]}),
+    ],
+)
+def test_environments_form_groups(options: dict[str, Any], sizes: dict[int, list[int]]) -> None:
+    serving = ServedInference(**options)
+    assert {num_envs: group_sizes(num_envs, serving) for num_envs in sizes} == sizes

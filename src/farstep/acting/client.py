@@ -36,6 +36,7 @@ from farstep.acting.mailbox import (
     divergence_of_bits,
 )
 from farstep.batch import PRIORITY
+from farstep.config.inference import ServedInference
 from farstep.core import Array, Link, Received
 from farstep.errors import WireError
 from farstep.rollout.progress import REQUESTS, WAITED_US, Phase
@@ -392,8 +393,12 @@ class ServedActor:
             self.resume(saved)
 
 
-def group_sizes(num_envs: int, divisible: bool) -> list[int]:
-    """Divide a worker's environments into two groups, if they can step separately."""
-    if not divisible or num_envs < 2:
-        return [num_envs]
-    return [len(part) for part in np.array_split(np.arange(num_envs), 2)]
+def group_sizes(num_envs: int, serving: ServedInference) -> list[int]:
+    """Divide a worker's environments into groups, of which one steps while the server acts for the others.
+
+    A server on a GPU of the same host gets up to four groups of at least two environments: this hides its latency, and
+    makes its batches larger. Other servers get two, because each request costs them time, or a message.
+    """
+    most = 4 if serving.device == "cuda" and serving.where == "node" else 2
+    num_groups = min(num_envs, max(2, min(most, num_envs // 2)))
+    return [len(part) for part in np.array_split(np.arange(num_envs), num_groups)]

@@ -297,7 +297,9 @@ class Worker:
 
     def _join_server(self, agent: int, host: Host) -> None:
         host.prepare(self._user_errors)
-        joined = self._server.join(agent, host, self._obs, (self._obs_schema, self._action_schema))
+        assert self._program.serving is not None
+        schemas = (self._obs_schema, self._action_schema)
+        joined = self._server.join(agent, host, self._obs, schemas, self._program.serving)
         if joined is not None:
             self._actor, ready = joined
             self._weights.agent_id = agent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from farstep.acting.client import ServedActor, group_sizes
 from farstep.acting.connections import LocalServer, RemoteServer, ServerAddress
+from farstep.config.inference import ServedInference
 from farstep.rollout.progress import CANCEL, COUNT, PHASE, Phase
 from farstep.schema import Schema, Structure
 from farstep.wire import messages as m
@@ -36,7 +37,12 @@ class ActingConnection:
             self._address.forget()
 
     def join(
-        self, agent: int, host: Host, obs: Structure, schemas: tuple[Schema, Schema]
+        self,
+        agent: int,
+        host: Host,
+        obs: Structure,
+        schemas: tuple[Schema, Schema],
+        serving: ServedInference,
     ) -> tuple[ServedActor, m.AgentReady] | None:
         """Have the server act for these environments, with the agent that the head has sent to it.
 
@@ -45,12 +51,13 @@ class ActingConnection:
             host: The environments; they have observations.
             obs: How observations are nested.
             schemas: The arrays of observations and of actions.
+            serving: Where the server acts.
 
         Returns:
             The actor, and the answer for the head; None if the run has ended.
         """
         self._words[PHASE] = Phase.LOAD
-        groups = group_sizes(host.num_envs, type(host) is HostedEnvs)
+        groups = group_sizes(host.num_envs, serving) if type(host) is HostedEnvs else [host.num_envs]
         around = (obs, schemas, groups, self._wait, self._words)
         actor = ServedActor(self._worker, self._address, agent, host.slots, *around)
         try:
