@@ -38,6 +38,8 @@ the worker waits for its doorbell (without shared memory, the server sets it, be
 ANSWER, VERSION, COUNTS_AS, FAILED = range(8, 12)
 """Words of a group that the server writes: number of the last request that was answered; the version that acted, and
 the version that it counts as; whether `act` raised, or weights could not be loaded."""
+RESULTS = slice(VERSION, FAILED + 1)
+"""The words of a group that the server writes before `ANSWER`."""
 _GROUP_WORDS = 16
 WORKER_WORDS, SERVER_WORDS = slice(REQUEST, CONTINUES + 1), slice(ANSWER, FAILED + 1)
 """The words of a group that the worker sends over the network, and those that the server sends."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from farstep.acting.mailbox import HELD, REQUEST, TICKET, Mailbox, MailboxLayout
-from farstep.acting.serving.arena import Arena, arena_with_free_mailbox
+from farstep.acting.serving.arena import Arena, Requests, arena_with_free_mailbox
 from farstep.schema import ArraySpec
 from farstep.wire.channels.doorbell import Fence
 from farstep.wire.channels.memory import SharedMemory
@@ -30,6 +30,12 @@ def request(box: Mailbox, number: int, ticket: int) -> None:
     box.group_words[0][TICKET], box.group_words[0][REQUEST] = ticket, number
 
 
+def pending_in(arena: Arena) -> Requests:
+    found = arena.pending(Fence())
+    assert found is not None
+    return found
+
+
 def test_each_worker_writes_to_its_own_rows_and_words() -> None:
     arena = Arena(LAYOUT)
     boxes = [allocated(arena, first_slot)[1] for first_slot in (0, 5)]
@@ -40,7 +46,7 @@ def test_each_worker_writes_to_its_own_rows_and_words() -> None:
         assert box.packed(["action"], 1) == np.array([30 + i]).tobytes()
     assert arena.arrays["obs"][:, 0].tolist() == [0, 0, 0, 1, 1, 1]
     assert arena.arrays["action"].tolist() == [0, 0, 30, 0, 0, 31]
-    pending = arena.pending(Fence())
+    pending = pending_in(arena)
     assert pending.groups.tolist() == [1, 3] and pending.rows.tolist() == [2, 5]
     assert pending.numbers.tolist() == [20, 21] and pending.tickets.tolist() == [10, 11]
     assert arena.slots[pending.rows].tolist() == [2, 7]
@@ -54,7 +60,7 @@ def test_a_worker_that_leaves_does_not_affect_the_others() -> None:
     (first, leaving), (second, staying) = allocated(arena), allocated(arena)
     request(leaving, number=9, ticket=5)
     leaving.words[HELD] = 5
-    requests = arena.pending(Fence())
+    requests = pending_in(arena)
     requests.mark_taken()
     requests.begin_chunks()
     requests.note_arrival(now=1.0)
@@ -62,15 +68,15 @@ def test_a_worker_that_leaves_does_not_affect_the_others() -> None:
     staying.arrays["obs"][:] = 6
     assert arena.holds(cancelled=0)
     arena.free(first)
-    assert arena.pending(Fence()).groups.tolist() == [2] and not arena.holds(cancelled=0)
+    assert pending_in(arena).groups.tolist() == [2] and not arena.holds(cancelled=0)
     worker = SharedMemory(os.dup(arena.memory.fd), LAYOUT.nbytes)
     Mailbox(worker, LAYOUT, first).close()
     assert arena_with_free_mailbox(LAYOUT, arenas) is arena
     again, box = allocated(arena, first_slot=3)
     assert again == first and box.words[HELD] == box.group_words[0][REQUEST] == 0
-    assert arena.pending(Fence()).groups.tolist() == [2]
+    assert pending_in(arena).groups.tolist() == [2]
     request(box, number=9, ticket=5)
-    requests = arena.pending(Fence())
+    requests = pending_in(arena)
     assert requests.groups.tolist() == [0, 2] and not requests.have_begun.any()
     assert np.isinf(arena.arrived).all()
     assert (staying.arrays["obs"] == 6).all()

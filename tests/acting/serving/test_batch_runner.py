@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -98,9 +99,9 @@ class Served:
         self.words = memoryview(bytearray(8 * 64)).cast("q")
         self.runner = self.make_runner(is_local=True)
 
-    def make_runner(self, is_local: bool) -> BatchRunner:
+    def make_runner(self, is_local: bool, clock: Callable[[], float] = time.monotonic) -> BatchRunner:
         sync: Any = self.sync
-        runner = BatchRunner(self.arenas, sync, self.words, is_local)
+        runner = BatchRunner(self.arenas, sync, self.words, is_local, clock)
         runner.actor = self.actor
         return runner
 
@@ -269,7 +270,6 @@ def nothing() -> None:
     [
         pytest.param([(0, 0), (0, 1)], [(1, 0)], [], True, id="no other group is inside a chunk"),
         pytest.param([(0, 0), (0, 1)], [(1, 0)], [(1, 1)], False, id="another group may come in time"),
-        pytest.param([(0, 0)], [(1, 0)], [(0, 1), (1, 1)], True, id="as many wait as are in flight"),
         pytest.param([(0, 0)], [], [], False, id="nothing waits"),
         pytest.param([(0, 0), (0, 1)], [(1, 0)], [(3, 0)], False, id="a group of another arena may come in time"),
         pytest.param([(0, 0), (2, 1)], [(1, 0)], [], True, id="a batch of two arenas"),
@@ -302,6 +302,41 @@ def test_a_batch_starts_while_another_runs_if_it_would_not_grow(
         assert served.log == ["start", "finish", "start", *first, "finish", *second]
     assert [served.answer(*group) for group in running] == [(1, 1, {worker}) for worker, _ in running]
     assert [served.answer(*group) for group in waiting] == [(1, 1, {10 + worker}) for worker, _ in waiting]
+
+
+def test_a_batch_starts_just_before_the_running_one_ends(served: Served) -> None:
+    """To start a batch takes 2 s, and to run it 10 s. Another group, which is inside a chunk, sends nothing."""
+    now, starts = [0.0], []
+    served.runner = served.make_runner(is_local=True, clock=lambda: now[0])
+    served.clients[1].groups[1].words[CONTINUES] = 1
+
+    def after(seconds: float, action: Callable[[], object] = nothing) -> Callable[[], None]:
+        def poll() -> None:
+            now[0] += seconds
+            action()
+
+        return poll
+
+    first = [after(10, lambda: served.request(1, 0, 1, seen=5))]  # too late for an early start
+    third = [after(7.5, lambda: served.request(1, 0, 2, seen=7)), after(0.4), after(0.2), after(2)]
+    polls = iter([first, [after(10)], third, []])
+    launch = served.policy.launch
+
+    def slow_launch(*arguments: Any) -> Launched:
+        starts.append(now[0])
+        now[0] += 2
+        served.policy.while_running.extend(next(polls))
+        launched: Launched = launch(*arguments)
+        return launched
+
+    served.policy.launch = slow_launch
+    served.request(0, 0, 1, seen=3)
+    served.run()
+    assert starts == [0, 12] and now == [24]
+    served.request(0, 0, 2, seen=6)
+    served.run()
+    assert starts[2:] == [24, pytest.approx(26 + 8.1)]
+    assert served.log[-6:] == ["start", "start", "finish", "answer", "finish", "answer"]
 
 
 def test_at_most_two_batches_are_in_flight(served: Served) -> None:
@@ -462,6 +497,7 @@ def test_a_window_and_the_largest_batch_also_hold_while_a_batch_runs(served: Ser
     assert served.log == ["start", "finish", "answer", "answer"], "it may become larger within the window"
     served.log.clear()
     served.runner.options = ServedInference(max_batch=2)
+    served.clients[0].groups[1].words[CONTINUES] = 0
     served.policy.while_running += [arrive, nothing, nothing]
     served.request(0, 0, 2, seen=3, continues=True)
     served.run()
@@ -553,7 +589,9 @@ def test_a_worker_that_begins_to_wait_while_its_answer_is_written_is_woken(serve
             words[WAITS] = 1
 
     answering: Any = fence
-    Answers([served.arenas[0].pending(Fence())], version=1, counts_as=1).send([], 0, None, answering)
+    requests = served.arenas[0].pending(Fence())
+    assert requests is not None
+    Answers([requests], version=1, counts_as=1).send([], 0, None, answering)
     assert served.log == ["answer"]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from farstep.acting import messages as am
-from farstep.acting.mailbox import ANSWER, COUNTS_AS, DIVERGENCE, FAILED, PULLS, VERSION, WAITS, divergence_bits
+from farstep.acting.mailbox import ANSWER, DIVERGENCE, PULLS, WAITS, divergence_bits
 from farstep.acting.serving.arena import Requests
 from farstep.acting.serving.batch_actor import Batch
 from farstep.wire.channels.doorbell import Fence
@@ -44,13 +44,13 @@ class Answers:
         """
         if self.batch is not None and self.failure is None:
             self.batch.answer(output_names)
-        totals = {PULLS: total_pulls, DIVERGENCE: divergence_bits(divergence)}
-        result = {VERSION: self.version, COUNTS_AS: self.counts_as, FAILED: self.failure is not None}
+        totals, result = (total_pulls, divergence), (self.version, self.counts_as, self.failure is not None)
         for requests in self.requests:
-            for word, value in totals.items():
-                requests.arena.mailbox_words[word][requests.mailboxes] = value
-            for word, value in result.items():
-                requests.arena.group_words[word][requests.groups] = value
+            requests.arena.results[requests.groups] = result
+            if requests.arena.totals != totals:
+                requests.arena.totals = totals
+                requests.arena.mailbox_words[PULLS][:] = total_pulls
+                requests.arena.mailbox_words[DIVERGENCE][:] = divergence_bits(divergence)
         fence()
         for requests in self.requests:
             requests.arena.group_words[ANSWER][requests.groups] = requests.numbers

@@ -19,6 +19,7 @@ from farstep.acting.mailbox import (
     MIN_VERSION,
     NEWEST,
     REQUEST,
+    RESULTS,
     TICKET,
     Mailbox,
     MailboxLayout,
@@ -47,6 +48,10 @@ class Arena:
         mailbox_words, group_words = layout.words(self.memory.map)
         self.mailbox_words = list(mailbox_words.T)
         """For each word of a mailbox, an array `[mailboxes]`."""
+        self.totals: tuple[int, float | None] | None = None
+        """The number of pulls and the divergence that all mailboxes have; None if they differ."""
+        self.results = group_words[:, RESULTS]
+        """The words `RESULTS` of each group."""
         self.group_words = list(group_words.T)
         """For each word of a group, an array `[groups]`. All groups of the first mailbox come first."""
         self.arrays = layout.arrays(self.memory.map)
@@ -75,6 +80,7 @@ class Arena:
         groups = self.mailbox_of_group == index
         for words in self.mailbox_words:
             words[index] = 0
+        self.totals = None
         for words in (*self.group_words, self.taken):
             words[groups] = 0
         self.arrived[groups], self._is_occupied[groups] = math.inf, True
@@ -110,10 +116,12 @@ class Arena:
         held = self.mailbox_words[HELD].tolist()
         return any(held) and any(cancelled < a == b for a, b in zip(held, self.acted_tickets, strict=True))
 
-    def pending(self, fence: Fence) -> Requests:
-        """The requests that wait for a batch."""
+    def pending(self, fence: Fence) -> Requests | None:
+        """The requests that wait for a batch; None if there are none."""
         numbers = self.group_words[REQUEST].copy()
         is_pending = (numbers != self.taken) & self._is_occupied
+        if not is_pending.any():
+            return None
         fence()
         tickets = self.group_words[TICKET].copy()
         fence()  # a worker writes the ticket after its version

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -43,10 +44,19 @@ class BatchRunner:
         sync: Decides when to pull weights.
         words: Progress words, as for a worker.
         is_local: Whether the workers share memory with this process.
+        clock: Returns the time in seconds.
     """
 
-    def __init__(self, arenas: Sequence[Arena], sync: WeightSync, words: memoryview, is_local: bool) -> None:
+    def __init__(
+        self,
+        arenas: Sequence[Arena],
+        sync: WeightSync,
+        words: memoryview,
+        is_local: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._arenas, self._sync, self._words, self._is_local = arenas, sync, words, is_local
+        self._clock = clock
         self.options = ServedInference()
         self.total_pulls = 0
         self._fence = Fence()
@@ -61,6 +71,8 @@ class BatchRunner:
         """What the agent raised when it was compared with a new version."""
         self._divergence: float | None = None
         """The last running divergence of the current weights."""
+        self._act_s = self._start_s = 0.0
+        """Running means of the seconds for which a batch is on the GPU, and that it takes to start one."""
 
     def run(self, until: float) -> float:
         """Act on pending requests.
@@ -77,15 +89,20 @@ class BatchRunner:
         """
         if self.actor is None or self._sync.weights is None:
             return IDLE_S
-        requests, wait_s = self._next_batch(self.actor)
+        requests, wait_s = self._next_batch(self.actor, self._pending())
         if not requests:
             return wait_s
         answers = self._start(self.actor, requests)
+        began = self._clock()
         while True:
-            following = self._started_early(self.actor, answers, until)
+            following = self._started_early(self.actor, answers, until, began)
             self._finish(self.actor, answers)
+            finished = self._clock()
+            self._act_s = _mean(self._act_s, finished - began)
+            began = finished
             if following is None and self._may_overlap(self.actor, until):
-                following = self._started_next(self.actor)
+                following = self._started_next(self.actor, self._pending())
+                began = self._clock()
             self._send(self.actor, answers)
             if following is None:
                 return 0.0
@@ -93,42 +110,53 @@ class BatchRunner:
 
     def _may_overlap(self, actor: BatchActor, until: float) -> bool:
         """Whether a batch may start before the last one is answered."""
-        return self._is_local and actor.policy.overlaps and time.monotonic() < until
+        return self._is_local and actor.policy.overlaps and self._clock() < until
 
-    def _started_early(self, actor: BatchActor, running: Answers, until: float) -> Answers | None:
-        """Start the next batch while another one runs, as soon as no later start is likely to make it larger.
+    def _started_early(self, actor: BatchActor, running: Answers, until: float, began: float) -> Answers | None:
+        """Start the next batch just before the running one ends or, if all groups that are inside a chunk are in one of
+        the two batches, at once: a later start would not make it larger.
 
-        That is, all groups that are inside a chunk are in one of the two batches, or at least as many requests wait as
-        there are in the running batch.
+        Args:
+            began: When the running batch began.
 
         Returns:
             The next batch; None if the running one is done, or if the next one must not start yet.
         """
+        latest = began + self._act_s - self._start_s if self._act_s else math.inf
         # No yield between two polls: a wait for the GPU spins as well.
         while self._may_overlap(actor, until) and not running.is_done():
-            pending = self._pending()
-            is_large = _count(pending) >= _count(running.requests)
-            if is_large or (pending and cover_running_chunks(self._arenas, [*pending, *running.requests])):
-                return self._started_next(actor)
+            if not (pending := self._pending()):
+                continue
+            if self._clock() >= latest or cover_running_chunks(self._arenas, [*pending, *running.requests]):
+                return self._started_next(actor, pending)
         return None
 
-    def _started_next(self, actor: BatchActor) -> Answers | None:
+    def _started_next(self, actor: BatchActor, pending: Sequence[Requests]) -> Answers | None:
         """Start the next batch while another one is in flight. Return None if there is none without a pull."""
-        requests, _ = self._next_batch(actor, may_pull=False)
-        return self._start(actor, requests) if requests else None
+        began = self._clock()
+        requests, _ = self._next_batch(actor, pending, may_pull=False)
+        if not requests:
+            return None
+        answers = self._start(actor, requests)
+        self._start_s = _mean(self._start_s, self._clock() - began)
+        return answers
 
     def _pending(self) -> list[Requests]:
-        return _nonempty(arena.pending(self._fence) for arena in self._arenas)
+        return [requests for arena in self._arenas if (requests := arena.pending(self._fence)) is not None]
 
-    def _next_batch(self, actor: BatchActor, may_pull: bool = True) -> tuple[Sequence[Requests], float]:
+    def _next_batch(
+        self, actor: BatchActor, pending: Sequence[Requests], may_pull: bool = True
+    ) -> tuple[Sequence[Requests], float]:
         """Return the requests to act on now, and, if there are none, for how many seconds to wait for messages.
 
         Args:
+            pending: The requests that wait.
             may_pull: Whether to pull weights first if the sync rule decides to. Otherwise there is no batch then, nor
                 if the rule raises an error.
         """
-        now = time.monotonic()
-        pending = self._pending()
+        if not pending:
+            return [], IDLE_S
+        now = self._clock()
         try:
             admitted = self._update_weights(actor, pending, may_pull)
         except TicketCancelled:
@@ -237,6 +265,11 @@ class BatchRunner:
 
     def _send(self, actor: BatchActor, answers: Answers) -> None:
         answers.send(actor.output_names, self.total_pulls, self._divergence, self._fence)
+
+
+def _mean(mean: float, value: float) -> float:
+    """A running mean of about the last ten values."""
+    return mean + 0.1 * (value - mean) if mean else value
 
 
 def _nonempty(found: Iterable[Requests]) -> list[Requests]:
