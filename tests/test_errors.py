@@ -10,7 +10,7 @@ import pytest
 
 import farstep
 from farstep import errors
-from farstep.errors import FarstepError, RemoteEnvError, Where, WorkerDied, remote_error, unknown_name
+from farstep.errors import FarstepError, RemoteEnvError, Where, WorkerDied, memory_error_of, remote_error, unknown_name
 
 WHERE = Where(worker=3, incarnation=1, host="n7", pid=12, phase="step", slot=5, seed=9, episode_step=4, version=2)
 
@@ -72,6 +72,21 @@ def test_what_python_raised_over_there_can_be_caught_here(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["", "MyOwnError", "SystemExit", "KeyboardInterrupt"])
 def test_other_kinds_are_remote_errors_only(kind: str) -> None:
     assert type(remote_error(kind, "x", WHERE, "")) is RemoteEnvError
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to",
+        "[enforce fail at alloc_cpu.cpp:113] data. DefaultCPUAllocator: not enough memory: you tried to",
+        "CUDA error: out of memory",
+    ],
+)
+def test_errors_of_torch_that_memory_ran_out_are_recognized_by_their_text(text: str) -> None:
+    cause, error = RuntimeError(text), ValueError("the agent cannot be loaded")
+    error.__cause__ = cause
+    assert memory_error_of(cause) is memory_error_of(error) is cause
+    assert memory_error_of(RuntimeError("not enough memory cells for this sequence")) is None
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

@@ -326,7 +326,8 @@ def described(error: BaseException) -> str:
 def memory_error_of(error: BaseException | None) -> BaseException | None:
     """Return the exception which says that main memory or the memory of a GPU ran out: `error` or one of its causes.
     None if there is none."""
-    texts = ("can't allocate memory", "CUDA error: out of memory")  # torch has no class for these
+    # torch has no class for these; the second one is that of torch 2.13 on ARM
+    texts = ("can't allocate memory", "DefaultCPUAllocator: not enough memory", "CUDA error: out of memory")
     while error is not None:
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
             return error

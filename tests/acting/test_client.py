@@ -172,6 +172,18 @@ def test_a_worker_does_not_miss_an_answer_that_arrives_just_before_it_waits(monk
     act_once(server)
 
 
+def test_a_request_is_visible_before_the_end_of_its_chunk_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the server's window would not wait for the last request of a worker that is preempted."""
+    server, seen = FakeServer(answer), set[tuple[int, int]]()
+    monkeypatch.setattr(client, "Fence", lambda: lambda: seen.add((server.words[REQUEST], server.words[CONTINUES])))
+    actor = begun(server)
+    for continues in (True, False):
+        actor.request(0, 0, continues)
+        actor.receive(0, 0)
+    assert seen == {(0, 1), (1, 1), (2, 1), (2, 0)}
+    actor.close()
+
+
 def lose_connection(*_: Any) -> Any:
     raise EOFError
 

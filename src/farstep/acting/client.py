@@ -280,12 +280,14 @@ class ServedActor:
             arrays[ROOTS][part] = self._slots.roots[part]
             arrays[EPISODES][part] = self._slots.episodes[part]
         words[MIN_VERSION], words[NEWEST], words[IS_FIRST] = self._min_version, self.newest, self._is_first[group]
-        words[CONTINUES] = continues
+        words[CONTINUES] = True  # the server's window waits for this request until the server can see it
         self._fence()  # the server may still read an earlier, cancelled request
         words[TICKET] = self._ticket
         self._requested[group] += 1
         self._fence()
         words[REQUEST] = self._requested[group]
+        self._fence()
+        words[CONTINUES] = continues
         self._exchange.post(group)
 
     def receive(self, t: int, group: int, idle: Callable[[], None] | None = None) -> None:

@@ -33,7 +33,8 @@ REQUEST, TICKET, MIN_VERSION, IS_FIRST, USED, NEWEST, CONTINUES, WAITS = range(8
 whether it is the first of its chunk, so that the recurrent state is to be recorded; the last request whose answer the
 worker has used (if the server has acted since then, its answer was given up with a cancelled chunk); the newest version
 that the head has announced to the worker (without shared memory, a ticket may arrive at a worker before the
-announcement arrives at the server); whether the worker sends another request after this one in the same chunk; whether
+announcement arrives at the server); whether the worker sends another request after this one in the same chunk, cleared
+only after the number of the last request is written, so that the server never takes an unsent request for none; whether
 the worker waits for its doorbell (without shared memory, the server sets it, because it sends every answer)."""
 ANSWER, VERSION, COUNTS_AS, FAILED = range(8, 12)
 """Words of a group that the server writes: number of the last request that was answered; the version that acted, and

@@ -15,6 +15,7 @@ import pytest
 
 from farstep.acting import messages as am
 from farstep.acting.mailbox import ANSWER, CONTINUES, HELD, REQUEST, TICKET, VERSION, WAITS, MailboxLayout
+from farstep.acting.serving import batch_runner
 from farstep.acting.serving.answers import Answers
 from farstep.acting.serving.arena import Arena
 from farstep.acting.serving.batch_actor import BatchActor
@@ -502,6 +503,28 @@ def test_a_window_and_the_largest_batch_also_hold_while_a_batch_runs(served: Ser
     served.request(0, 0, 2, seen=3, continues=True)
     served.run()
     assert served.log[:2] == ["start", "start"] and served.log.count("start") == 3
+
+
+@pytest.mark.parametrize("moment", range(3))
+def test_the_window_waits_for_a_last_request_that_arrives_while_the_server_reads(
+    served: Served, moment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *others, last = [(worker, index) for worker in range(2) for index in range(2)]
+    events: list[Callable[[], object]] = [*[nothing] * moment, lambda: served.request(*last, 1, seen=3)]
+
+    def fence() -> None:
+        if events:
+            events.pop(0)()
+
+    monkeypatch.setattr(batch_runner, "Fence", lambda: fence)
+    served.runner = served.make_runner(is_local=True)
+    served.runner.options = ServedInference(window_ms=1e6)
+    served.clients[last[0]].groups[last[1]].words[CONTINUES] = 1
+    for group in others:
+        served.request(*group, 1, seen=3)
+    while "start" not in served.log:
+        served.run()
+    assert served.log == ["start", "finish", *["answer"] * 4]
 
 
 @pytest.mark.parametrize("seed", range(5))

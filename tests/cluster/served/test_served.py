@@ -177,7 +177,7 @@ def test_max_batch_bounds_the_rows_of_a_call() -> None:
 
 def test_a_window_lets_the_server_wait_for_all_groups() -> None:
     agent = WhoAgent()
-    with cluster(envs=4, workers=2, inference={"window_ms": 10_000}) as env:
+    with cluster(envs=4, workers=2, inference={"window_ms": 1e6}) as env:
         within(lambda: env.collect(agent, 1))  # one worker may join after the other one's first request
         assert (within(lambda: env.collect(agent, 10))["rows"] == 4).all()
 

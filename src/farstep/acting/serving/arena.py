@@ -72,6 +72,8 @@ class Arena:
         """Number of each group's last request that was acted on or refused."""
         self._is_occupied = np.zeros(len(self.num_envs), bool)
         """Whether the mailbox of each group has a worker."""
+        self._continues = np.zeros(len(self.num_envs), bool)
+        """Whether each group is to send another request in its chunk, as of the last call of `pending`."""
 
     def allocate(self, client: Client, first_slot: int) -> int:
         """Give a worker a free mailbox, and clear its words. Return its index."""
@@ -118,6 +120,8 @@ class Arena:
 
     def pending(self, fence: Fence) -> Requests | None:
         """The requests that wait for a batch; None if there are none."""
+        self._continues = self.group_words[CONTINUES] != 0
+        fence()  # a worker clears it after its last request, which is therefore among those read next
         numbers = self.group_words[REQUEST].copy()
         is_pending = (numbers != self.taken) & self._is_occupied
         if not is_pending.any():
@@ -128,10 +132,13 @@ class Arena:
         return Requests(self, is_pending, numbers, tickets, self.group_words[MIN_VERSION].copy())
 
     def num_expected(self, waiting: Sequence[int] | Array, begins: bool) -> int:
-        """The number of groups except `waiting` that are inside a chunk or, if a chunk begins, of all others."""
+        """The number of groups except `waiting` that are inside a chunk or, if a chunk begins, of all others.
+
+        Call `pending` first, which reads which groups are inside a chunk.
+        """
         others = self._is_occupied.copy()
         others[waiting] = False
-        return int(np.count_nonzero(others if begins else others & (self.group_words[CONTINUES] != 0)))
+        return int(np.count_nonzero(others if begins else others & self._continues))
 
 
 class Requests:
