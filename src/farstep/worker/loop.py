@@ -277,7 +277,8 @@ class Worker:
         if message.base != content_hash:
             raise WireError(f"an agent with the base {message.base}; this worker has {content_hash or 'none'}.")
         has_gpu = self._has_gpu and not message.on_cpu
-        actor = Actor(payload, program.inference, self._obs, slots, program.weights, has_gpu, base)
+        space = self._host.observation_space
+        actor = Actor(payload, program.inference, self._obs, slots, program.weights, has_gpu, base, space)
         if "torch" in sys.modules and not had_torch:
             sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             self._seed_globals(self._program.seed, slots.first)
