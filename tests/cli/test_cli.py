@@ -358,6 +358,25 @@ def test_status_page_is_named_only_if_the_run_is_not_refused_at_once(
     assert "Runs in runs: my run." in said(capsys, "eval", "my-run")[2]
 
 
+def test_run_that_does_not_start_names_no_folder_that_it_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--env", "Pendulum-v1", "--launcher", "in-process", "--num-envs", "1", "--name", "run"]
+    status, output, error = said(capsys, "train", "dqn", *options)
+    assert (status, output) == (1, "") and "DQN needs an action space of type Discrete" in error
+    (tmp_path / "ssh").write_text("#!/bin/sh\nexit 255\n")
+    (tmp_path / "ssh").chmod(0o755)
+    nodes = ["--launcher", "ssh", "--hosts", "a", "--ssh", "./ssh", "--name", "run"]
+    status, output, error = said(capsys, "train", "ppo", "--env", "CartPole-v1", *nodes)
+    assert status == 1 and "1 node is missing" in error
+    assert output.splitlines() == [
+        "status: farstep status runs/run",
+        "runs/run is removed, because the run did not start",
+    ]
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize("command", ["train", "eval", "watch"])
 def test_what_torch_is_needed_for_says_so(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -83,6 +83,7 @@ FROM_WORKER: list[m.FromWorker] = [
         divergence=0.5,
         unmeasured="why",
         out_of_bounds="obs was 2",
+        bad_reward="nan in environment slot 1",
         syncs=1,
         synced_bytes=100,
         times=TIMES,

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
 import farstep
-from farstep.errors import SpaceError
+from farstep.errors import RemoteEnvError, SpaceError
 from farstep.rollout.seeds import episode_seed
 from farstep.testing import CountingEnv, TableAgent
 from tests.cluster.checks import cluster, in_process
@@ -232,3 +232,55 @@ def test_nan_in_observations_is_not_blamed_on_the_agent(at: int) -> None:
         pytest.raises(SpaceError, match=said),
     ):
         env.collect(BoxAgent(strict=False), steps=4)
+
+
+class DiscreteEnv(CountingEnv):
+    """Observations are in Discrete(4), except for the `at`-th of the episode that starts with `seed`."""
+
+    def __init__(self, seed: int, at: int) -> None:
+        super().__init__(length=None)
+        self.observation_space: Any = spaces.Dict(kind=spaces.Discrete(4), speed=spaces.Box(0, 1, (2,), np.float32))
+        self._seed, self._at = seed, at
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self._odd = seed == self._seed
+        super().reset(seed=seed, options=options)
+        return self._obs(), {}
+
+    def step(self, action: Any) -> Any:
+        _, *rest = super().step(action)
+        return self._obs(), *rest
+
+    def _obs(self) -> Any:
+        wrong = self._odd and self.count >= self._at
+        return {"kind": 7 if wrong else 1, "speed": np.full(2, 9, np.float32)}  # outside the Box, which is no mistake
+
+
+class EmbeddingAgent(TableAgent):
+    def act(self, obs: Any) -> Any:
+        return np.zeros(4, np.int64)[obs["kind"]]
+
+
+@pytest.mark.parametrize("at", [0, 1], ids=["trial", "later"])
+def test_discrete_observation_outside_its_space_is_not_blamed_on_the_agent(at: int) -> None:
+    kwargs = {"seed": episode_seed(5, 1, 0), "at": at}
+    said = r"^the environment in slot 1 returned .*: obs.kind 7 is outside Discrete\(4\), and act raised IndexError"
+    with (
+        cluster(DiscreteEnv, envs=3, env_kwargs=kwargs, config=in_process(restart_budget=0)) as env,
+        pytest.raises(SpaceError, match=said),
+    ):
+        env.collect(EmbeddingAgent(), steps=4)
+
+
+def test_error_of_act_is_unchanged_if_the_observations_are_in_their_space() -> None:
+    kwargs = {"seed": -1, "at": 0}
+    with (
+        cluster(DiscreteEnv, envs=3, env_kwargs=kwargs, config=in_process(restart_budget=0)) as env,
+        pytest.raises(RemoteEnvError, match=r"IndexError: index 1 is out of bounds for axis 0 with size 1"),
+    ):
+        env.collect(NarrowAgent(), steps=4)
+
+
+class NarrowAgent(TableAgent):
+    def act(self, obs: Any) -> Any:
+        return np.zeros(1, np.int64)[obs["kind"]]

@@ -139,8 +139,11 @@ def test_a_full_disk_is_a_typed_error_and_the_run_can_be_read_and_resumed(small_
             board.log(step, {"name" * 20: 1.0})
     with pytest.raises(RunError, match=r"config.json cannot be written: .*Free disk space"):
         run.write_config({"seed": 2, "text": "x" * 8192})
-    with pytest.raises(RunError, match="no run can be written under"):
+    with pytest.raises(RunError, match=r"no run can be written under .*Free disk space"):
         RunFolder.create(small_disk, "second", {"text": "x" * 8192})
+    assert not (small_disk / "second").exists()
+    with pytest.raises(RunError, match=r"\.lock cannot be written: .*Free disk space"), run.lock():
+        pass
     assert run.read_config() == {"seed": 1}
     filler.unlink()
     board.close()

@@ -98,7 +98,9 @@ class Jobs(RuleBasedStateMachine):
         nodes = sum(job.size for job in self.jobs if job.state != "ENDED")
         over = [f"SLURM job {job.number}" for job in self.jobs if job.state == "ENDED"]
         anew = [f"SLURM job {job.number}" for job in self.jobs if job.state == "PENDING"]
-        self.watched.note_status(RequestStatus("", nodes, ended=over, restarting=anew), time.monotonic())
+        self.watched.note_status(
+            RequestStatus("", nodes, ended=dict.fromkeys(over, "over"), restarting=anew), time.monotonic()
+        )
         self.watched.expected()  # as the head asks all the time
         self.seen = True
 

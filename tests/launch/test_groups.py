@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -91,7 +91,7 @@ def make(engine: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...
     assert all(job.cancelled for job in engine.jobs)
 
 
-def stands(engine: Fake, job: int, nodes: int, pending: int = 0, ended: Sequence[str] | None = None) -> None:
+def stands(engine: Fake, job: int, nodes: int, pending: int = 0, ended: Mapping[str, str] | None = None) -> None:
     """Let an engine say this, and be heard."""
     found = engine.jobs[job]
     found.stands = RequestStatus(found.stands.text, nodes, pending, ended)
@@ -321,12 +321,28 @@ def test_a_job_that_begins_anew_is_waited_for_after_another_was_cancelled(
 
 def test_a_node_that_never_came_does_not_hide_the_loss_of_another(make: Callable[..., Groups], engine: Fake) -> None:
     groups = make(3, here=2, min_nodes=1)  # the third is a job of its own, which fails at once
-    stands(engine, 0, 2, ended=["job 2"])
+    stands(engine, 0, 2, ended={"job 2": "job 2 is over"})
     assert groups.expected() == 2
     groups[0].left("a node", for_good=True)
     assert groups.expected() == 1
-    stands(engine, 0, 2, ended=["job 2"])
+    stands(engine, 0, 2, ended={"job 2": "job 2 is over"})
     assert groups.expected() == 1
+
+
+def test_request_names_only_the_jobs_that_ended_since_the_last_one(
+    make: Callable[..., Groups], engine: Fake, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "farstep")
+    groups = make(3, here=3, min_nodes=1)
+    ended: dict[str, str] = {}
+    for seconds, job in ((100, "job 1"), (200, "job 2")):
+        ended[job] = f"{job} is FAILED"
+        stands(engine, 0, 3 - len(ended), ended=dict(ended))
+        groups[0].left("a node", for_good=True)
+        groups.request_missing(3, float(seconds))
+        eventually(lambda: len(engine.jobs) == len(groups))
+    requests = [text for text in caplog.messages if "requesting" in text]
+    assert requests == [f"job {i} is FAILED (its last words); requesting 1 node again" for i in (1, 2)]
 
 
 def test_daemons_that_were_not_needed_are_not_waited_for(make: Callable[..., Groups], engine: Fake) -> None:

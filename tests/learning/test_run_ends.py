@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,11 @@ from farstep.cli import main
 from farstep.errors import CheckpointError
 from farstep.event import Emit
 from farstep.learners.loop.evaluation import EvaluationResult
+from farstep.learners.loop.iteration import CheckpointMarker
 from farstep.learners.ppo import PPOConfig
+from farstep.learners.replay.buffer_checkpoints import BufferCheckpoints
+from farstep.learners.replay.config import ReplayConfig
+from tests.buffer.saving.test_saving import CASES, filled
 from tests.learning.tasks import Rows, make_env, make_training
 
 ROWS = 4 * 8
@@ -138,3 +144,42 @@ def test_run_continues_on_a_full_disk_but_fails_without_its_last_checkpoint(
         warned = [event.text for event in env.events("warned") if "The run continues" in event.text]
     assert training.progress.updates == updates
     assert len(warned) == 1 and "make sure that the disk has free space" in warned[0]
+
+
+def test_run_whose_folder_is_deleted_warns_once_and_fails_without_creating_another(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    with make_env("CartPole-v1", 4, launcher="in-process") as env:
+        options: dict[str, Any] = {"checkpoints": folder / "checkpoints", "checkpoint_every": 1}
+        training, _ = make_training(env, CONFIG, 5 * ROWS, sink=Deletes(folder, at=2), **options)
+        with pytest.raises(CheckpointError, match=r"run was deleted or moved.* start a new run\. .*has no older"):
+            training.run()
+        warned = [event.text for event in env.events("warned") if "was deleted or moved" in event.text]
+    assert len(warned) == 1 and "The run continues" in warned[0]
+    assert not folder.exists()
+
+
+class Deletes(Rows):
+    """Deletes a folder when row `at` is logged."""
+
+    def __init__(self, folder: Path, at: int) -> None:
+        super().__init__()
+        self._folder, self._at = folder, at
+
+    def log(self, step: int, metrics: Any) -> None:
+        super().log(step, metrics)
+        if len(self.rows) == self._at:
+            shutil.rmtree(self._folder)
+
+
+def test_buffer_checkpoint_does_not_create_a_deleted_folder(tmp_path: Path) -> None:
+    loop: Any = SimpleNamespace(
+        checkpoints=tmp_path / "checkpoints", newest_checkpoint=CheckpointMarker(1, ROWS), save_last=lambda: None
+    )
+    with filled(CASES["uniform"]) as buffer:
+        checkpoints = BufferCheckpoints(ReplayConfig(), lambda *_: None, loop)
+        loop.checkpoints.mkdir()
+        checkpoints.start(buffer)
+        loop.checkpoints.rmdir()
+        checkpoints.finish()
+    assert not loop.checkpoints.exists()

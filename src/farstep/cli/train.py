@@ -136,12 +136,12 @@ def _launch(
         stack.enter_context(folder.lock())
         if resumed:
             _check_resumable(folder, run)
-        with ExitStack() as launching:
-            page = _status_page(name, run, env, folder, stack, launching) if run.status_page else None
+        with ExitStack() as starting:
+            page = _status_page(name, options, env, folder, stack, starting) if run.status_page else None
             env.launch()
-        learner = make_learner(name, run, options.learner, env)
-        if isinstance(learner, ReplayLearner):
-            check_launched(options.learner.replay, env, learner, recorded)
+            learner = make_learner(name, run, options.learner, env)
+            if isinstance(learner, ReplayLearner):
+                check_launched(options.learner.replay, env, learner, recorded)
         on_failure.pop_all()
     return learner, env, folder, page
 
@@ -266,13 +266,14 @@ def train(
 
 
 def _status_page(
-    name: str, run: RunConfig, env: ClusterEnv, folder: RunFolder, stack: ExitStack, launching: ExitStack
+    name: str, options: Options[Any, Any], env: ClusterEnv, folder: RunFolder, stack: ExitStack, starting: ExitStack
 ) -> StatusPage | None:
     """Start the status page, and store its address in the run folder until the run ends.
 
-    Print the address when the launch begins to wait for workers, or at the first event; a launch that is refused at
-    once prints nothing.
+    Print the address when the run has started, at the end of `starting`. Nodes may start late, so with nodes, print it
+    when the launch begins to wait for workers, or at the first event.
     """
+    run = options.run
     try:
         page = status_page_of(env)
     except RunError as error:
@@ -293,8 +294,16 @@ def _status_page(
                 _print_now(line)
             is_announced = True
 
-    call_when_begun(env, announce)
-    launching.callback(event_log_of(env).subscribe(lambda _: announce()).close)
+    def end(failure: type[BaseException] | None, *_: object) -> None:
+        if failure is None:
+            announce()
+        elif is_announced and options.resume is None:
+            _print_now(f"{_quoted(folder)} is removed, because the run did not start")
+
+    starting.push(end)
+    if isinstance(options.nodes, EngineConfig):
+        call_when_begun(env, announce)
+        starting.callback(event_log_of(env).subscribe(lambda _: announce()).close)
     return page
 
 

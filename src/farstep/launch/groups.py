@@ -207,6 +207,8 @@ class Groups:
         self._groups: dict[int, WatchedGroup] = {}
         self._request_lock = threading.Lock()
         """Held during a request, because engines receive one request at a time."""
+        self._reported: set[tuple[int, str]] = set()
+        """Groups and places whose end an event has reported."""
         self._complete = False
         """Whether the minimum number of nodes has ever been connected."""
         self.reset_retries()
@@ -273,8 +275,7 @@ class Groups:
             return
         while self._retries and now - self._retries[0] >= RESTART_WINDOW_S:
             self._retries.popleft()
-        ended = [group for group in self._groups.values() if not group.status.nodes]
-        last = (ended or list(self._groups.values()))[-1]
+        last, state = self._newly_ended()
         self._retry_at = now + min(_MAX_BACKOFF_S, 2.0 ** min(len(self._retries), 10))
         self._given_up = len(self._retries) >= self._config.restart_budget
         if too_few and (self._given_up or not self._complete):
@@ -282,7 +283,7 @@ class Groups:
         if self._given_up:
             self._emit(
                 "warned",
-                f"{last.status.text}{self._budget_used()}; continuing with {counted(expected, 'node')}, and requesting "
+                f"{state}{self._budget_used()}; continuing with {counted(expected, 'node')}, and requesting "
                 f"more in at most {RESTART_WINDOW_S / 60:g} minutes",
                 traceback=last.final_logs,
             )
@@ -290,9 +291,24 @@ class Groups:
             return
         self._retries.append(now)
         detail = f" ({last.last_line})" if last.last_line else ""
-        text = f"{last.status.text}{detail}; requesting {counted(missing, 'node')} again"
+        text = f"{state}{detail}; requesting {counted(missing, 'node')} again"
         self._emit("resubmitted", text, traceback=last.final_logs)
         self._new(missing).watch()
+
+    def _newly_ended(self) -> tuple[WatchedGroup, str]:
+        """The last group of which a node has ended, and the states of all nodes that ended since the last call."""
+        new = {
+            (number, place): state
+            for number, group in self._groups.items()
+            for place, state in (group.status.ended or {}).items()
+            if (number, place) not in self._reported
+        }
+        if new:
+            self._reported |= new.keys()
+            return self._groups[max(number for number, _ in new)], "; ".join(new.values())
+        ended = [group for group in self._groups.values() if not group.status.nodes]
+        last = (ended or list(self._groups.values()))[-1]
+        return last, last.status.text
 
     def _budget_used(self) -> str:
         """A clause that names the restart budget if it is used up, otherwise ""."""

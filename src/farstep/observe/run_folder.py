@@ -22,6 +22,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from farstep.checkpoint.files import no_follow
 from farstep.errors import ConfigError, RunError
 from farstep.observe import signing
 from farstep.observe.files import as_run_error, replace_file
+from farstep.observe.line_file import is_disk_full
 
 log = logging.getLogger("farstep")
 
@@ -85,14 +87,18 @@ class RunFolder:
         if not name or name.startswith(".") or "/" in name or "\0" in name:
             raise ConfigError(f"a run cannot be named {name!r}; expected a plain name without slashes, e.g. 'first'.")
         content = _as_json(config)  # raises before anything is written
-        try:
-            Path(root).mkdir(parents=True, exist_ok=True)
-            run = cls(_make_new(Path(root), name))
-            for folder in (run.checkpoints, run.videos):
-                folder.mkdir()
-            replace_file(run.config_file, run._signed(content))
-        except OSError as error:
-            raise RunError(f"no run can be written under {root}: {error}. Choose another folder.") from error
+        with contextlib.ExitStack() as on_failure:
+            try:
+                Path(root).mkdir(parents=True, exist_ok=True)
+                run = cls(_make_new(Path(root), name))
+                on_failure.callback(shutil.rmtree, run.path, ignore_errors=True)
+                for folder in (run.checkpoints, run.videos):
+                    folder.mkdir()
+                replace_file(run.config_file, run._signed(content))
+            except OSError as error:
+                remedy = "Free disk space (df -h), or choose" if is_disk_full(error) else "Choose"
+                raise RunError(f"no run can be written under {root}: {error}. {remedy} another folder.") from error
+            on_failure.pop_all()
         return run
 
     @classmethod
@@ -220,7 +226,6 @@ class RunFolder:
             with as_run_error(self.path / ".lock"):
                 stream.truncate(0)
                 stream.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
-                stream.flush()
             yield
 
     def is_locked(self) -> bool | None:
@@ -237,7 +242,7 @@ class RunFolder:
     def _open_lock(self) -> IO[bytes]:
         path = self.path / ".lock"
         try:
-            return open(path, "a+b", opener=no_follow)
+            return open(path, "a+b", buffering=0, opener=no_follow)  # closing it writes nothing, and so cannot fail
         except OSError as error:
             hint = "Remove the symbolic link" if path.is_symlink() else "Make the folder writable"
             raise RunError(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import gymnasium
 import numpy as np
 
 from farstep.agents.base_weights import BaseBytes, unpickle_agent
@@ -31,6 +32,7 @@ from farstep.schema import (
     nest,
     value_structure,
 )
+from farstep.worker.hosting.single_envs import outside
 
 
 class Actor:
@@ -46,8 +48,9 @@ class Actor:
         weights: WeightsConfig = ALL_WEIGHTS,
         has_gpu: bool = False,
         base: BaseBytes | None = None,
+        space: gymnasium.spaces.Space[Any] | None = None,
     ) -> None:
-        self._slots, self._obs = slots, obs
+        self._slots, self._obs, self._space = slots, obs, space
         # `dry_run` calls a second copy, because an agent may count its calls. Unpickle this copy first: unpickling a
         # class of the user's script again overwrites class attributes, so the copy that acts must come last.
         numbers = slots.first + np.arange(len(slots.roots))
@@ -73,7 +76,7 @@ class Actor:
 
         Raises:
             AgentError: `act` returns something that farstep cannot record.
-            SpaceError: `act` raised, and the observations have NaN.
+            SpaceError: `act` raised, and an observation has NaN or is outside its space.
         """
         assert self._trial is not None
         trial, self._trial = self._trial, None
@@ -84,7 +87,7 @@ class Actor:
             with same_randomness():
                 out = trial(nest(self._obs, current), trial.initial_state(count), starts, generators)
         except Exception as error:
-            self._explain(error, current.values())
+            self._explain(error, current)
             raise
         if "action" not in out:
             raise AgentError(f"act returned {list(out)} without 'action'; return the actions or a mapping with them.")
@@ -153,7 +156,7 @@ class Actor:
         try:
             out = self.policy(self._observed(t), self._state, rows["episode_start"][t], self._generators(t))
         except Exception as error:
-            self._explain(error, [rows[name][t] for name in leaf_names(self._obs)])
+            self._explain(error, self._arrays_observed(t))
             raise
         self._record(t, out)
 
@@ -161,6 +164,10 @@ class Actor:
         """The observations of row `t`, nested as the agent expects them."""
         rows = self._rows
         return rows[self._obs][t] if isinstance(self._obs, str) else nest(self._obs, {n: a[t] for n, a in rows.items()})
+
+    def _arrays_observed(self, t: int) -> dict[str, Array]:
+        """The observations of row `t` by name."""
+        return {name: self._rows[name][t] for name in leaf_names(self._obs)}
 
     def _record(self, t: int, out: dict[str, Any]) -> None:
         """Write what the policy returned into row `t`."""
@@ -184,7 +191,7 @@ class Actor:
                     f"act returned {name} {value} for environment slot {slot}; an environment cannot step with it. "
                     "Check the weights and observations for NaN and infinity."
                 )
-                self._explain(invalid, [rows[name][t] for name in leaf_names(self._obs)])
+                self._explain(invalid, self._arrays_observed(t))
                 raise invalid
 
     def add_priorities(self, rows: Rows, steps: int) -> None:
@@ -262,14 +269,26 @@ class Actor:
     def _is_recurrent_torch(self) -> bool:
         return self.policy.recurrent and self.policy.is_torch
 
-    def _explain(self, error: Exception, obs: Iterable[Array]) -> None:
-        """Raise `SpaceError` instead of the error of `act` if the observations have NaN."""
-        if found := with_nan(obs):
+    def _explain(self, error: Exception, obs: Mapping[str, Array]) -> None:
+        """Raise `SpaceError` instead of the error of `act` if an observation has NaN, or is outside its space (unless
+        that is a Box: such observations are common)."""
+        if found := with_nan(obs.values()):
             slots = ", ".join(str(self._slot_of(i)) for i in found)
             raise SpaceError(
                 f"the observations of environment slot{'s' * (len(found) > 1)} {slots} have NaN, and act raised "
                 f"{described(error)}. Fix the environment, or replace NaN in a wrapper."
             ) from error
+        if self._space is None:
+            return
+        for i in range(len(self._slots.roots)):
+            value = nest(self._obs, {name: array[i] for name, array in obs.items()})
+            for space, clause in outside(self._space, value, "obs"):
+                if not isinstance(space, gymnasium.spaces.Box):
+                    raise SpaceError(
+                        f"the environment in slot {self._slot_of(i)} returned an observation that is not in its "
+                        f"space: {clause}, and act raised {described(error)}. Fix the environment, or its "
+                        "observation_space."
+                    ) from error
 
     def _generators(self, t: int) -> list[np.random.Generator] | None:
         if not self.policy.wants_rng:

@@ -42,6 +42,7 @@ from farstep.worker.connection.inbox import Inbox, TicketCancelled
 from farstep.worker.hosting.base import Host
 from farstep.worker.hosting.bounds import BoundsCheck
 from farstep.worker.hosting.hosts import AnyHost, make_host
+from farstep.worker.hosting.reward_check import RewardCheck
 from farstep.worker.hosting.staggered import Staggered
 from farstep.worker.hosting.strict import StrictEnvs
 from farstep.worker.lock_step import LockStepWorker
@@ -93,7 +94,7 @@ class Worker:
         """Set if `make_vec` steps the environments without messages."""
         self._timer = WorkerTimer()
         self._index = 0  # of chunks started so far (see `messages.Chunk.index`)
-        self._bounds = BoundsCheck()
+        self._bounds, self._rewards = BoundsCheck(), RewardCheck()
 
     # ---- the loop ----
 
@@ -277,7 +278,8 @@ class Worker:
         if message.base != content_hash:
             raise WireError(f"an agent with the base {message.base}; this worker has {content_hash or 'none'}.")
         has_gpu = self._has_gpu and not message.on_cpu
-        actor = Actor(payload, program.inference, self._obs, slots, program.weights, has_gpu, base)
+        space = self._host.observation_space
+        actor = Actor(payload, program.inference, self._obs, slots, program.weights, has_gpu, base, space)
         if "torch" in sys.modules and not had_torch:
             sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             self._seed_globals(self._program.seed, slots.first)
@@ -408,6 +410,7 @@ class Worker:
             divergence=source.divergence,
             unmeasured=unmeasured,
             out_of_bounds=self._bounds.check(self._host, self._roller.rows, ticket.steps),
+            bad_reward=self._rewards.check(self._host, self._roller.rows, ticket.steps),
             syncs=totals.pulls,
             synced_bytes=totals.nbytes,
             times=self._timer.take(),

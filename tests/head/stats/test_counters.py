@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from farstep.head.members.membership import Membership, State
+from farstep.head.stats.counters import members_snapshot
+from farstep.head.stats.worker_times import WorkerTimes
 from farstep.testing import TableAgent
 from tests.cluster.checks import cluster, within
 
@@ -53,3 +57,30 @@ def test_rows_per_second_of_acting_servers_are_those_of_their_workers() -> None:
         (server,) = stats["acting"]
         assert server["rows_per_second"] == pytest.approx(sum(stats["workers"]["steps_per_second"]), rel=0.01)
         assert server["rows_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("states", "starting", "queued"),
+    [
+        ((State.ALIVE, State.STARTING, State.STARTING), 1, 1),
+        ((State.ALIVE, State.STARTING, State.PARKED), 1, 0),
+        ((State.STOPPED, State.STOPPED, State.STOPPED), 0, 0),
+        ((State.ALIVE, State.STARTING, State.DYING), 1, 0),
+    ],
+)
+def test_absent_worker_is_queued_only_while_it_is_to_start(
+    states: tuple[State, ...], starting: int, queued: int
+) -> None:
+    membership = Membership(3, {}, restart_budget=0)
+    for member, state in zip(membership.members, states, strict=True):
+        member.state = state
+    launcher = SimpleNamespace(on_disk=dict, spare=lambda: 0, nodes=list)
+    server: Any = SimpleNamespace(
+        supervisor=SimpleNamespace(membership=membership, launcher=launcher),
+        tickets=SimpleNamespace(presence=SimpleNamespace(absent={2})),
+        records=[SimpleNamespace(worker=worker, host="", cores=()) for worker in range(3)],
+        gpus_per_worker=0,
+    )
+    found = members_snapshot(server, WorkerTimes(3), now=1.0)["workers"]
+    assert (found["starting"], found["queued"]) == (starting, queued)
+    assert found["states"].count("starting") == starting and found["states"].count("queued") == queued

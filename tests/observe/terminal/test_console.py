@@ -24,6 +24,7 @@ from rich.live import Live
 
 from farstep.errors import ClosedError
 from farstep.event import Event, EventKind
+from farstep.learners.loop.stop_signals import StopSignals
 from farstep.observe.diagnosis import Diagnosis
 from farstep.observe.loggers import Loggers
 from farstep.observe.run_status import RunStatus, data_size, duration, line, number, percent
@@ -244,6 +245,18 @@ def test_panel_has_the_diagnosis_and_the_latest_three_events() -> None:
     shown_events = re.findall(r"\d\d:\d\d:00 (\w+)  worker (\d) of \[red\]", text)
     assert shown_events == [("joined", "1"), ("stuck", "2"), ("lost", "3")]
     assert "diagnosis" not in shown(after(METRICS)) and "events" not in shown(after(METRICS))
+
+
+def test_panel_shows_the_whole_event_of_a_run_that_stops() -> None:
+    said: list[str] = []
+    signals = StopSignals(False, lambda: None, lambda kind, text, **_: said.append(text))
+    with signals.installed():
+        signal.raise_signal(signal.SIGINT)
+    event = Event(time=60.0, kind="warned", text=said[0])
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    console.print(panel(after(METRICS), "run", 1.0, 1.0, 80, events=[*EVENTS, event]))
+    words = " ".join(re.sub("[│╰╯─]", " ", written(console)).split())
+    assert f"warned {said[0]}" in words and len(said[0]) > 80
 
 
 @pytest.mark.parametrize(("width", "height"), [(40, 40), (40, 12), (100, 6)])

@@ -265,7 +265,7 @@ class BatchActor(Actor):
         try:
             out = batch.launched.wait()
         except Exception as error:
-            self._explain(error, self._observations())
+            self._explain(error, self._arrays_observed(0))
             raise
         self._record(0, out)
         if self._keeps_state:
@@ -302,11 +302,8 @@ class BatchActor(Actor):
         try:
             return self.policy.launch(self._observed(0), self._state, rows["episode_start"][0], self._batch_rng)
         except Exception as error:
-            self._explain(error, self._observations())
+            self._explain(error, self._arrays_observed(0))
             raise
-
-    def _observations(self) -> list[Array]:
-        return [self._rows[name][0] for name in self._obs_names]
 
     def _gather_state(self, groups: Sequence[Group]) -> None:
         states = []

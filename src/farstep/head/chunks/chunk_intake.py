@@ -70,6 +70,8 @@ class ChunkIntake:
             self._warnings.note_unmeasured(chunk.unmeasured)
         if chunk.out_of_bounds:
             self._warnings.note_out_of_bounds(chunk.out_of_bounds)
+        if chunk.bad_reward:
+            self._warnings.note_bad_reward(chunk.bad_reward)
         issued = tickets.outstanding.get(chunk.ticket)
         if issued is None or issued.worker != record.worker:
             return  # cancelled, or the worker was declared lost; already counted as dropped

@@ -26,6 +26,7 @@ _STATE_NAMES = {state: state.value for state in State} | {
     State.DYING: "lost",
 }
 """What users see of a worker's state; a worker that waits for a node is `queued`."""
+_STARTING = (State.STARTING, State.CONSTRUCTING, State.WAITING)
 _WINDOW = 100
 """Number of latest episodes over which returns and lengths are averaged."""
 
@@ -164,13 +165,13 @@ class Counters:
 def members_snapshot(server: Server, times: WorkerTimes, now: float) -> dict[str, Any]:
     """The entries `workers`, `slots` and `nodes` of `ClusterEnv.stats`. Call it with the server's lock."""
     members, tickets = server.supervisor.membership, server.tickets
-    absent = sum(members.members[worker].state is not State.PARKED for worker in tickets.presence.absent)
+    absent = sum(members.members[worker].state in _STARTING for worker in tickets.presence.absent)
     held_s, on_disk = members.slots.held_seconds(now), server.supervisor.launcher.on_disk()
     return {
         "workers": {
             "alive": members.count(State.ALIVE, State.RELEASED),
-            "starting": members.count(State.STARTING, State.CONSTRUCTING, State.WAITING) - absent,
-            "queued": absent - server.supervisor.launcher.spare(),
+            "starting": members.count(*_STARTING) - absent,
+            "queued": max(0, absent - server.supervisor.launcher.spare()),  # spare workers may have stopped
             "parked": members.count(State.PARKED),
             "on_disk": len(on_disk),
             "disk_bytes": sum(on_disk.values()),

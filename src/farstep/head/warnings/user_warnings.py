@@ -24,7 +24,7 @@ class UserWarnings:
         self.silent = False
         """Whether `note_inference` does not warn."""
         self.inference = self._unmeasured = self._incomparable = ""
-        self._warned_remaining = self._warned_out_of_bounds = False
+        self._warned_remaining = self._warned_out_of_bounds = self._warned_reward = False
         self._starved: object = None
         """The last call for which starvation was reported."""
 
@@ -78,6 +78,16 @@ class UserWarnings:
                 "as gymnasium.wrappers.TransformObservation",
             )
         self._warned_out_of_bounds = True
+
+    def note_bad_reward(self, note: str) -> None:
+        """Warn that a reward is NaN or infinite, with the value and slot that a worker gave."""
+        if not self._warned_reward:
+            self._emit(
+                "warned",
+                f"{self._env_label} returned the reward {note}. The run uses it as it is, so returns and gradients "
+                "computed from it are not finite either. Correct the environment, or clip its rewards with a wrapper",
+            )
+        self._warned_reward = True
 
     def note_remaining(self, divergence: float) -> None:
         """Warn if a worker's divergence from the learner is above the threshold although it has just pulled."""

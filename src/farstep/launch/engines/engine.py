@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,8 +48,8 @@ class RequestStatus:
     """Number of nodes that have a node daemon, or will get a daemon without another request."""
     pending: int = 0
     """How many of these nodes have certainly not started yet; used if the engine does not name nodes."""
-    ended: Sequence[str] | None = None
-    """Places whose node daemons have ended; None if the engine does not name nodes."""
+    ended: Mapping[str, str] | None = None
+    """Places whose node daemons have ended, each with its state in words; None if the engine does not name nodes."""
     restarting: Sequence[str] = ()
     """Places whose node daemons have not started yet, or will be restarted."""
     hopeless: int = 0

@@ -95,7 +95,7 @@ class EngineProcesses(Group):
             if sessions
         ]
         text = "; ".join(parts) or f"no node is free for {self._program}"
-        ended_places = [f"{self._program} {session.where}" for session in ended]
+        ended_places = {f"{self._program} {each.where}": f"{self._program} {ENDED} {each.where}" for each in ended}
         return RequestStatus(text, sum(session.nodes for session in running), ended=ended_places)
 
     def logs(self) -> str:

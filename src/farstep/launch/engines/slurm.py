@@ -281,7 +281,7 @@ class Jobs(Group):
         answer = _run(["squeue", *options, "--format=%A|%T|%D|%P|%N|%r"], missing="")
         lines = [line.split("|", 5) for line in answer.splitlines() if line.count("|") >= 5]
         states = {number.strip(): rest for number, *rest in lines}
-        parts, nodes, hopeless, ended, restarting = [], 0, 0, [], []
+        parts, nodes, hopeless, ended, restarting = [], 0, 0, {}, []
         for number in self._sizes:
             state, count, partition, hosts, reason = states.get(number, ("over", "0", "", "", ""))
             size = self._size(number, state, held := int(count.partition("-")[0]))  # a range: take its minimum
@@ -291,7 +291,8 @@ class Jobs(Group):
             if hosts and state not in _WAITING:
                 self._started.add(number)
             nodes += 0 if state in _ENDED else size
-            ended += [f"SLURM job {number}"] if state in _ENDED else []
+            if state in _ENDED:
+                ended[f"SLURM job {number}"] = parts[-1]
             restarting += [f"SLURM job {number}"] if state in _WAITING else []
             if state in _WAITING and reason.endswith(_HELD):
                 self._cancel(number, "could not be started, and SLURM holds it")

@@ -160,6 +160,8 @@ class Training:
         self.sink, self.checkpoints, self._evaluator = sink, checkpoints, evaluator
         self.newest_checkpoint: CheckpointMarker | None = None
         """The newest checkpoint that this process wrote or resumed from."""
+        self._had_folder = checkpoints is not None and checkpoints.parent.is_dir()
+        """Whether the folder that contains `checkpoints` existed before the run, so that the run must not create it."""
         self._is_finished = False
         """Whether the last checkpoint of the run was written."""
         self._failed_to_save = False
@@ -410,6 +412,7 @@ class Training:
         """
         if self.checkpoints is None:
             return None
+        self._check_folder(self.checkpoints.parent)
         with self.timer("checkpoint"):
             state: dict[str, object] = {
                 "agent": saved_parameters(self._learner.agent),
@@ -428,6 +431,16 @@ class Training:
         self.newest_checkpoint = CheckpointMarker(int(folder.name), self.progress.steps)
         self._env.emit_event("checkpointed", f"wrote checkpoint {folder.name} at step {self.progress.steps:,}")
         return folder
+
+    def _check_folder(self, run: Path) -> None:
+        """Raise `CheckpointError` if the run's folder is gone; no run could be resumed from a new one."""
+        if not self._had_folder or run.is_dir():
+            return
+        self.newest_checkpoint = None
+        raise CheckpointError(
+            f"the checkpoint could not be saved: the folder {run} was deleted or moved during the run. If it was "
+            "moved, move it back. If it was deleted, its metrics and checkpoints are lost: start a new run."
+        )
 
     def resume(self) -> None:
         """Continue from the newest checkpoint that fits this learner and these environments.

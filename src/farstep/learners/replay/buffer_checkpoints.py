@@ -151,6 +151,8 @@ class BufferCheckpoints:
     def _write(self) -> None:
         """Write a checkpoint. A failure does not end the run."""
         assert self._folder is not None and self._buffer is not None
+        if not self._folder.parent.is_dir():
+            return  # deleted during the run, so the learner's next checkpoint fails and says so
         markers: list[_Marker] = []
 
         def mark() -> dict[str, object]:

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from farstep.event import Event
+from farstep.event import RUN_STOPPING, Event
 from farstep.observe.diagnosis import Diagnosis
 from farstep.observe.glossary import METRICS
 from farstep.observe.run_status import (
@@ -107,15 +107,18 @@ def panel(
         grid.add_row("workers", _workers(status))
     if shares := status.shares():
         grid.add_row("time", Shares(shares))
-    if events:
-        grid.add_row("events", Text("\n").join(map(_event, events[-SHOWN_EVENTS:])))
+    for position, event in enumerate(events[-SHOWN_EVENTS:]):
+        grid.add_row("" if position else "events", _event(event))
     heading = Text(title, style="bold")
     return Panel(grid, title=heading, title_align="left", box=box.ROUNDED, border_style="dim", width=width)
 
 
 def _event(event: Event) -> Text:
     clock = time.strftime("%H:%M:%S", time.localtime(event.time))
-    return Text.assemble((f"{clock} ", "dim"), (event.kind, "bold"), f"  {' '.join(event.text.split())}")
+    text = Text.assemble((f"{clock} ", "dim"), (event.kind, "bold"), f"  {' '.join(event.text.split())}")
+    if RUN_STOPPING in event.text:  # wrap it, because it answers the user's Ctrl-C
+        text.no_wrap, text.overflow = False, "fold"
+    return text
 
 
 def _add(text: Text, label: str, value: float | None, form: Callable[[float], str]) -> None:

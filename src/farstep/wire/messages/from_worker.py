@@ -130,6 +130,8 @@ class Chunk(msgspec.Struct, tag="chunk"):
     """Why the divergence could not be measured; sent once per reason."""
     out_of_bounds: str = ""
     """Which observation is outside the bounds of its space; empty if none is, and after the first rows."""
+    bad_reward: str = ""
+    """Which reward is NaN or infinite; sent once."""
     syncs: int = 0
     """Weight pulls since the last chunk."""
     synced_bytes: int = 0
