@@ -63,7 +63,7 @@ class SimulatedRun:
             },
             "rate": 100_000.0,
             "kl_threshold": 0.05,
-            "lags": [[0, 50], [1, 50]],
+            "lags": [[0, 50], [1, 40], [16, 10]],
             "weights": {"version": 7, "pulls": 3, "possible": 7, "bytes_sent": 3_000, "bytes_saved": 4_000},
             "buffer": {"fill": 10, "capacity": 100, "bytes": 4_000, "ratio": 2.0},
             "times": {"workers": [["env", 0.9], ["tickets", 0.1]], "learner": [["update", 1.0]]},

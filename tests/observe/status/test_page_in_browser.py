@@ -72,7 +72,7 @@ def test_every_part_of_the_page_is_filled(window: Browser) -> None:
         "#progress-text": ["5,000 of 10,000 steps, about 1 min 1 s left"],
         "#diagnosis": ["Worker 3 is slow.", "Look.", "a 0.5"],
         "#times": ["workers", "environments", "90 %", "waiting for the learner", "10 %", "learner", "updates", "100 %"],
-        "#lags": ["newest version", "50 %", "1 older", "50 %"],
+        "#lags": ["0 (newest weights)", "50 %", "1", "40 %", "16 to 31", "10 %"],
         "#weights": [
             "Workers pull new weights when their KL divergence from the learner exceeds 0.05.",
             "3 pulls of 7 possible ones; 3.0 kB sent",
@@ -156,7 +156,7 @@ def test_head_is_drawn_above_its_nodes(window: Browser) -> None:
         place = "return document.querySelector(arguments[0]).getBoundingClientRect().toJSON()"
         head, node = (window.script(place, selector) for selector in ("#head", "#cluster .node"))
         assert head["bottom"] <= node["top"]
-        assert "0.5 versions behind" in window.text("#worker-0")
+        assert "mean version lag 0.5" in window.text("#worker-0")
         assert window.script("return document.getElementById('colors').hidden")
     finally:
         server.close()
@@ -170,7 +170,7 @@ def test_slow_worker_among_many_has_another_color(window: Browser) -> None:
     workers["rate"][9] = 0.0  # lost
     expected = {
         "recent steps per second": (3, "1 worker below 80 % of the median (100 steps/s): worker 3 (5)."),
-        "mean version lag": (4, "1 worker 1 version behind or more: worker 4 (9)."),
+        "mean version lag": (4, "1 worker with a mean version lag of 1 or more: worker 4 (9)."),
         "KL divergence": (199, "1 worker at 25 % of the KL threshold (0.05) or more: worker 199 (0.06)."),
     }
     server = PageServer(run)
@@ -255,7 +255,7 @@ def test_workers_are_reached_by_keyboard_and_tracebacks_by_one_click(window: Bro
         window.open(server.url)
         grid = window.driver.find_element("css selector", "#cluster .grid")
         grid.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-        assert window.text("#worker").startswith("worker 2: rolling, 100 steps/s (recent), 0.5 versions behind")
+        assert window.text("#worker").startswith("worker 2: rolling, 100 steps/s (recent), mean version lag 0.5")
         assert "KL 0.02 of 0.05" in window.text("#worker")
         assert "Traceback" not in window.text("#events")
         window.driver.find_element("css selector", "#events summary").click()
@@ -274,7 +274,7 @@ def test_events_and_colors_are_reached_by_keyboard(window: Browser) -> None:
         assert outline_of(window, events) == "3px"
         color = window.driver.find_element("css selector", "#color")
         color.send_keys(Keys.ARROW_DOWN)
-        window.wait(lambda: "version behind" in window.text("#color-text"))
+        window.wait(lambda: "version lag" in window.text("#color-text"))
         assert outline_of(window, color) == "3px"
     finally:
         server.close()

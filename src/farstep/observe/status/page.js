@@ -24,8 +24,8 @@ const COLORS = {
   lag: {
     name: "mean version lag", limits: [1, 2, 4, 8], isKnown: (workers) => workers.lag.some((lag) => lag !== null),
     value: (workers, worker) => workers.lag[worker],
-    texts: ["under 1 version", "1 to 2", "2 to 4", "4 to 8", "8 or more"],
-    summary: () => "1 version behind or more",
+    texts: ["under 1", "1 to 2", "2 to 4", "4 to 8", "8 or more"],
+    summary: () => "with a mean version lag of 1 or more",
   },
   divergence: {
     name: "KL divergence", limits: [0.25, 0.5, 0.75, 1], isKnown: (workers, threshold) => Boolean(threshold),
@@ -221,7 +221,7 @@ function showColors(workers, threshold) {
 function showCard(cell, workers, worker, threshold) {
   const parts = [element("b", {}, `worker ${worker}`), element("span", {}, workers.rate[worker] ? `${number(workers.rate[worker])} steps/s (recent)` : STATES[workers.state[worker]] || workers.state[worker])];
   const divergence = workers.divergence[worker], lag = workers.lag[worker];
-  if (lag !== null && workers.rate[worker]) parts.push(element("span", {}, `${number(lag)} versions behind`));
+  if (lag !== null && workers.rate[worker]) parts.push(element("span", {}, `mean version lag ${number(lag)}`));
   if (divergence !== null && threshold) {
     const fill = element("div", { class: "fill" });
     fill.style.width = `${Math.min(100, 100 * divergence / threshold)}%`;
@@ -281,7 +281,7 @@ function choose(grid, worker) {
 function describe(workers, worker, threshold) {
   const parts = [`worker ${worker}: ${STATES[workers.state[worker]] || workers.state[worker]}`];
   if (workers.rate[worker]) parts.push(`${number(workers.rate[worker])} steps/s (recent)`);
-  if (workers.lag[worker] !== null) parts.push(`${number(workers.lag[worker])} versions behind on average`);
+  if (workers.lag[worker] !== null) parts.push(`mean version lag ${number(workers.lag[worker])}`);
   const divergence = workers.divergence[worker];
   if (divergence !== null) parts.push(`KL ${number(divergence)}${threshold ? ` of ${threshold}` : ""}`);
   return parts.join(", ");
@@ -372,12 +372,15 @@ function showTimes(times) {
     [element("p", { class: "key" }, who), bars(shares.map(([name, share]) => [TIMES[name] || name, share, percent(share)]))]));
 }
 
+// From 16 on, lags are counted by powers of two.
+const lagText = (lag) => lag === 0 ? "0 (newest weights)" : lag < 16 ? String(lag) : `${lag} to ${2 * lag - 1}`;
+
 function showLags(lags) {
   byId("lags-section").hidden = !lags?.length;
   if (!lags?.length) return;
   const chunks = lags.reduce((sum, [, count]) => sum + count, 0);
   byId("lags").replaceChildren(bars(lags.map(([lag, count]) =>
-    [lag === 0 ? "newest version" : `${lag} older`, count / chunks, percent(count / chunks)])));
+    [lagText(lag), count / chunks, percent(count / chunks)])));
 }
 
 function showWeights({ weights, kl_threshold: threshold }) {

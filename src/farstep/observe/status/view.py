@@ -71,7 +71,7 @@ def slots_view(stats: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lags_view(stats: Mapping[str, Any]) -> list[list[int]]:
-    """Return how many delivered chunks had which age, in versions, over all workers."""
+    """Return the number of delivered chunks for each version lag, over all workers."""
     total: Counter[int] = Counter()
     for lags in stats["versions"]["lag_histogram"]:
         total.update({int(lag): chunks for lag, chunks in lags.items()})
