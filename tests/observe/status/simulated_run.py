@@ -9,12 +9,12 @@ import numpy as np
 
 class SimulatedRun:
     """Data of a run with many workers, some of which are in other states, and two acting servers: one beside workers,
-    one on a node of its own. A third node has no server yet."""
+    one on a host of its own. Another host has no server yet."""
 
     is_live = True
     reads = 0
 
-    def __init__(self, workers: int, nodes: int) -> None:
+    def __init__(self, workers: int, hosts: int) -> None:
         states = np.array(["alive"] * 7 + ["starting", "parked", "lost"])[np.arange(workers) % 10].tolist()
         self.data: dict[str, Any] = {
             "live": True,
@@ -33,7 +33,7 @@ class SimulatedRun:
             ],
             "workers": {
                 "state": states,
-                "host": [f"node-{k * nodes // workers}" for k in range(workers)],
+                "host": [f"node-{k * hosts // workers}" for k in range(workers)],
                 "unconnected_nodes": "no node",
                 "rate": [100.0] * workers,
                 "lag": [0.5] * workers,
@@ -51,7 +51,7 @@ class SimulatedRun:
                 },
                 {"number": workers + 1, "host": "gpu", "rate": 800.0, "batch_size": 4.5, "wait_ms": 2.0, "restarts": 1},
             ],
-            "nodes": [*(f"node-{k}" for k in range(nodes)), "gpu", "second-gpu"],
+            "hosts": [*(f"node-{k}" for k in range(hosts)), "gpu", "second-gpu"],
             "slots": {
                 "held": 2,
                 "released": 1,

@@ -49,7 +49,7 @@ def window() -> Iterator[Browser]:
     [(1, WIDE, True), (3, WIDE, False), (3, PHONE, True), (1_000, WIDE, True), (1_000, PHONE, False)],
 )
 def test_page_has_no_errors_and_is_accessible(window: Browser, workers: int, size: tuple[int, int], dark: bool) -> None:
-    server = PageServer(SimulatedRun(workers, nodes=min(workers, 20)))
+    server = PageServer(SimulatedRun(workers, hosts=min(workers, 20)))
     try:
         window.open(server.url, size, dark=dark)
         assert window.script("return document.querySelectorAll('#cluster .cell').length") == workers
@@ -67,7 +67,7 @@ def test_page_has_no_errors_and_is_accessible(window: Browser, workers: int, siz
 
 
 def test_every_part_of_the_page_is_filled(window: Browser) -> None:
-    server = PageServer(SimulatedRun(3, nodes=1))
+    server = PageServer(SimulatedRun(3, hosts=1))
     shown = {
         "#progress-text": ["5,000 of 10,000 steps, about 1 min 1 s left"],
         "#diagnosis": ["Worker 3 is slow.", "Look.", "a 0.5"],
@@ -93,7 +93,7 @@ def test_every_part_of_the_page_is_filled(window: Browser) -> None:
 
 def test_page_shows_the_run_before_its_server_sends_anything(window: Browser) -> None:
     """As a screenshot of a browser without a window does."""
-    server = PageServer(SimulatedRun(3, nodes=1))
+    server = PageServer(SimulatedRun(3, hosts=1))
     window.driver.execute_cdp_cmd("Network.enable", {})
     window.driver.execute_cdp_cmd("Network.setBlockedURLs", {"urls": ["*/events*"]})
     try:
@@ -120,7 +120,7 @@ def test_page_that_is_not_live_can_be_photographed(tmp_path: Path) -> None:
 
 
 def test_run_that_reached_its_target_shows_a_full_bar(window: Browser) -> None:
-    run = SimulatedRun(3, nodes=1)
+    run = SimulatedRun(3, hosts=1)
     run.data["progress"] |= {"target_return": 475.5}
     server = PageServer(run)
     try:
@@ -132,7 +132,7 @@ def test_run_that_reached_its_target_shows_a_full_bar(window: Browser) -> None:
 
 
 def test_acting_servers_stand_on_their_nodes(window: Browser) -> None:
-    server = PageServer(SimulatedRun(4, nodes=2))
+    server = PageServer(SimulatedRun(4, hosts=2))
     try:
         window.open(server.url)
         assert "2 acting servers on 2 hosts act for them: 2,000 rows/s (recent)." in window.text("#cluster-text")
@@ -147,15 +147,15 @@ def test_acting_servers_stand_on_their_nodes(window: Browser) -> None:
         server.close()
 
 
-def test_head_is_drawn_above_its_nodes(window: Browser) -> None:
-    server = PageServer(SimulatedRun(3, nodes=1))
+def test_head_is_drawn_above_the_hosts(window: Browser) -> None:
+    server = PageServer(SimulatedRun(3, hosts=1))
     try:
         window.open(server.url)
         lines = ["head", "100,000 steps/s (recent)", "version 7", "learner: updates 100 %"]
         assert window.text("#head").split("\n") == lines
         place = "return document.querySelector(arguments[0]).getBoundingClientRect().toJSON()"
-        head, node = (window.script(place, selector) for selector in ("#head", "#cluster .node"))
-        assert head["bottom"] <= node["top"]
+        head, host = (window.script(place, selector) for selector in ("#head", "#cluster .host"))
+        assert head["bottom"] <= host["top"]
         assert "mean version lag 0.5" in window.text("#worker-0")
         assert window.script("return document.getElementById('colors').hidden")
     finally:
@@ -163,7 +163,7 @@ def test_head_is_drawn_above_its_nodes(window: Browser) -> None:
 
 
 def test_slow_worker_among_many_has_another_color(window: Browser) -> None:
-    run = SimulatedRun(200, nodes=2)
+    run = SimulatedRun(200, hosts=2)
     workers = run.data["workers"]
     workers["rate"][3], workers["lag"][4], workers["divergence"] = 5.0, 9.0, [0.01] * 199 + [0.06]
     workers["state"][199] = "alive"
@@ -197,7 +197,7 @@ def color_of(window: Browser, worker: int) -> str:
 
 
 def test_many_slow_workers_are_counted(window: Browser) -> None:
-    run = SimulatedRun(30, nodes=1)
+    run = SimulatedRun(30, hosts=1)
     run.data["workers"]["rate"][:7] = [10.0 * k for k in range(7)]
     run.data["kl_threshold"] = None
     server = PageServer(run)
@@ -214,21 +214,21 @@ def test_many_slow_workers_are_counted(window: Browser) -> None:
 
 
 def test_workers_without_a_node_stand_below_what_is_known_about_it(window: Browser) -> None:
-    run = SimulatedRun(4, nodes=2)
+    run = SimulatedRun(4, hosts=2)
     unconnected_nodes = "1 of 2 nodes not connected yet: SLURM job 7 is pending (Resources)"
     run.data["workers"] |= {"host": ["a", "a", None, None], "unconnected_nodes": unconnected_nodes}
-    run.data |= {"acting": [], "nodes": ["a"]}
+    run.data |= {"acting": [], "hosts": ["a"]}
     server = PageServer(run)
     try:
         window.open(server.url)
-        assert window.text("#cluster .node:last-child .name") == unconnected_nodes
+        assert window.text("#cluster .host:last-child .name") == unconnected_nodes
         assert "4 workers on 1 host:" in window.text("#cluster-text") and "null" not in window.text("#cluster")
     finally:
         server.close()
 
 
 def test_idle_run_of_queued_workers_is_plain(window: Browser) -> None:
-    run = SimulatedRun(4, nodes=1)
+    run = SimulatedRun(4, hosts=1)
     run.data["workers"] |= {
         "state": ["alive", "queued", "queued", "queued"],
         "rate": [0.0] * 4,
@@ -250,7 +250,7 @@ def test_idle_run_of_queued_workers_is_plain(window: Browser) -> None:
 
 
 def test_workers_are_reached_by_keyboard_and_tracebacks_by_one_click(window: Browser) -> None:
-    server = PageServer(SimulatedRun(200, nodes=2))
+    server = PageServer(SimulatedRun(200, hosts=2))
     try:
         window.open(server.url)
         grid = window.driver.find_element("css selector", "#cluster .grid")
@@ -265,7 +265,7 @@ def test_workers_are_reached_by_keyboard_and_tracebacks_by_one_click(window: Bro
 
 
 def test_events_and_colors_are_reached_by_keyboard(window: Browser) -> None:
-    server = PageServer(SimulatedRun(30, nodes=1))
+    server = PageServer(SimulatedRun(30, hosts=1))
     try:
         window.open(server.url)
         events = window.driver.find_element("css selector", "[role=region][aria-label='Latest events']")

@@ -136,21 +136,21 @@ function onHosts(hosts) {
 }
 
 function showCluster(data) {
-  const { workers, acting, nodes: hosts, kl_threshold: threshold } = data;
+  const { workers, acting, kl_threshold: threshold } = data;
   byId("cluster-section").hidden = !workers;
   if (!workers) return;
   showHead(data);
-  const count = workers.state.length, nodes = new Map(), totals = {};
+  const count = workers.state.length, hosts = new Map(), totals = {};
   const on = (host) => {
-    if (!nodes.has(host)) nodes.set(host, { workers: [], servers: [] });
-    return nodes.get(host);
+    if (!hosts.has(host)) hosts.set(host, { workers: [], servers: [] });
+    return hosts.get(host);
   };
   workers.state.forEach((state, worker) => {
     totals[state] = (totals[state] || 0) + 1;
     on(workers.host[worker] ?? workers.unconnected_nodes).workers.push(worker);
   });
   for (const server of acting) on(server.host ?? workers.unconnected_nodes).servers.push(server.number);
-  hosts.forEach(on);
+  data.hosts.forEach(on);
   const inWords = Object.entries(totals).map(([state, n]) => `${number(n)} ${STATES[state] || state}`).join(", ");
   const lines = [`${counted(count, "worker")}${onHosts(workers.host)}: ${inWords}.`];
   if (acting.length) {
@@ -160,10 +160,10 @@ function showCluster(data) {
   byId("cluster-text").textContent = lines.join(" ");
   const cluster = byId("cluster");
   cluster.className = count <= FEW ? "few" : count > 100 ? "many" : "";
-  const layout = JSON.stringify([...nodes]);
+  const layout = JSON.stringify([...hosts]);
   if (cluster.dataset.layout !== layout) {
     cluster.dataset.layout = layout;
-    cluster.replaceChildren(...[...nodes].map(([host, on]) => node(host, on.workers, on.servers)));
+    cluster.replaceChildren(...[...hosts].map(([host, on]) => hostBox(host, on.workers, on.servers)));
   }
   for (const server of acting) showServer(server);
   const levels = showColors(workers, threshold);
@@ -237,8 +237,8 @@ function showServer({ number: server, rate, batch_size: rows, wait_ms: wait, res
   byId(`server-${server}`).replaceChildren(element("b", {}, `acting server ${server}`), ...lines.map((text) => element("span", {}, text)));
 }
 
-function node(host, numbers, servers) {
-  const box = element("div", { class: "node" }, element("div", { class: "name" }, host));
+function hostBox(host, numbers, servers) {
+  const box = element("div", { class: "host" }, element("div", { class: "name" }, host));
   if (servers.length) {
     const items = servers.map((server) => element("li", { id: `server-${server}` }));
     box.append(element("ul", { class: "servers", "aria-label": `acting servers on ${host}` }, ...items));

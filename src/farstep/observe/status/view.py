@@ -51,7 +51,7 @@ def acting_view(stats: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def nodes_view(stats: Mapping[str, Any]) -> list[str]:
+def hosts_view(stats: Mapping[str, Any]) -> list[str]:
     """Return the hosts of the connected nodes, each once. Some may have only acting servers."""
     return list(dict.fromkeys(node["host"] for node in stats["nodes"]))
 
