@@ -385,7 +385,7 @@ def page(data: bytes, nonce: str = "") -> str:
     parts = {
         "NONCE": nonce,
         "/*STYLE*/": (files / "page.css").read_text(encoding="utf-8"),
-        "/*SCRIPT*/": (files / "page.js").read_text(encoding="utf-8"),
+        "/*SCRIPT*/": "".join((files / name).read_text(encoding="utf-8") for name in ("cluster.js", "page.js")),
         "/*DATA*/": data.decode().replace("<", "\\u003c"),  # a text may have the tag that ends the script
     }
     return re.sub("|".join(map(re.escape, parts)), lambda mark: parts[mark.group()], text)
