@@ -139,7 +139,7 @@ def test_server_is_read_only(server: PageServer, source: CountingSource, method:
     assert source.reads == 0
 
 
-def test_only_the_loopback_address_is_listened_on(server: PageServer) -> None:
+def test_server_listens_only_on_the_loopback_address(server: PageServer) -> None:
     """A server that listened on all interfaces would accept every address of this machine."""
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", urlsplit(server.url).port or 0), timeout=DEADLINE_S)
@@ -230,7 +230,7 @@ def connect(server: PageServer, path: str = "") -> socket.socket:
     return client
 
 
-def wait_for_a_place(server: PageServer) -> None:
+def wait_until_admitted(server: PageServer) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while (status := get(server, "/metrics")[0]) != 200:
         assert status == 503 and time.monotonic() < deadline
@@ -238,7 +238,7 @@ def wait_for_a_place(server: PageServer) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /"])
-def test_clients_without_a_whole_request_keep_no_other_out(source: CountingSource, sent: bytes) -> None:
+def test_incomplete_requests_do_not_block_other_clients(source: CountingSource, sent: bytes) -> None:
     with closing(PageServer(source, max_clients=3, request_timeout_s=10 * DEADLINE_S)) as server:
         slow = [connect(server) for _ in range(3)]
         try:
@@ -275,7 +275,7 @@ def test_client_that_never_reads_is_disconnected(source: CountingSource, monkeyp
         connect(server, "/events") as client,
     ):
         assert client.recv(1) == b"H"  # it has the only place
-        wait_for_a_place(server)
+        wait_until_admitted(server)
         received = 0
         try:
             while part := client.recv(1 << 20):
@@ -296,7 +296,7 @@ def test_clients_beyond_the_limit_are_refused(source: CountingSource) -> None:
         finally:
             for client in readers:
                 client.close()
-        wait_for_a_place(server)
+        wait_until_admitted(server)
 
 
 def test_request_without_an_end_is_refused(source: CountingSource) -> None:
