@@ -53,7 +53,7 @@ def take(
     shown: str = "main",
     last: str = "main",
 ) -> None:
-    """Take one picture, once there is an element `shown`. It ends below the element `last`."""
+    """Save a picture of the page from its top to the element `last`, after the element `shown` has text."""
     window.driver.execute_cdp_cmd("Emulation.setScrollbarsHidden", {"hidden": True})
     window.open(url, size, dark=dark)
     window.wait(lambda: window.text(shown))

@@ -1,4 +1,4 @@
-"""A run that is only data, for tests and pictures of the status page."""
+"""A simulated run for tests and pictures of the status page."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ import numpy as np
 
 
 class SimulatedRun:
-    """Data of a run with many workers, some of which are in other states, and two acting servers: one beside workers,
-    one on a host of its own. Another host has no server yet."""
+    """The data of a run without processes.
+
+    Of every ten workers, seven roll; the others are starting, parked and lost. There are two acting servers: one on a
+    host with workers, one on the host `gpu`. The host `second-gpu` has neither workers nor servers.
+
+    Args:
+        workers: Number of workers.
+        hosts: Number of hosts with workers.
+    """
 
     is_live = True
     reads = 0

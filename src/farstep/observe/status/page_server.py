@@ -122,7 +122,7 @@ class PageServer:
         return f"http://127.0.0.1:{self._http.server_address[1]}/?token={self._token}"
 
     def close(self) -> None:
-        """Disconnect all clients and stop listening. May be called twice, and in any thread."""
+        """Stop the server and disconnect its clients. May be called more than once, and from any thread."""
         if os.getpid() != self._pid:  # a fork: the threads are in the other process
             self._http.server_close()
             return
