@@ -52,7 +52,7 @@ SERVER_NAME = "farstep"
 _LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 _OTHER_SITES = ("cross-site", "same-site")
 _NEEDS_TOKEN = "This page needs the complete address that farstep printed, with its token.\n"
-_TOO_MANY_CLIENTS = "Too many clients are connected. Close other windows that show this page.\n"
+_TOO_MANY_CLIENTS = "{} clients are connected, the most allowed. Close other windows with this page, then reload it.\n"
 _NEEDS_LOCAL_NAME = "This page needs an address with the host 127.0.0.1 or localhost, as farstep printed it.\n"
 
 
@@ -198,7 +198,7 @@ class _Server(ThreadingHTTPServer):
     ) -> None:
         self.token, self.feed, self.metrics = token, feed, metrics
         self.request_timeout_s, self.answer_timeout_s = request_timeout_s, answer_timeout_s
-        self._max_clients = max_clients
+        self.max_clients = max_clients
         self._waiting: dict[socket.socket, None] = {}
         """Clients that have not sent a valid request yet, oldest first."""
         self._clients: set[socket.socket] = set()
@@ -208,7 +208,7 @@ class _Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            if len(self._waiting) >= self._max_clients:
+            if len(self._waiting) >= self.max_clients:
                 oldest = next(iter(self._waiting))
                 del self._waiting[oldest]
                 _disconnect(oldest)
@@ -218,7 +218,7 @@ class _Server(ThreadingHTTPServer):
     def admit(self, request: socket.socket) -> bool:
         """Give a client that has sent a valid request one of `max_clients` places; return whether one was free."""
         with self._lock:
-            if len(self._clients) >= self._max_clients:
+            if len(self._clients) >= self.max_clients:
                 return False
             self._waiting.pop(request, None)
             self._clients.add(request)
@@ -291,7 +291,8 @@ class _Handler(BaseHTTPRequestHandler):
             status, text = refusal
             self._answer(status, text.encode(), "text/plain")
         elif not self.server.admit(self.connection):
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, _TOO_MANY_CLIENTS.encode(), "text/plain")
+            text = _TOO_MANY_CLIENTS.format(self.server.max_clients)
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, text.encode(), "text/plain")
         elif (answer := answers.get(url.path)) is None:
             self._answer(HTTPStatus.NOT_FOUND, b"", "text/plain")
         else:
