@@ -119,9 +119,11 @@ function showColors(workers, threshold) {
 }
 
 function showCard(cell, workers, worker, threshold) {
-  const parts = [element("b", {}, `worker ${worker}`), element("span", {}, workers.rate[worker] ? `${number(workers.rate[worker])} steps/s (recent)` : STATES[workers.state[worker]] || workers.state[worker])];
+  const state = workers.state[worker], rate = state === "alive" ? workers.rate[worker] : 0;
+  const text = rate ? `${number(rate)} steps/s (recent)` : STATES[state] || state;
+  const parts = [element("b", {}, `worker ${worker}`), element("span", {}, text)];
   const divergence = workers.divergence[worker], lag = workers.lag[worker];
-  if (lag !== null && workers.rate[worker]) parts.push(element("span", {}, `mean version lag ${number(lag)}`));
+  if (lag !== null && rate) parts.push(element("span", {}, `mean version lag ${number(lag)}`));
   if (divergence !== null && threshold) {
     const fill = element("div", { class: "fill" });
     fill.style.width = `${Math.min(100, 100 * divergence / threshold)}%`;

@@ -79,7 +79,7 @@ function showDiagnosis(diagnoses) {
   box.classList.toggle("problem", diagnoses.some((each) => each.is_problem));
   box.replaceChildren(...diagnoses.map((each) => {
     const numbers = Object.entries(each.numbers).map(([name, value]) => `${name} ${number(value)}`).join(" · ");
-    return element("div", {}, element("p", { class: "cause" }, each.text), element("p", {}, each.remedy),
+    return element("div", {}, element("p", { class: "cause" }, `${each.is_problem ? "Problem: " : ""}${each.text}`), element("p", {}, each.remedy),
       element("p", { class: "key" }, numbers));
   }));
 }

@@ -75,6 +75,43 @@ def test_queued_workers_wait_for_a_node(window: Browser, show: Show) -> None:
     assert "restarts\n5" in window.text("#numbers")
 
 
+def test_card_of_a_lost_worker_says_so(window: Browser, show: Show) -> None:
+    """Also while the worker still has a recent speed. The color of the card is not enough."""
+    show(SimulatedRun(10, hosts=1))
+    assert window.text("#worker-9").split("\n")[:2] == ["worker 9", "lost, being replaced"]
+    assert window.text("#worker-0").split("\n")[:2] == ["worker 0", "100 steps/s (recent)"]
+
+
+STATES = ("alive", "starting", "queued", "parked", "released", "lost", "stopped")
+
+
+def test_squares_have_another_shape_in_each_state(window: Browser, show: Show) -> None:
+    """Not everyone can tell their colors apart."""
+    run = SimulatedRun(30, hosts=1)
+    run.data["workers"]["state"][:7] = STATES
+    show(run)
+    shapes = [shape_of(window, worker) for worker in range(7)]
+    assert len(set(shapes)) == 7
+
+
+def test_square_of_a_slow_worker_has_another_shape(window: Browser, show: Show) -> None:
+    run = SimulatedRun(30, hosts=1)
+    run.data["workers"]["rate"][:2] = [70.0, 10.0]
+    show(run)
+    assert len({shape_of(window, worker) for worker in range(3)}) == 3
+
+
+def shape_of(window: Browser, worker: int) -> str:
+    """The style of a worker's square without its hue."""
+    source = """
+        const style = getComputedStyle(document.getElementById(arguments[0]));
+        const isShown = (color) => color !== "rgba(0, 0, 0, 0)";
+        return [style.borderStyle, isShown(style.borderColor), isShown(style.backgroundColor), style.borderRadius,
+          style.clipPath, style.transform];
+    """
+    return str(window.script(source, f"worker-{worker}"))
+
+
 def test_slow_worker_among_many_has_another_color(window: Browser, show: Show) -> None:
     run = SimulatedRun(200, hosts=2)
     workers = run.data["workers"]

@@ -46,7 +46,7 @@ def test_page_has_no_errors_and_is_accessible(
 def test_every_part_of_the_page_is_filled(window: Browser, show: Show) -> None:
     shown = {
         "#progress-text": ["5,000 of 10,000 steps, about 1 min 1 s left"],
-        "#diagnosis": ["Worker 3 is slow.", "Look.", "a 0.5"],
+        "#diagnosis": ["Problem: Worker 3 is slow.", "Look.", "a 0.5"],
         "#times": ["workers", "environments", "90 %", "waiting for the learner", "10 %", "learner", "updates", "100 %"],
         "#lags": ["0 (newest weights)", "50 %", "1", "40 %", "16 to 31", "10 %"],
         "#weights": [
