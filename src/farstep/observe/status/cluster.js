@@ -2,7 +2,7 @@
 // The picture of the cluster: the head, hosts, workers and acting servers.
 const STATES = {
   alive: "rolling", starting: "starting", queued: "waiting for a node", parked: "parked", released: "released until the next rollout",
-  lost: "lost, being replaced", stopped: "stopped",
+  lost: "lost (being replaced)", stopped: "stopped",
 };
 const FEW = 24;
 const LISTED = 5;
@@ -51,7 +51,8 @@ function showCluster(data) {
   });
   for (const server of acting) on(server.host ?? workers.unconnected_nodes).servers.push(server.number);
   data.hosts.forEach(on);
-  const inWords = Object.entries(totals).map(([state, n]) => `${number(n)} ${STATES[state] || state}`).join(", ");
+  const found = [...Object.keys(STATES).filter((state) => totals[state]), ...Object.keys(totals).filter((state) => !STATES[state])];
+  const inWords = found.map((state) => `${number(totals[state])} ${STATES[state] || state}`).join(", ");
   const lines = [`${counted(count, "worker")}${onHosts(workers.host)}: ${inWords}.`];
   if (acting.length) {
     const rate = acting.reduce((sum, server) => sum + server.rate, 0), where = onHosts(acting.map((server) => server.host));
@@ -78,7 +79,7 @@ function showCluster(data) {
     if (count <= FEW) showCard(cell, workers, worker, threshold);
   });
   byId("worker").textContent = chosen === null ? "Choose a worker with the mouse or the arrow keys." : describe(workers, chosen, threshold);
-  const states = Object.entries(STATES).filter(([state]) => count <= FEW || state !== "alive");
+  const states = Object.entries(STATES).filter(([state]) => count > FEW && state !== "alive" && totals[state]); // cards have texts
   byId("legend").replaceChildren(...states.map(([state, text]) => legendItem(state, text)));
   shown = data;
 }
@@ -124,7 +125,7 @@ function showCard(cell, workers, worker, threshold) {
   const parts = [element("b", {}, `worker ${worker}`), element("span", {}, text)];
   const divergence = workers.divergence[worker], lag = workers.lag[worker];
   if (lag !== null && rate) parts.push(element("span", {}, `mean version lag ${number(lag)}`));
-  if (divergence !== null && threshold) {
+  if (state === "alive" && divergence !== null && threshold) {
     const fill = element("div", { class: "fill" });
     fill.style.width = `${Math.min(100, 100 * divergence / threshold)}%`;
     parts.push(element("span", { class: "key" }, `KL ${number(divergence)} of ${threshold}`), element("div", { class: "track" }, fill));

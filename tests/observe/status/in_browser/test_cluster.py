@@ -78,8 +78,10 @@ def test_queued_workers_wait_for_a_node(window: Browser, show: Show) -> None:
 def test_card_of_a_lost_worker_says_so(window: Browser, show: Show) -> None:
     """Also while the worker still has a recent speed. The color of the card is not enough."""
     show(SimulatedRun(10, hosts=1))
-    assert window.text("#worker-9").split("\n")[:2] == ["worker 9", "lost, being replaced"]
+    assert window.text("#worker-9").split("\n") == ["worker 9", "lost (being replaced)"]
+    assert "7 rolling, 1 starting, 1 parked, 1 lost (being replaced)." in window.text("#cluster-text")
     assert window.text("#worker-0").split("\n")[:2] == ["worker 0", "100 steps/s (recent)"]
+    assert window.text("#legend") == ""
 
 
 STATES = ("alive", "starting", "queued", "parked", "released", "lost", "stopped")
@@ -99,6 +101,7 @@ def test_square_of_a_slow_worker_has_another_shape(window: Browser, show: Show) 
     run.data["workers"]["rate"][:2] = [70.0, 10.0]
     show(run)
     assert len({shape_of(window, worker) for worker in range(3)}) == 3
+    assert window.text("#legend").split("\n") == ["starting", "parked", "lost (being replaced)"]
 
 
 def shape_of(window: Browser, worker: int) -> str:
