@@ -51,8 +51,8 @@ function show(data) {
   showCluster(data);
   showSlots(data.slots);
   const curves = [["training (mean of the last 100 episodes)", data.series.return], ["evaluation", data.series.evaluation]];
-  chart(byId("returns"), curves, "steps");
-  chart(byId("rates"), [["recent steps per second", data.series.rate]], "seconds", 0);
+  chart(byId("returns"), curves, (steps) => `${number(steps)} steps`);
+  chart(byId("rates"), [["recent steps per second", data.series.rate]], duration, 0);
   showTimes(data.times);
   showLags(data.lags);
   showWeights(data);
@@ -117,7 +117,7 @@ function showSlots(slots) {
   byId("slots").replaceChildren(bars([["used", share, percent(share)]]), ...lines.map((text) => element("p", {}, text)));
 }
 
-function chart(box, curves, unit, floor = null) {
+function chart(box, curves, format, floor = null) {
   const drawn = curves.filter(([, points]) => points.length > 1);
   if (!drawn.length) {
     box.replaceChildren(element("p", { class: "key" }, "no data yet"));
@@ -125,7 +125,7 @@ function chart(box, curves, unit, floor = null) {
   }
   const all = drawn.flatMap(([, points]) => points);
   const [left, right] = range(all.map(([x]) => x)), [low, high] = range(all.map(([, y]) => y), floor);
-  const width = 460, height = 230, margin = { left: 52, right: 8, top: 8, bottom: 20 };
+  const width = 460, height = 230, margin = { left: 68, right: 8, top: 8, bottom: 24 };
   const x = (value) => margin.left + (value - left) / (right - left) * (width - margin.left - margin.right);
   const y = (value) => height - margin.bottom - (value - low) / (high - low) * (height - margin.top - margin.bottom);
   const texts = drawn.map(([name, points]) => `${name}: now ${number(points.at(-1)[1])}`);
@@ -135,10 +135,10 @@ function chart(box, curves, unit, floor = null) {
   svg.setAttribute("aria-label", `${texts.join("; ")}; between ${number(low)} and ${number(high)}`);
   for (const value of [low, (low + high) / 2, high]) {
     line(svg, x(left), y(value), x(right), y(value));
-    label(svg, margin.left - 6, y(value) + 4, number(value), "end");
+    label(svg, margin.left - 6, y(value) + 5, number(value), "end");
   }
-  label(svg, margin.left, height - 4, number(left), "start");
-  label(svg, width - margin.right, height - 4, `${number(right)} ${unit}`, "end");
+  label(svg, margin.left, height - 4, format(left), "start");
+  label(svg, width - margin.right, height - 4, format(right), "end");
   drawn.forEach(([name, points]) => {
     const curve = document.createElementNS(SVG, "polyline");
     curve.setAttribute("class", name === "evaluation" ? "second" : "first");

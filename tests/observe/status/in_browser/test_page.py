@@ -60,6 +60,9 @@ def test_every_part_of_the_page_is_filled(window: Browser, show: Show) -> None:
     assert {part: [line for line in window.text(part).split("\n") if line] for part in shown} == shown
     curves = "return document.querySelectorAll(`${arguments[0]} polyline`).length"
     assert [window.script(curves, chart) for chart in ("#returns", "#rates")] == [2, 1]
+    texts = "return [...document.querySelectorAll(`${arguments[0]} text`)].map((each) => each.textContent)"
+    assert window.script(texts, "#returns") == ["1", "2", "3", "0 steps", "1 steps"]
+    assert window.script(texts, "#rates") == ["0", "1", "2", "0 s", "1 s"]
     window.driver.find_element("css selector", "main > section:last-child summary").click()
     assert window.text("#metrics").split() == ["env/return_mean", "2"]
 
