@@ -33,7 +33,7 @@ class SimulatedRun:
                 {
                     "cause": "x",
                     "text": "Worker 3 is slow.",
-                    "remedy": "Look.",
+                    "remedy": "Look at it, or use fewer workers (--workers, on a cluster --workers-per-node).",
                     "is_problem": True,
                     "numbers": {"a": 0.5},
                 }

@@ -73,13 +73,16 @@ function showProgress({ progress, live }) {
   byId("progress-text").textContent = reached ? `target return ${number(target, 6)} reached after ${done}` : done + left;
 }
 
+// Options do not break at their hyphens.
+const withOptions = (text) => text.split(/(--[a-z][a-z-]*)/).map((part, at) => at % 2 ? element("code", {}, part) : part);
+
 function showDiagnosis(diagnoses) {
   const box = byId("diagnosis");
   box.hidden = !diagnoses.length;
   box.classList.toggle("problem", diagnoses.some((each) => each.is_problem));
   box.replaceChildren(...diagnoses.map((each) => {
     const numbers = Object.entries(each.numbers).map(([name, value]) => `${name} ${number(value)}`).join(" · ");
-    return element("div", {}, element("p", { class: "cause" }, `${each.is_problem ? "Problem: " : ""}${each.text}`), element("p", {}, each.remedy),
+    return element("div", {}, element("p", { class: "cause" }, `${each.is_problem ? "Problem: " : ""}${each.text}`), element("p", {}, ...withOptions(each.remedy)),
       element("p", { class: "key" }, numbers));
   }));
 }

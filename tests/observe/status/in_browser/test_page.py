@@ -46,7 +46,11 @@ def test_page_has_no_errors_and_is_accessible(
 def test_every_part_of_the_page_is_filled(window: Browser, show: Show) -> None:
     shown = {
         "#progress-text": ["5,000 of 10,000 steps, about 1 min 1 s left"],
-        "#diagnosis": ["Problem: Worker 3 is slow.", "Look.", "a 0.5"],
+        "#diagnosis": [
+            "Problem: Worker 3 is slow.",
+            "Look at it, or use fewer workers (--workers, on a cluster --workers-per-node).",
+            "a 0.5",
+        ],
         "#times": ["workers", "environments", "90 %", "waiting for the learner", "10 %", "learner", "updates", "100 %"],
         "#lags": ["0 (newest weights)", "50 %", "1", "40 %", "16 to 31", "10 %"],
         "#weights": [
@@ -142,3 +146,10 @@ def test_finished_run_is_shown_from_its_folder(window: Browser, show: Show, tmp_
     window.open(file.as_uri())
     assert window.text("#title") == "ppo on Far-v0" and "worker 0 was lost" in window.text("#events")
     assert window.violations() == [] and window.errors() == []
+
+
+def test_options_in_a_remedy_are_not_broken_into_lines(window: Browser, show: Show) -> None:
+    show(SimulatedRun(3, hosts=1), PHONE)
+    options = "[...document.querySelectorAll('#diagnosis code')]"
+    lines = window.script(f"return {options}.map((each) => [each.textContent, each.getClientRects().length])")
+    assert lines == [["--workers", 1], ["--workers-per-node", 1]]
