@@ -44,7 +44,7 @@ def test_workers_have_one_entry_per_column() -> None:
         "host": ["a", "b"],
         "unconnected_nodes": "no node",
         "rate": [5.0, 0.0],
-        "lag": [0.5, 0.0],
+        "lag": [0.5, None],
         "divergence": [0.01, None],
         "restarts": 1,
     }

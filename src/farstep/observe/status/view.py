@@ -20,16 +20,16 @@ _TRACEBACK_CHARACTERS = 20_000
 
 def workers_view(stats: Mapping[str, Any], unconnected_nodes: str = "") -> dict[str, Any]:
     """Return the state of every worker, one list per quantity, and the number of restarts. The quantities of policies
-    are None for `make_vec`, whose workers have none. The host of a worker without a node is None; `unconnected_nodes`
-    says what is known about such nodes."""
+    are None for workers without chunks, and for `make_vec`, whose workers have no policy. The host of a worker without
+    a node is None; `unconnected_nodes` says what is known about such nodes."""
     workers, divergence = stats["workers"], stats.get("divergence", {})
-    histograms = stats["versions"]["lag_histogram"] if "versions" in stats else [None] * len(workers["states"])
+    histograms = stats["versions"]["lag_histogram"] if "versions" in stats else [{}] * len(workers["states"])
     return {
         "state": workers["states"],
         "host": [None if host == UNKNOWN_HOST else host for host in workers["hosts"]],
         "unconnected_nodes": unconnected_nodes or "no node",
         "rate": [_rounded(rate) for rate in workers["steps_per_second"]],
-        "lag": [None if lags is None else _rounded(_mean_lag(lags)) for lags in histograms],
+        "lag": [_rounded(_mean_lag(lags)) for lags in histograms],
         "divergence": [_rounded(divergence.get(worker)) for worker in range(len(workers["states"]))],
         "restarts": workers["restarts"],
     }
@@ -186,9 +186,10 @@ def metrics_view(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _mean_lag(lags: Mapping[Any, int]) -> float:
+def _mean_lag(lags: Mapping[Any, int]) -> float | None:
+    """Return the mean version lag of a worker's chunks; None if there are none."""
     chunks = sum(lags.values())
-    return sum(int(lag) * count for lag, count in lags.items()) / chunks if chunks else 0.0
+    return sum(int(lag) * count for lag, count in lags.items()) / chunks if chunks else None
 
 
 def _rounded(value: float | None) -> float | None:
