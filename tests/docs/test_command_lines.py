@@ -1,23 +1,32 @@
-"""Every `farstep ...` line in the bash blocks of all pages is accepted by the command's own parser."""
+"""Every `farstep ...` line in the bash blocks of all pages is accepted by the command's own parser.
+
+Every option of `farstep` that a page names in its text exists. `test_benchmark_pages.py` checks those of benchmarks.
+"""
 
 from __future__ import annotations
 
 import importlib
 import re
 import shlex
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
 from markdown_it import MarkdownIt
 
 from farstep.cli import coordinator, doctor
-from farstep.cli.options.parsing import parse
-from farstep.cli.options.train_options import parse_options, stored_config, write_yaml
+from farstep.cli.options.algorithms import ALGORITHMS
+from farstep.cli.options.launchers import ENGINES, LAUNCHERS, SharingOptions
+from farstep.cli.options.parsing import option_names, parse
+from farstep.cli.options.train_options import Options, parse_options, stored_config, write_yaml
 from farstep.observe.run_folder import RunFolder
 from tests.docs.test_snippets import PAGES, name_of
 
 COORDINATOR = {"start": coordinator.StartOptions, "status": coordinator.StatusOptions}
 VARIABLE = re.compile(r"\w+=")
+OF_SLURM = {"docs/slurm.md": {"--constraint", "--exclude", "--gres", "--qos"}}
+"""Options of sbatch that a page names, by page."""
 
 
 def command_lines(page: Path) -> list[str]:
@@ -62,3 +71,36 @@ def test_line_is_accepted(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     if named := re.search(r"--(?:resume|config) (runs/\w+)", line):
         make_run(words[2], Path(named[1]))
     assert parsed(*words[1:]) is not None
+
+
+def known_options() -> dict[str, set[str]]:
+    """All options of each command, with any learner and any launcher."""
+    simple = ("eval", "watch", "plot", "status", "metrics", "slurm", "kubernetes")
+    kinds = {name: [importlib.import_module(f"farstep.cli.{name}").Options] for name in simple}
+    kinds["coordinator"] = [*COORDINATOR.values()]
+    kinds["doctor"] = [doctor.Options[launcher] for launcher in LAUNCHERS.values()]  # type: ignore[valid-type]
+    learners = [algorithm.config for algorithm in ALGORITHMS.values()]
+    kinds["train"] = [Options[pair] for pair in product(learners, [SharingOptions, *ENGINES.values()])]  # type: ignore[misc, valid-type]
+    return {name: {"--help"}.union(*(option_names(kind) for kind in found)) for name, found in kinds.items()}
+
+
+def named_options(page: Path) -> Iterator[tuple[str | None, str]]:
+    """Yield the options of `farstep` in the text of a page, each with its command; None: the text names no command."""
+    for token in MarkdownIt("commonmark").enable("table").parse(page.read_text()):
+        for code in (child.content for child in token.children or () if child.type == "code_inline"):
+            if code.startswith(("--", "farstep ")):
+                command = code.split()[1] if code.startswith("farstep ") else None
+                code = re.sub(r"=.*", "", code)  # a value may have options of another program
+                yield from ((command, option) for option in re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", code))
+
+
+def test_options_in_texts_exist() -> None:
+    known, count = known_options(), 0
+    every = {"--version"}.union(*known.values())
+    for page in PAGES:
+        if name_of(page) != "benchmarks/README.md":
+            for command, option in named_options(page):
+                count += 1
+                found = known.get(command or "", every) | OF_SLURM.get(name_of(page), set())
+                assert option in found, f"{name_of(page)}: no {option} of {command or 'any command'}"
+    assert count > 300

@@ -141,7 +141,7 @@ def _main_of(name: str) -> Callable[[Sequence[str]], int]:
 
 @contextlib.contextmanager
 def _notice(text: str) -> Iterator[None]:
-    """Context manager: show a text on the terminal, if there is one, until the end."""
+    """Show `text` on standard error during the block, if it is a terminal."""
     if not sys.stderr.isatty():
         yield
         return

@@ -53,7 +53,7 @@ def take(
     shown: str = "main",
     last: str = "main",
 ) -> None:
-    """Take one picture, once there is an element `shown`. It ends below the element `last`."""
+    """Save a picture of the page from its top to the element `last`, after the element `shown` has text."""
     window.driver.execute_cdp_cmd("Emulation.setScrollbarsHidden", {"hidden": True})
     window.open(url, size, dark=dark)
     window.wait(lambda: window.text(shown))
@@ -107,8 +107,8 @@ def take_of_death(window: Browser, url: str, file: Path) -> None:
 
 def many_workers() -> SimulatedRun:
     """A run with 1,000 workers, most of which roll, and two acting servers."""
-    run = SimulatedRun(1_000, nodes=20)
-    run.data["nodes"].remove("second-gpu")
+    run = SimulatedRun(1_000, hosts=20)
+    run.data["hosts"].remove("second-gpu")
     workers = run.data["workers"]
     workers["state"] = [STATES.get(worker, "alive") for worker in range(1_000)]
     workers["rate"] = [SLOW_WORKERS.get(worker, 0.0 if worker in STATES else 100.0) for worker in range(1_000)]

@@ -1,4 +1,4 @@
-"""A run that is only data, for tests and pictures of the status page."""
+"""A simulated run for tests and pictures of the status page."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ import numpy as np
 
 
 class SimulatedRun:
-    """Data of a run with many workers, some of which are in other states, and two acting servers: one beside workers,
-    one on a node of its own. A third node has no server yet."""
+    """The data of a run without processes.
+
+    Of every ten workers, seven roll; the others are starting, parked and lost. There are two acting servers: one on a
+    host with workers, one on the host `gpu`. The host `second-gpu` has neither workers nor servers.
+
+    Args:
+        workers: Number of workers.
+        hosts: Number of hosts with workers.
+    """
 
     is_live = True
     reads = 0
 
-    def __init__(self, workers: int, nodes: int) -> None:
+    def __init__(self, workers: int, hosts: int) -> None:
         states = np.array(["alive"] * 7 + ["starting", "parked", "lost"])[np.arange(workers) % 10].tolist()
         self.data: dict[str, Any] = {
             "live": True,
@@ -26,14 +33,14 @@ class SimulatedRun:
                 {
                     "cause": "x",
                     "text": "Worker 3 is slow.",
-                    "remedy": "Look.",
+                    "remedy": "Look at it, or use fewer workers (--workers, on a cluster --workers-per-node).",
                     "is_problem": True,
                     "numbers": {"a": 0.5},
                 }
             ],
             "workers": {
                 "state": states,
-                "host": [f"node-{k * nodes // workers}" for k in range(workers)],
+                "host": [f"node-{k * hosts // workers}" for k in range(workers)],
                 "unconnected_nodes": "no node",
                 "rate": [100.0] * workers,
                 "lag": [0.5] * workers,
@@ -51,7 +58,7 @@ class SimulatedRun:
                 },
                 {"number": workers + 1, "host": "gpu", "rate": 800.0, "batch_size": 4.5, "wait_ms": 2.0, "restarts": 1},
             ],
-            "nodes": [*(f"node-{k}" for k in range(nodes)), "gpu", "second-gpu"],
+            "hosts": [*(f"node-{k}" for k in range(hosts)), "gpu", "second-gpu"],
             "slots": {
                 "held": 2,
                 "released": 1,
@@ -63,7 +70,7 @@ class SimulatedRun:
             },
             "rate": 100_000.0,
             "kl_threshold": 0.05,
-            "lags": [[0, 50], [1, 50]],
+            "lags": [[0, 50], [1, 40], [16, 10]],
             "weights": {"version": 7, "pulls": 3, "possible": 7, "bytes_sent": 3_000, "bytes_saved": 4_000},
             "buffer": {"fill": 10, "capacity": 100, "bytes": 4_000, "ratio": 2.0},
             "times": {"workers": [["env", 0.9], ["tickets", 0.1]], "learner": [["update", 1.0]]},

@@ -64,7 +64,7 @@ def test_page_says_that_a_call_waits_for_a_lost_node(tmp_path: Path, monkeypatch
         source = status_page_of(env).source
         env.collect(TableAgent(), steps=2)
         shown = source.read()
-        assert shown["state"] == "running" and shown["nodes"] == list(dict.fromkeys(shown["workers"]["host"]))
+        assert shown["state"] == "running" and shown["hosts"] == list(dict.fromkeys(shown["workers"]["host"]))
         shell, ready = tmp_path / "shell", tmp_path / "ready"
         (tmp_path / "slow").write_text(SHELL.replace("shift", f"until [ -e {ready} ]; do sleep 0.1; done; shift"))
         (tmp_path / "slow").chmod(0o755)
@@ -205,7 +205,7 @@ def test_page_shows_acting_servers() -> None:
         data = source.read()
     (server,) = data["acting"]
     assert server["number"] == 2 and server["host"] == data["workers"]["host"][0]
-    assert server["batch_size"] > 0 and server["restarts"] == 0 and data["nodes"] == []
+    assert server["batch_size"] > 0 and server["restarts"] == 0 and data["hosts"] == []
 
 
 def test_make_vec_has_a_page() -> None:

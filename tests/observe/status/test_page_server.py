@@ -11,13 +11,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
 from farstep.errors import RunError
-from farstep.observe.status.page_server import MAX_CLIENTS, PageServer, as_json, page
+from farstep.observe.status.page_server import PageServer, as_json, page
 
 DEADLINE_S = 20.0
 
@@ -44,11 +45,8 @@ def source() -> CountingSource:
 
 @pytest.fixture
 def server(source: CountingSource) -> Iterator[PageServer]:
-    server = PageServer(source)
-    try:
+    with closing(PageServer(source)) as server:
         yield server
-    finally:
-        server.close()
 
 
 def get(
@@ -141,7 +139,7 @@ def test_server_is_read_only(server: PageServer, source: CountingSource, method:
     assert source.reads == 0
 
 
-def test_only_the_loopback_address_is_listened_on(server: PageServer) -> None:
+def test_server_listens_only_on_the_loopback_address(server: PageServer) -> None:
     """A server that listened on all interfaces would accept every address of this machine."""
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", urlsplit(server.url).port or 0), timeout=DEADLINE_S)
@@ -232,7 +230,7 @@ def connect(server: PageServer, path: str = "") -> socket.socket:
     return client
 
 
-def wait_for_a_place(server: PageServer) -> None:
+def wait_until_admitted(server: PageServer) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while (status := get(server, "/metrics")[0]) != 200:
         assert status == 503 and time.monotonic() < deadline
@@ -240,25 +238,22 @@ def wait_for_a_place(server: PageServer) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /"])
-def test_clients_without_a_whole_request_keep_no_other_out(
-    server: PageServer, sent: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("farstep.observe.status.page_server._REQUEST_S", 10 * DEADLINE_S)
-    slow = [connect(server) for _ in range(MAX_CLIENTS)]
-    try:
-        for client in slow:
-            client.sendall(sent)
-        assert get(server, "/data")[0] == 200
-        assert slow[0].recv(1) == b""  # the oldest has made room
-    finally:
-        for client in slow:
-            client.close()
+def test_incomplete_requests_do_not_block_other_clients(source: CountingSource, sent: bytes) -> None:
+    with closing(PageServer(source, max_clients=3, request_timeout_s=10 * DEADLINE_S)) as server:
+        slow = [connect(server) for _ in range(3)]
+        try:
+            for client in slow:
+                client.sendall(sent)
+            assert get(server, "/data")[0] == 200
+            assert slow[0].recv(1) == b""  # the oldest has made room
+        finally:
+            for client in slow:
+                client.close()
 
 
-def test_request_that_comes_byte_by_byte_has_a_deadline(server: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farstep.observe.status.page_server._REQUEST_S", 0.5)
+def test_request_that_comes_byte_by_byte_has_a_deadline(source: CountingSource) -> None:
     deadline = time.monotonic() + DEADLINE_S
-    with connect(server) as client:
+    with closing(PageServer(source, request_timeout_s=0.5)) as server, connect(server) as client:
         client.settimeout(0.05)
         while True:
             assert time.monotonic() < deadline, "still connected"
@@ -272,16 +267,15 @@ def test_request_that_comes_byte_by_byte_has_a_deadline(server: PageServer, monk
                 break
 
 
-def test_client_that_never_reads_is_disconnected(
-    server: PageServer, source: CountingSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_client_that_never_reads_is_disconnected(source: CountingSource, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "x" * (1 << 25)  # more than the buffers of the sockets hold
     monkeypatch.setattr(source, "read", lambda: {"live": True, "text": text})
-    monkeypatch.setattr("farstep.observe.status.page_server._Handler.timeout", 0.5)
-    monkeypatch.setattr("farstep.observe.status.page_server.MAX_CLIENTS", 1)
-    with connect(server, "/events") as client:
+    with (
+        closing(PageServer(source, max_clients=1, answer_timeout_s=0.5)) as server,
+        connect(server, "/events") as client,
+    ):
         assert client.recv(1) == b"H"  # it has the only place
-        wait_for_a_place(server)
+        wait_until_admitted(server)
         received = 0
         try:
             while part := client.recv(1 << 20):
@@ -291,25 +285,23 @@ def test_client_that_never_reads_is_disconnected(
         assert received < len(text)
 
 
-def test_clients_beyond_the_limit_are_refused(server: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farstep.observe.status.page_server.MAX_CLIENTS", 2)
-    readers = [connect(server, "/events") for _ in range(2)]
-    try:
-        for client in readers:
-            assert client.recv(1) == b"H"
-        status, headers, body = get(server, "/data")
-        assert status == 503 and is_plain(headers) and b"Too many clients" in body
-    finally:
-        for client in readers:
-            client.close()
-    wait_for_a_place(server)
+def test_clients_beyond_the_limit_are_refused(source: CountingSource) -> None:
+    with closing(PageServer(source, max_clients=2)) as server:
+        readers = [connect(server, "/events") for _ in range(2)]
+        try:
+            for client in readers:
+                assert client.recv(1) == b"H"
+            status, headers, body = get(server, "/data")
+            assert status == 503 and is_plain(headers)
+            assert body.startswith(b"2 clients are connected") and b"Close other windows" in body
+        finally:
+            for client in readers:
+                client.close()
+        wait_until_admitted(server)
 
 
-def test_request_without_an_end_is_refused(
-    server: PageServer, source: CountingSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("farstep.observe.status.page_server._REQUEST_S", 10 * DEADLINE_S)
-    with connect(server) as client:
+def test_request_without_an_end_is_refused(source: CountingSource) -> None:
+    with closing(PageServer(source, request_timeout_s=10 * DEADLINE_S)) as server, connect(server) as client:
         client.sendall(b"x" * ((1 << 16) + 1))  # all of it is read, so the answer is not lost
         assert client.recv(12) == b"HTTP/1.1 431"
     assert source.reads == 0
@@ -326,9 +318,8 @@ def test_embedded_data_cannot_end_their_script() -> None:
     assert "</script><b>" not in text and "\\u003c/script>\\u003cb>" in text
 
 
-def test_close_may_be_called_twice_and_disconnects(source: CountingSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farstep.observe.status.page_server._REQUEST_S", 10 * DEADLINE_S)
-    server, deadline = PageServer(source), time.monotonic() + DEADLINE_S
+def test_close_may_be_called_twice_and_disconnects(source: CountingSource) -> None:
+    server, deadline = PageServer(source, request_timeout_s=10 * DEADLINE_S), time.monotonic() + DEADLINE_S
     with connect(server) as silent:
         reader = threading.Thread(target=read_events, args=(server, 100))
         reader.start()

@@ -116,9 +116,11 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     ),
     "Staleness and versions": (
         Panel("Version", {"newest": "`versions/current`", "oldest that acted": "`versions/oldest_consumed`"}),
-        Panel("Lag", _each("versions/lag_mean", "versions/lag_max", "lag/versions_mean", "lag/versions_max")),
+        Panel("Version lag", _each("versions/lag_mean", "versions/lag_max", "lag/versions_mean", "lag/versions_max")),
         Panel(
-            "Chunks by lag", {"{{lag}} versions": "sum by (lag) (`versions/lag_histogram/<worker>/<lag>`)"}, "bargauge"
+            "Chunks by version lag",
+            {"{{lag}} versions": "sum by (lag) (`versions/lag_histogram/<worker>/<lag>`)"},
+            "bargauge",
         ),
         Panel("Divergence of each worker", {"worker {{worker}}": "`divergence/<worker>`"}),
     ),

@@ -1,42 +1,14 @@
 "use strict";
 // Shows a run: first the data embedded in the page, then the updates that its server sends.
+// The page contains cluster.js and this file as one script.
 const byId = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
-const STATES = {
-  alive: "rolling", starting: "starting", queued: "waiting for a node", parked: "parked", released: "released until the next rollout",
-  lost: "lost, being replaced", stopped: "stopped",
-};
 const TIMES = {
   env: "environments", inference: "policy", tickets: "waiting for the learner", send: "sending rows", weights: "loading weights",
   wait: "waiting for rows", prepare: "assembling batches", update: "updates", publish: "publishing weights",
   train: "updates", collect: "waiting for rows", evaluate: "evaluation", checkpoint: "saving checkpoints",
 };
-const FEW = 24;
-const LISTED = 5;
-// By what cells are colored: the lower limits of levels 1 to 4, a worker's value, which data it needs, and texts.
-const COLORS = {
-  rate: {
-    name: "recent steps per second", limits: [0.2, 0.4, 0.6, 0.8], isKnown: () => true,
-    value: (workers, worker, { median }) => median ? 1 - workers.rate[worker] / median : 0,
-    texts: ["80 % of the median or more", "60 to 80 %", "40 to 60 %", "20 to 40 %", "20 % or less"],
-    summary: ({ median }) => `below 80 % of the median (${number(median)} steps/s)`,
-  },
-  lag: {
-    name: "mean version lag", limits: [1, 2, 4, 8], isKnown: (workers) => workers.lag.some((lag) => lag !== null),
-    value: (workers, worker) => workers.lag[worker],
-    texts: ["under 1 version", "1 to 2", "2 to 4", "4 to 8", "8 or more"],
-    summary: () => "1 version behind or more",
-  },
-  divergence: {
-    name: "KL divergence", limits: [0.25, 0.5, 0.75, 1], isKnown: (workers, threshold) => Boolean(threshold),
-    value: (workers, worker, { threshold }) => workers.divergence[worker] / threshold,
-    texts: ["under 25 % of the threshold", "25 to 50 %", "50 to 75 %", "75 to 100 %", "100 % or more"],
-    summary: ({ threshold }) => `at 25 % of the KL threshold (${threshold}) or more`,
-  },
-};
 const isBad = (event) => event.kind === "lost" || event.kind === "stuck" || event.text.startsWith("the run failed");
-let chosen = null;
-let shown = null;
 let shownEvents = "";
 
 function element(name, attributes = {}, ...children) {
@@ -66,6 +38,7 @@ function duration(seconds) {
 }
 
 const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
+const counted = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
 
 function show(data) {
   document.title = `${data.run.title} – farstep`;
@@ -78,8 +51,8 @@ function show(data) {
   showCluster(data);
   showSlots(data.slots);
   const curves = [["training (mean of the last 100 episodes)", data.series.return], ["evaluation", data.series.evaluation]];
-  chart(byId("returns"), curves, "steps");
-  chart(byId("rates"), [["recent steps per second", data.series.rate]], "seconds", 0);
+  chart(byId("returns"), curves, (steps) => `${number(steps)} steps`);
+  chart(byId("rates"), [["recent steps per second", data.series.rate]], duration, 0);
   showTimes(data.times);
   showLags(data.lags);
   showWeights(data);
@@ -100,13 +73,16 @@ function showProgress({ progress, live }) {
   byId("progress-text").textContent = reached ? `target return ${number(target, 6)} reached after ${done}` : done + left;
 }
 
+// Options do not break at their hyphens.
+const withOptions = (text) => text.split(/(--[a-z][a-z-]*)/).map((part, at) => at % 2 ? element("code", {}, part) : part);
+
 function showDiagnosis(diagnoses) {
   const box = byId("diagnosis");
   box.hidden = !diagnoses.length;
   box.classList.toggle("problem", diagnoses.some((each) => each.is_problem));
   box.replaceChildren(...diagnoses.map((each) => {
     const numbers = Object.entries(each.numbers).map(([name, value]) => `${name} ${number(value)}`).join(" · ");
-    return element("div", {}, element("p", { class: "cause" }, each.text), element("p", {}, each.remedy),
+    return element("div", {}, element("p", { class: "cause" }, `${each.is_problem ? "Problem: " : ""}${each.text}`), element("p", {}, ...withOptions(each.remedy)),
       element("p", { class: "key" }, numbers));
   }));
 }
@@ -128,165 +104,6 @@ function showNumbers(data) {
     element("div", {}, element("dt", {}, name), element("dd", {}, value))));
 }
 
-const counted = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
-
-function onHosts(hosts) {
-  const count = new Set(hosts.filter((host) => host !== null)).size;
-  return count ? ` on ${counted(count, "host")}` : "";
-}
-
-function showCluster(data) {
-  const { workers, acting, nodes: hosts, kl_threshold: threshold } = data;
-  byId("cluster-section").hidden = !workers;
-  if (!workers) return;
-  showHead(data);
-  const count = workers.state.length, nodes = new Map(), totals = {};
-  const on = (host) => {
-    if (!nodes.has(host)) nodes.set(host, { workers: [], servers: [] });
-    return nodes.get(host);
-  };
-  workers.state.forEach((state, worker) => {
-    totals[state] = (totals[state] || 0) + 1;
-    on(workers.host[worker] ?? workers.unconnected_nodes).workers.push(worker);
-  });
-  for (const server of acting) on(server.host ?? workers.unconnected_nodes).servers.push(server.number);
-  hosts.forEach(on);
-  const inWords = Object.entries(totals).map(([state, n]) => `${number(n)} ${STATES[state] || state}`).join(", ");
-  const lines = [`${counted(count, "worker")}${onHosts(workers.host)}: ${inWords}.`];
-  if (acting.length) {
-    const rate = acting.reduce((sum, server) => sum + server.rate, 0), where = onHosts(acting.map((server) => server.host));
-    lines.push(`${counted(acting.length, "acting server")}${where} act${acting.length > 1 ? "" : "s"} for them: ${number(rate)} rows/s (recent).`);
-  }
-  byId("cluster-text").textContent = lines.join(" ");
-  const cluster = byId("cluster");
-  cluster.className = count <= FEW ? "few" : count > 100 ? "many" : "";
-  const layout = JSON.stringify([...nodes]);
-  if (cluster.dataset.layout !== layout) {
-    cluster.dataset.layout = layout;
-    cluster.replaceChildren(...[...nodes].map(([host, on]) => node(host, on.workers, on.servers)));
-  }
-  for (const server of acting) showServer(server);
-  const levels = showColors(workers, threshold);
-  workers.state.forEach((state, worker) => {
-    const cell = byId(`worker-${worker}`);
-    const level = levels.has(worker) ? ` level-${levels.get(worker)}` : "";
-    cell.className = `cell ${state}${level}${worker === chosen ? " chosen" : ""}`;
-    const text = describe(workers, worker, threshold);
-    cell.title = text;
-    cell.setAttribute("aria-selected", String(worker === chosen));
-    cell.setAttribute("aria-label", text);
-    if (count <= FEW) showCard(cell, workers, worker, threshold);
-  });
-  byId("worker").textContent = chosen === null ? "Choose a worker with the mouse or the arrow keys." : describe(workers, chosen, threshold);
-  const states = Object.entries(STATES).filter(([state]) => count <= FEW || state !== "alive");
-  byId("legend").replaceChildren(...states.map(([state, text]) => legendItem(state, text)));
-  shown = data;
-}
-
-const legendItem = (kind, text) => element("li", {}, element("span", { class: `cell ${kind}` }), text);
-
-function showHead({ rate, weights, times }) {
-  const lines = [`${number(rate)} steps/s (recent)`];
-  if (weights) lines.push(`version ${number(weights.version)}`);
-  const [activity] = times.learner || [];
-  if (activity) lines.push(`learner: ${TIMES[activity[0]] || activity[0]} ${percent(activity[1])}`);
-  byId("head").replaceChildren(element("b", {}, "head"), ...lines.map((text) => element("span", {}, text)));
-}
-
-// Show what the colors of rolling workers mean, if there are many workers; return the level of each worker.
-function showColors(workers, threshold) {
-  const levels = new Map(), box = byId("colors"), select = byId("color");
-  box.hidden = workers.state.length <= FEW;
-  if (box.hidden) return levels;
-  const known = Object.keys(COLORS).filter((key) => COLORS[key].isKnown(workers, threshold));
-  if (select.dataset.known !== known.join()) {
-    select.dataset.known = known.join();
-    select.replaceChildren(...known.map((key) => element("option", { value: key }, COLORS[key].name)));
-  }
-  const { limits, value, texts, summary } = COLORS[select.value];
-  const rolling = [...workers.state.keys()].filter((worker) => workers.state[worker] === "alive");
-  const rates = rolling.map((worker) => workers.rate[worker]).sort((a, b) => a - b);
-  const reference = { threshold, median: rates[Math.floor(rates.length / 2)] ?? null };
-  const values = new Map(rolling.map((worker) => [worker, value(workers, worker, reference)]));
-  for (const [worker, found] of values) levels.set(worker, limits.filter((limit) => found >= limit).length);
-  const marked = rolling.filter((worker) => levels.get(worker)).sort((a, b) => values.get(b) - values.get(a));
-  const listed = marked.slice(0, LISTED).map((worker) => `worker ${worker} (${number(workers[select.value][worker])})`);
-  if (marked.length > LISTED) listed.push(`${number(marked.length - LISTED)} more`);
-  byId("color-text").textContent = !rolling.length ? "No worker is rolling." :
-    `${marked.length ? counted(marked.length, "worker") : "No worker"} ${summary(reference)}${listed.length ? `: ${listed.join(", ")}` : ""}.`;
-  byId("color-legend").replaceChildren(...texts.map((text, level) => legendItem(`level-${level}`, text)));
-  return levels;
-}
-
-function showCard(cell, workers, worker, threshold) {
-  const parts = [element("b", {}, `worker ${worker}`), element("span", {}, workers.rate[worker] ? `${number(workers.rate[worker])} steps/s (recent)` : STATES[workers.state[worker]] || workers.state[worker])];
-  const divergence = workers.divergence[worker], lag = workers.lag[worker];
-  if (lag !== null && workers.rate[worker]) parts.push(element("span", {}, `${number(lag)} versions behind`));
-  if (divergence !== null && threshold) {
-    const fill = element("div", { class: "fill" });
-    fill.style.width = `${Math.min(100, 100 * divergence / threshold)}%`;
-    parts.push(element("span", { class: "key" }, `KL ${number(divergence)} of ${threshold}`), element("div", { class: "track" }, fill));
-  }
-  cell.replaceChildren(...parts);
-}
-
-function showServer({ number: server, rate, batch_size: rows, wait_ms: wait, restarts }) {
-  const lines = [`${number(rate)} rows/s (recent)`];
-  if (rows) lines.push(`${number(rows)} rows per call of act`, `workers wait ${number(wait)} ms per request`);
-  if (restarts) lines.push(counted(restarts, "restart"));
-  byId(`server-${server}`).replaceChildren(element("b", {}, `acting server ${server}`), ...lines.map((text) => element("span", {}, text)));
-}
-
-function node(host, numbers, servers) {
-  const box = element("div", { class: "node" }, element("div", { class: "name" }, host));
-  if (servers.length) {
-    const items = servers.map((server) => element("li", { id: `server-${server}` }));
-    box.append(element("ul", { class: "servers", "aria-label": `acting servers on ${host}` }, ...items));
-  }
-  if (numbers.length) box.append(workersGrid(host, numbers));
-  return box;
-}
-
-function workersGrid(host, numbers) {
-  const grid = element("div", { class: "grid", role: "listbox", tabindex: "0", "aria-label": `workers on ${host}` });
-  for (const worker of numbers) {
-    const cell = element("div", { id: `worker-${worker}`, role: "option", "aria-selected": "false", class: "cell" });
-    cell.addEventListener("click", () => choose(grid, worker));
-    grid.append(cell);
-  }
-  grid.addEventListener("focus", () => numbers.includes(chosen) || choose(grid, numbers[0]));
-  grid.addEventListener("keydown", (event) => {
-    const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Home: -Infinity, End: Infinity }[event.key];
-    if (step === undefined) return;
-    event.preventDefault();
-    const at = Math.min(numbers.length - 1, Math.max(0, numbers.indexOf(chosen) + step));
-    choose(grid, numbers[at]);
-  });
-  return grid;
-}
-
-function choose(grid, worker) {
-  for (const other of document.querySelectorAll(".cell.chosen")) {
-    other.classList.remove("chosen");
-    other.setAttribute("aria-selected", "false");
-  }
-  chosen = worker;
-  const cell = byId(`worker-${worker}`);
-  cell.classList.add("chosen");
-  cell.setAttribute("aria-selected", "true");
-  grid.setAttribute("aria-activedescendant", cell.id);
-  byId("worker").textContent = describe(shown.workers, worker, shown.kl_threshold);
-}
-
-function describe(workers, worker, threshold) {
-  const parts = [`worker ${worker}: ${STATES[workers.state[worker]] || workers.state[worker]}`];
-  if (workers.rate[worker]) parts.push(`${number(workers.rate[worker])} steps/s (recent)`);
-  if (workers.lag[worker] !== null) parts.push(`${number(workers.lag[worker])} versions behind on average`);
-  const divergence = workers.divergence[worker];
-  if (divergence !== null) parts.push(`KL ${number(divergence)}${threshold ? ` of ${threshold}` : ""}`);
-  return parts.join(", ");
-}
-
 function showSlots(slots) {
   byId("slots-section").hidden = !slots;
   if (!slots) return;
@@ -303,7 +120,7 @@ function showSlots(slots) {
   byId("slots").replaceChildren(bars([["used", share, percent(share)]]), ...lines.map((text) => element("p", {}, text)));
 }
 
-function chart(box, curves, unit, floor = null) {
+function chart(box, curves, format, floor = null) {
   const drawn = curves.filter(([, points]) => points.length > 1);
   if (!drawn.length) {
     box.replaceChildren(element("p", { class: "key" }, "no data yet"));
@@ -311,7 +128,7 @@ function chart(box, curves, unit, floor = null) {
   }
   const all = drawn.flatMap(([, points]) => points);
   const [left, right] = range(all.map(([x]) => x)), [low, high] = range(all.map(([, y]) => y), floor);
-  const width = 460, height = 230, margin = { left: 52, right: 8, top: 8, bottom: 20 };
+  const width = 460, height = 230, margin = { left: 68, right: 8, top: 8, bottom: 24 };
   const x = (value) => margin.left + (value - left) / (right - left) * (width - margin.left - margin.right);
   const y = (value) => height - margin.bottom - (value - low) / (high - low) * (height - margin.top - margin.bottom);
   const texts = drawn.map(([name, points]) => `${name}: now ${number(points.at(-1)[1])}`);
@@ -321,10 +138,10 @@ function chart(box, curves, unit, floor = null) {
   svg.setAttribute("aria-label", `${texts.join("; ")}; between ${number(low)} and ${number(high)}`);
   for (const value of [low, (low + high) / 2, high]) {
     line(svg, x(left), y(value), x(right), y(value));
-    label(svg, margin.left - 6, y(value) + 4, number(value), "end");
+    label(svg, margin.left - 6, y(value) + 5, number(value), "end");
   }
-  label(svg, margin.left, height - 4, number(left), "start");
-  label(svg, width - margin.right, height - 4, `${number(right)} ${unit}`, "end");
+  label(svg, margin.left, height - 4, format(left), "start");
+  label(svg, width - margin.right, height - 4, format(right), "end");
   drawn.forEach(([name, points]) => {
     const curve = document.createElementNS(SVG, "polyline");
     curve.setAttribute("class", name === "evaluation" ? "second" : "first");
@@ -372,12 +189,15 @@ function showTimes(times) {
     [element("p", { class: "key" }, who), bars(shares.map(([name, share]) => [TIMES[name] || name, share, percent(share)]))]));
 }
 
+// From 16 on, lags are counted by powers of two.
+const lagText = (lag) => lag === 0 ? "0 (newest weights)" : lag < 16 ? String(lag) : `${lag} to ${2 * lag - 1}`;
+
 function showLags(lags) {
   byId("lags-section").hidden = !lags?.length;
   if (!lags?.length) return;
   const chunks = lags.reduce((sum, [, count]) => sum + count, 0);
   byId("lags").replaceChildren(bars(lags.map(([lag, count]) =>
-    [lag === 0 ? "newest version" : `${lag} older`, count / chunks, percent(count / chunks)])));
+    [lagText(lag), count / chunks, percent(count / chunks)])));
 }
 
 function showWeights({ weights, kl_threshold: threshold }) {

@@ -5,9 +5,9 @@ server-sent events) and with metrics for Prometheus. It listens on the loopback 
 machine and other web sites in the user's browser can reach that interface, too; so each request needs the token of the
 URL, and a request that another site has caused is refused by its `Host`, `Origin` or `Sec-Fetch-Site` header.
 
-A slow or idle client costs one thread and never delays the run. It has `_REQUEST_S` to send its request, and
-`_TIMEOUT_S` to read each part of the answer. At most `MAX_CLIENTS` that have the token are answered at a time. Clients
-that have not sent a request yet take none of these places; if there are more than `MAX_CLIENTS`, the oldest is
+A slow or idle client costs one thread and never delays the run. It has `request_timeout_s` to send its request, and
+`answer_timeout_s` to read each part of the answer. At most `max_clients` that have the token are answered at a time.
+Clients that have not sent a request yet take none of these places; if there are more than `max_clients`, the oldest is
 disconnected. The page's data are rendered once per interval for all clients, and only while there is a client. Each
 request of `/metrics` reads the counters once.
 """
@@ -41,21 +41,18 @@ log = logging.getLogger("farstep")
 
 _INTERVAL_S = 1.0
 """Seconds between two renderings of a live run."""
-_REQUEST_S = 10.0
-"""Seconds in which a client must send its whole request."""
 _MAX_REQUEST_BYTES = 1 << 16
-_TIMEOUT_S = 10.0
-"""Seconds in which a client must read each part of the answer."""
 _POLL_S = 0.05
 """Seconds after which the server notices that it was closed."""
+_JOIN_S = 10.0
+"""Seconds that `close` waits for the server's thread."""
 _DISCONNECT_S = 0.5
 """Seconds that `close` gives clients to read the last data."""
-MAX_CLIENTS = 32
 SERVER_NAME = "farstep"
 _LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 _OTHER_SITES = ("cross-site", "same-site")
 _NEEDS_TOKEN = "This page needs the complete address that farstep printed, with its token.\n"
-_TOO_MANY_CLIENTS = "Too many clients are connected. Close other windows that show this page.\n"
+_TOO_MANY_CLIENTS = "{} clients are connected, the most allowed. Close other windows with this page, then reload it.\n"
 _NEEDS_LOCAL_NAME = "This page needs an address with the host 127.0.0.1 or localhost, as farstep printed it.\n"
 
 
@@ -82,16 +79,35 @@ class PageServer:
     Args:
         source: What to show.
         port: Port to listen on; 0: a free one.
+        max_clients: Number of clients with the token that are answered at a time.
+        request_timeout_s: Seconds in which a client must send its whole request.
+        answer_timeout_s: Seconds in which a client must read each part of the answer.
 
     Raises:
         RunError: The port is taken.
     """
 
-    def __init__(self, source: Source, port: int = 0) -> None:
+    def __init__(
+        self,
+        source: Source,
+        port: int = 0,
+        *,
+        max_clients: int = 32,
+        request_timeout_s: float = 10.0,
+        answer_timeout_s: float = 10.0,
+    ) -> None:
         self._token = secrets.token_urlsafe(18)
         self._feed = _Feed(source)
         try:
-            self._http = _Server(("127.0.0.1", port), self._token, self._feed, source.metrics)
+            self._http = _Server(
+                ("127.0.0.1", port),
+                self._token,
+                self._feed,
+                source.metrics,
+                max_clients=max_clients,
+                request_timeout_s=request_timeout_s,
+                answer_timeout_s=answer_timeout_s,
+            )
         except OSError as error:
             where = f"port {port}" if port else "a free port"
             raise RunError(f"the status page cannot listen on {where}: {error.strerror}. Choose another.") from error
@@ -106,7 +122,7 @@ class PageServer:
         return f"http://127.0.0.1:{self._http.server_address[1]}/?token={self._token}"
 
     def close(self) -> None:
-        """Disconnect all clients and stop listening. May be called twice, and in any thread."""
+        """Stop the server and disconnect its clients. May be called more than once, and from any thread."""
         if os.getpid() != self._pid:  # a fork: the threads are in the other process
             self._http.server_close()
             return
@@ -115,7 +131,7 @@ class PageServer:
             threading.Thread(target=self._http.shutdown, daemon=True).start()
         else:
             self._http.shutdown()
-            self._thread.join(_TIMEOUT_S)
+            self._thread.join(_JOIN_S)
         self._http.server_close()
         self._http.disconnect_all(_DISCONNECT_S)
 
@@ -169,8 +185,20 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, address: tuple[str, int], token: str, feed: _Feed, metrics: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        token: str,
+        feed: _Feed,
+        metrics: Callable[[], str],
+        *,
+        max_clients: int,
+        request_timeout_s: float,
+        answer_timeout_s: float,
+    ) -> None:
         self.token, self.feed, self.metrics = token, feed, metrics
+        self.request_timeout_s, self.answer_timeout_s = request_timeout_s, answer_timeout_s
+        self.max_clients = max_clients
         self._waiting: dict[socket.socket, None] = {}
         """Clients that have not sent a valid request yet, oldest first."""
         self._clients: set[socket.socket] = set()
@@ -180,7 +208,7 @@ class _Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            if len(self._waiting) >= MAX_CLIENTS:
+            if len(self._waiting) >= self.max_clients:
                 oldest = next(iter(self._waiting))
                 del self._waiting[oldest]
                 _disconnect(oldest)
@@ -188,9 +216,9 @@ class _Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def admit(self, request: socket.socket) -> bool:
-        """Give a client that has sent a valid request one of `MAX_CLIENTS` places; return whether one was free."""
+        """Give a client that has sent a valid request one of `max_clients` places; return whether one was free."""
         with self._lock:
-            if len(self._clients) >= MAX_CLIENTS:
+            if len(self._clients) >= self.max_clients:
                 return False
             self._waiting.pop(request, None)
             self._clients.add(request)
@@ -225,7 +253,6 @@ def _disconnect(client: socket.socket) -> None:
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = _TIMEOUT_S
     protocol_version = "HTTP/1.1"
     server_version, sys_version = SERVER_NAME, ""
     error_message_format, error_content_type = "%(explain)s.\n", "text/plain; charset=utf-8"
@@ -233,7 +260,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def handle(self) -> None:
         """Receive the request before its deadline, then answer it. Every answer ends the connection."""
-        deadline, received = time.monotonic() + _REQUEST_S, b""
+        deadline, received = time.monotonic() + self.server.request_timeout_s, b""
         while b"\r\n\r\n" not in received and len(received) <= _MAX_REQUEST_BYTES:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
@@ -243,7 +270,7 @@ class _Handler(BaseHTTPRequestHandler):
             if not part:
                 return
             received += part
-        self.connection.settimeout(self.timeout)
+        self.connection.settimeout(self.server.answer_timeout_s)
         if b"\r\n\r\n" not in received:
             self.requestline = self.request_version = self.command = ""
             self.send_error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
@@ -264,7 +291,8 @@ class _Handler(BaseHTTPRequestHandler):
             status, text = refusal
             self._answer(status, text.encode(), "text/plain")
         elif not self.server.admit(self.connection):
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, _TOO_MANY_CLIENTS.encode(), "text/plain")
+            text = _TOO_MANY_CLIENTS.format(self.server.max_clients)
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, text.encode(), "text/plain")
         elif (answer := answers.get(url.path)) is None:
             self._answer(HTTPStatus.NOT_FOUND, b"", "text/plain")
         else:
@@ -358,7 +386,7 @@ def page(data: bytes, nonce: str = "") -> str:
     parts = {
         "NONCE": nonce,
         "/*STYLE*/": (files / "page.css").read_text(encoding="utf-8"),
-        "/*SCRIPT*/": (files / "page.js").read_text(encoding="utf-8"),
+        "/*SCRIPT*/": "".join((files / name).read_text(encoding="utf-8") for name in ("cluster.js", "page.js")),
         "/*DATA*/": data.decode().replace("<", "\\u003c"),  # a text may have the tag that ends the script
     }
     return re.sub("|".join(map(re.escape, parts)), lambda mark: parts[mark.group()], text)

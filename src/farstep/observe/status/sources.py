@@ -177,7 +177,7 @@ class LiveSource:
                 "kl_threshold": self._run.kl_threshold,
                 "workers": view.workers_view(stats, self._unconnected_nodes()),
                 "acting": view.acting_view(stats),
-                "nodes": view.nodes_view(stats),
+                "hosts": view.hosts_view(stats),
                 "slots": view.slots_view(stats),
                 "buffer": view.buffer_view(stats),
                 "times": {

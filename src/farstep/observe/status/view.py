@@ -20,16 +20,16 @@ _TRACEBACK_CHARACTERS = 20_000
 
 def workers_view(stats: Mapping[str, Any], unconnected_nodes: str = "") -> dict[str, Any]:
     """Return the state of every worker, one list per quantity, and the number of restarts. The quantities of policies
-    are None for `make_vec`, whose workers have none. The host of a worker without a node is None; `unconnected_nodes`
-    says what is known about such nodes."""
+    are None for workers without chunks, and for `make_vec`, whose workers have no policy. The host of a worker without
+    a node is None; `unconnected_nodes` says what is known about such nodes."""
     workers, divergence = stats["workers"], stats.get("divergence", {})
-    histograms = stats["versions"]["lag_histogram"] if "versions" in stats else [None] * len(workers["states"])
+    histograms = stats["versions"]["lag_histogram"] if "versions" in stats else [{}] * len(workers["states"])
     return {
         "state": workers["states"],
         "host": [None if host == UNKNOWN_HOST else host for host in workers["hosts"]],
         "unconnected_nodes": unconnected_nodes or "no node",
         "rate": [_rounded(rate) for rate in workers["steps_per_second"]],
-        "lag": [None if lags is None else _rounded(_mean_lag(lags)) for lags in histograms],
+        "lag": [_rounded(_mean_lag(lags)) for lags in histograms],
         "divergence": [_rounded(divergence.get(worker)) for worker in range(len(workers["states"]))],
         "restarts": workers["restarts"],
     }
@@ -51,7 +51,7 @@ def acting_view(stats: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def nodes_view(stats: Mapping[str, Any]) -> list[str]:
+def hosts_view(stats: Mapping[str, Any]) -> list[str]:
     """Return the hosts of the connected nodes, each once. Some may have only acting servers."""
     return list(dict.fromkeys(node["host"] for node in stats["nodes"]))
 
@@ -71,7 +71,7 @@ def slots_view(stats: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lags_view(stats: Mapping[str, Any]) -> list[list[int]]:
-    """Return how many delivered chunks had which age, in versions, over all workers."""
+    """Return the number of delivered chunks for each version lag, over all workers."""
     total: Counter[int] = Counter()
     for lags in stats["versions"]["lag_histogram"]:
         total.update({int(lag): chunks for lag, chunks in lags.items()})
@@ -186,9 +186,10 @@ def metrics_view(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _mean_lag(lags: Mapping[Any, int]) -> float:
+def _mean_lag(lags: Mapping[Any, int]) -> float | None:
+    """Return the mean version lag of a worker's chunks; None if there are none."""
     chunks = sum(lags.values())
-    return sum(int(lag) * count for lag, count in lags.items()) / chunks if chunks else 0.0
+    return sum(int(lag) * count for lag, count in lags.items()) / chunks if chunks else None
 
 
 def _rounded(value: float | None) -> float | None:
