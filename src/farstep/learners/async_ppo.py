@@ -44,10 +44,11 @@ class AsyncPPOConfig:
     """
 
     staleness_threshold: int = 1
-    """Maximum age of a row, in versions, when the learner uses it; 0: synchronous PPO."""
+    """Maximum age of a row (one step of one environment) when the learner uses it, in versions (published sets of
+    weights); 0: synchronous PPO."""
     num_chunks: int | None = None
-    """If set, an update uses the first num_chunks * rollout_epochs chunks to arrive. None: it uses rollout_epochs
-    chunks of every worker."""
+    """If set, an update uses the first num_chunks * rollout_epochs chunks (rollouts of one worker) to arrive. None: it
+    uses rollout_epochs chunks of every worker."""
     recompute_logprobs: bool = True
     """True: compute proximal log-probabilities with one forward pass over the batch. False: interpolate them by the age
     of each row."""

@@ -57,14 +57,15 @@ class ImpalaConfig:
     """
 
     num_steps: int | None = None
-    """Steps of each environment per chunk; None: 512 divided by the number of environments, at least 8."""
+    """Steps of each environment per chunk (rollout of one worker); None: 512 divided by the number of environments, at
+    least 8."""
     num_chunks: int | None = None
     """Chunks per update, in order of arrival; None: half the number of workers, from 2 to 8. At most the number of
     workers."""
     max_staleness: int | None = None
-    """Largest age of a row, in versions, when the learner uses it. At most (max_staleness + 1) * num_chunks workers
-    collect at the same time. None: the smallest number, at least 1, with
-    which all workers can do so."""
+    """Largest age of a row (one step of one environment) when the learner uses it, in versions (published sets of
+    weights). At most (max_staleness + 1) * num_chunks workers collect at the same time. None: the smallest number, at
+    least 1, with which all workers can do so."""
     learning_rate: float = 2e-3
     """Learning rate of Adam."""
     anneal_lr: bool = False

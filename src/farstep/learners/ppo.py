@@ -64,9 +64,9 @@ class PPOConfig:
     gae_lambda: float = 0.95
     """Lambda of generalized advantage estimation (GAE)."""
     minibatch_size: int | None = None
-    """Rows per optimizer step. None: 128; 256 if observations are images; for a recurrent agent, whose sequences are
-    not split, an eighth of an update's rows. Raise it for noisy rewards and large networks; lower it if updates change
-    the policy too little."""
+    """Rows (steps of one environment) per optimizer step. None: 128; 256 if observations are images; for a recurrent
+    agent, whose sequences are not split, an eighth of an update's rows. Raise it for noisy rewards and large networks;
+    lower it if updates change the policy too little."""
     update_epochs: int | None = None
     """Passes over the rows of an update. None: 8; 4 if observations are images."""
     normalize_advantages: Literal["minibatch", "batch", "no"] = "minibatch"
