@@ -42,7 +42,7 @@ def summary(document: dict[str, Any]) -> str:
         f"On {machines(document)}: {settings['total_steps']:,} environment steps on {settings['workers']} workers "
         f"whose steps take {low_ms:g} to {high_ms:g} ms, {_seeds(document)}. *Success*: share of "
         f"successful episodes among {settings['final_episodes']:,} with the final agent, which takes its most likely "
-        "actions; mean over the seeds, and 95 % interval. *Difference*: to A-RIDE with the same seeds, in percentage "
+        "actions; mean over the seeds, and 95 % interval. *Difference*: from A-RIDE with the same seeds, in percentage "
         "points. *DistRL*: the difference that the DistRL paper reports. *Seconds*: only of runs during which the load "
         f"average was at most {CALM_LOAD:g} per core. *Staleness*, *ess*: in the last line of metrics of each run; "
         "staleness is the age of rows when they arrive, in versions."

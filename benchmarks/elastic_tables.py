@@ -175,7 +175,7 @@ def _backends_page(document: Document, found: dict[str, list[Run]]) -> str:
             f"{workers} workers, on {machines(document)}. *First batch* is the time from the start of a cluster until "
             "its first batch. *Restart* is the time until the first step of a worker that was killed. The other rows "
             "are the time from the request for a rollout until the first step of the slowest worker. Before the "
-            "request, the learner sleeps for the given time instead of an update. Meanwhile workers are held, "
+            "request, the learner sleeps for the given time instead of updating. Meanwhile workers are held, "
             f"released, or parked by `env.scale` (all but one){_further_backends(found)}:",
             table(["", "median, ms", "95 %", f"below {1e3 * SOON_S:.0f} ms", "samples"], rows),
             _load(found),
@@ -234,11 +234,10 @@ def _batch_page(document: Document, found: dict[str, list[Run]]) -> str:
         parts += [
             f"{task} whose steps sleep for {first['workload']['step_ms']:g} ms, one environment per worker. Runs "
             f"end at a mean return of {first['target']:g} over 100 episodes, or after {first['seconds_limit']:g} s. "
-            "`schedule` may use from the smallest to the largest of the fixed numbers of workers, `noise` from 1 to "
-            "the largest; *last workers* is their number in the last update. *Return, 0 - "
-            f"{end_s} s* is the mean return over this time, in which all runs lasted. The table has means over "
-            "the seeds, with the lowest and the highest value in brackets; times and slot-seconds are those until the "
-            "end of the run:",
+            "`schedule` chooses between the smallest and the largest of the fixed numbers of workers, `noise` between "
+            f"1 and the largest; *last workers* is the number in the last update. *Return, 0 - {end_s} s* is the mean "
+            f"return over the first {end_s} s, which every run reached. The table has means over the seeds, with the "
+            "lowest and the highest value in brackets; times and slot-seconds are those until the end of the run:",
             table(
                 [*names, f"return, 0 - {end_s} s", "last return", "last workers"],
                 [_batch_row(name, runs, end_s) for name, runs in mine.items()],
@@ -295,7 +294,7 @@ def _shared_page(document: Document, found: dict[str, list[Run]]) -> str:
             "slot for each worker of both workloads, so the workloads use the cores in turns only by chance. *Slots "
             "for one*: it has slots for the workers of one workload, and each workload returns them while it learns. "
             "Medians of the rounds (from the lowest to the highest); in each round, the second workload starts at "
-            "another time in the first one's update:",
+            "another point of the first one's update:",
             table(["", "update, ms", "/ alone", "rows per update", "time per row / alone"], rows),
             _load(found),
         ]

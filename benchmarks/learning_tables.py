@@ -125,7 +125,7 @@ def _tried(done: Sequence[Row], layout: Layout) -> list[str]:
         names = {run["contender"] for run in done if family(run["contender"]) == peer}
         numbers = ", ".join(str(number) for number in sorted(filter(None, map(_num_envs, names))))
         if numbers:
-            own = "its own number and with " if peer in names else ""
+            own = "its default number and with " if peer in names else ""
             said.append(f"{layout.labels[peer]} ran with {own}{numbers} environments; the table has the best of them.")
     return [" ".join(said)] if said else []
 

@@ -206,9 +206,8 @@ def summary(document: dict[str, Any]) -> str:
         "asynchronous, busy",
     ]
     text = (
-        f"Episodes take {document['low_s']:g} to {document['high_s']:g} s. In brackets: the closed form. *Busy* is the "
-        "share of their time that workers spend in environments, which is their rate relative to the sum of their own "
-        "rates."
+        f"Episodes take {document['low_s']:g} to {document['high_s']:g} s. In brackets: the theoretical value. *Busy* "
+        "is the share of their time that workers spend in environments; without any waiting it is 1."
     )
     return f"{text}\n\n{table(head, rows)}"
 

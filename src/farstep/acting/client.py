@@ -70,7 +70,7 @@ class ServedError(Exception):
 
 
 class ServedActor:
-    """Acts through the acting server. It offers what the worker uses of an `Actor`, and requests per group.
+    """Acts through the acting server. It has the methods of `Actor` that workers use, and requests per group.
 
     Args:
         worker: The worker's number.
@@ -198,11 +198,11 @@ class ServedActor:
         return reply, received
 
     def _wait_once(self, idle: Callable[[], None], began: float) -> None:
-        """Called while nothing arrives, after a wait since `began`.
+        """Called repeatedly while the worker waits for the server, since `began`.
 
         Raises:
             ServedError: The server cannot be reached.
-            ServerLost: The head has named another server meanwhile, or that there is none.
+            ServerLost: Meanwhile, the head has named another server, or none.
         """
         idle()
         if not self._address.is_current():

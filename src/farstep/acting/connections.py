@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _ANSWERED = (SERVER_WORDS, TOTALS)
 OWN_ADDRESS = "own"
-"""In a bootstrap: an acting server listens at the address with which its node reaches the head."""
+"""In a bootstrap: an acting server listens at the address from which its node connects to the head."""
 
 
 class Exchange(Protocol):
@@ -72,11 +72,11 @@ class ServerAddress(Protocol):
         """End the use of the connection."""
 
     def is_current(self) -> bool:
-        """Whether the server of the last connection was not replaced. If it may have ended unnoticed, True."""
+        """Whether the server of the last connection is still the current one, as far as this worker knows."""
 
     def connection_error(self, waited_s: float) -> str:
-        """Return why the server cannot be reached, and what to do, after a wait of `waited_s` seconds; empty if it can
-        be, or before its time limit."""
+        """Return why the server cannot be reached, and what to do. Empty if it can be reached, or if `waited_s`
+        seconds are within the time limit."""
 
     def exchange(self, received: Received, layout: MailboxLayout, index: int) -> Exchange:
         """Exchange requests with the server that sent this `Joined` over the last connection."""
@@ -177,7 +177,7 @@ class RemoteServer:
         self._lease_s, self._encrypted = lease_s, encrypted
         self._newest: m.UseServer | None = None
         self._connected: m.UseServer | None = None
-        """To what `_link` is connected. Its keys are valid for one connection only, which all agents use."""
+        """The server of `_link`. Its keys are valid for one connection only, which all agents use."""
         self._link: DealerLink | None = None
 
     def use(self, message: m.UseServer) -> None:

@@ -22,23 +22,39 @@ from farstep.schema import ArraySpec, Schema
 from farstep.wire.channels.memory import SharedMemory
 
 HELD, PULLS, PULLED_BYTES, DIVERGENCE = range(4)
-"""Words of the whole mailbox: the ticket whose rows must all have one version (0: none), written by the worker; the
-number of weight pulls of this server, the bytes that this worker reports for them, and the bits of the running
-divergence (see `divergence_bits`), written by the server."""
+"""Words of the whole mailbox. The worker writes the first, the server the others.
+
+- HELD: the ticket whose rows must all have one version; 0: none
+- PULLS: number of weight pulls of this server
+- PULLED_BYTES: bytes that this worker reports for them
+- DIVERGENCE: bits of the running divergence (see `divergence_bits`)
+"""
 TOTALS = slice(PULLS, DIVERGENCE + 1)
 """The words of the whole mailbox that the server writes."""
 _MAILBOX_WORDS = 8
 REQUEST, TICKET, MIN_VERSION, IS_FIRST, USED, NEWEST, CONTINUES, WAITS = range(8)
-"""Words of a group that the worker writes: number of the current request; its ticket; the oldest version that may act;
-whether it is the first of its chunk, so that the recurrent state is to be recorded; the last request whose answer the
-worker has used (if the server has acted since then, its answer was given up with a cancelled chunk); the newest version
-that the head has announced to the worker (without shared memory, a ticket may arrive at a worker before the
-announcement arrives at the server); whether the worker sends another request after this one in the same chunk, cleared
-only after the number of the last request is written, so that the server never takes an unsent request for none; whether
-the worker waits for its doorbell (without shared memory, the server sets it, because it sends every answer)."""
+"""Words of a group that the worker writes.
+
+- REQUEST: number of the current request
+- TICKET: its ticket
+- MIN_VERSION: the oldest version that may act
+- IS_FIRST: whether it is the first request of its chunk, for which the recurrent state is recorded
+- USED: the last request whose answer the worker has used. If the server has acted since then, its answer was given up
+  with a cancelled chunk
+- NEWEST: the newest version that the head has announced to the worker. Without shared memory, a ticket may arrive at
+  the worker before the announcement arrives at the server
+- CONTINUES: whether the worker sends another request after this one in the same chunk. The worker clears it after it has
+  written the number of the last request, so that the server always expects or sees that request
+- WAITS: whether the worker waits for its doorbell. Without shared memory, the server sets it, because it sends every
+  answer
+"""
 ANSWER, VERSION, COUNTS_AS, FAILED = range(8, 12)
-"""Words of a group that the server writes: number of the last request that was answered; the version that acted, and
-the version that it counts as; whether `act` raised, or weights could not be loaded."""
+"""Words of a group that the server writes.
+
+- ANSWER: number of the last request that was answered
+- VERSION, COUNTS_AS: the version that acted, and the version that it counts as
+- FAILED: whether `act` raised, or weights could not be loaded
+"""
 RESULTS = slice(VERSION, FAILED + 1)
 """The words of a group that the server writes before `ANSWER`."""
 _GROUP_WORDS = 16

@@ -44,7 +44,7 @@ class Join(msgspec.Struct, tag="join"):
     groups: list[int]
     """Number of environments in each group."""
     proof: bytes
-    """Of the run's secret: `proof(secret, "worker")`."""
+    """Shows that the worker has the run's secret: `proof(secret, "worker")`."""
 
 
 class Joined(msgspec.Struct, tag="joined"):
@@ -64,7 +64,7 @@ class Joined(msgspec.Struct, tag="joined"):
     """How the server calls the agent, for `stats()`."""
     has_priorities: bool
     proof: bytes
-    """Of the run's secret: `proof(secret, "server")`."""
+    """Shows that the server has the run's secret: `proof(secret, "server")`."""
     pulls: Count = 0
     """Number of weight pulls of this server so far."""
     mailbox_index: Count = 0
@@ -139,7 +139,7 @@ _from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(From
 
 
 def proof(secret: str, role: str) -> bytes:
-    """What a process of this role sends to show that it has the secret. It does not reveal that of the other role."""
+    """What a process of this role sends to show that it has the secret. It does not reveal the other role's proof."""
     return hmac.digest(secret.encode(), role.encode(), "sha256")
 
 

@@ -44,14 +44,14 @@ class StartOptions:
     """
 
     slots: int
-    """Number of workers of all runs together that may run at the same time, e.g. the number of cores."""
+    """Largest number of workers, over all runs, that may run at the same time, e.g. the number of cores."""
     devices: int = 0
     """Number of GPUs that learners take in turn (env.device_token)."""
     lease_s: float = 10.0
     """Seconds of silence after which a run loses its slots and its device; at least 1."""
     turn_s: float = TURN_S
-    """If the slots do not suffice for the minimum of a waiting run, others are paused in turn. Each runs for at least
-    this number of seconds times its priority after its admission."""
+    """A run keeps its slots for at least this number of seconds times its priority. Then it may be paused, if a waiting
+    run needs its slots."""
     name: str = "default"
     """Name of the coordinator, as in the option coordinator= of the runs; or the path of a folder, with a slash."""
 

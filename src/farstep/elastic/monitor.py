@@ -14,10 +14,10 @@ CHANGE = 0.25
 
 
 class WorkloadMonitor:
-    """Measures how long workers start and updates take, and predicts when to start workers for the next rollout.
+    """Measures how long starts of workers and updates take, and predicts when to start workers for the next rollout.
 
-    It predicts only while updates are stable. The prediction is early enough for the slowest start and the fastest
-    update of the window, minus the range of the differences between both:
+    It predicts only while updates are stable. It allows for the slowest start and the fastest update of the window, and
+    starts workers earlier by the range of the differences between both:
 
         start after = min(updates) - max(starts) - (max(updates - starts) - min(updates - starts))
 

@@ -118,13 +118,13 @@ class Fill:
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """Runs as many workers as give an update `factor * noise_scale` rows.
+    """Runs enough workers for updates of `factor * noise_scale` rows.
 
     The number of workers at most doubles or halves per update. It does not change while the noise scale is unknown.
 
     Args:
-        factor: Rows per update, in units of the noise scale; default 1. More rows than that make updates better only
-            slowly; fewer rows make more updates of the same steps.
+        factor: Rows per update, in units of the noise scale; default 1. With more rows, updates hardly
+            improve; with fewer, the same number of steps gives more updates.
 
     Raises:
         ConfigError: `factor` is not a number above 0.

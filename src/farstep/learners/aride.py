@@ -93,8 +93,9 @@ class ArideConfig:
     """Subtracted from the reward of a step that repeats the previous action: once for the first repetition, twice for
     the second, and so on; another action resets the count."""
     filter_quantile: float | None = None
-    """Train the actor only on episodes whose return exceeds the value predicted at their start by at least this
-    quantile of recent episodes, e.g. 0.9; the critic learns from all. None: no filter."""
+    """Train the actor only on episodes that went better than expected: those whose return minus the value predicted
+    at the start reaches this quantile over recent episodes, e.g. 0.9. The critic learns from all episodes. None: no
+    filter."""
     w1: float = 50.0
     """Weight of the mean absolute TD error in an episode's priority."""
     w2: float = 1.0

@@ -44,10 +44,11 @@ class AsyncPPOConfig:
     """
 
     staleness_threshold: int = 1
-    """Maximum age of a row, in versions, when the learner uses it; 0: synchronous PPO."""
+    """Maximum age of a row (one step of one environment) when the learner uses it, in versions (published sets of
+    weights); 0: synchronous PPO."""
     num_chunks: int | None = None
-    """If set, an update uses the first num_chunks * rollout_epochs chunks to arrive. None: it uses rollout_epochs
-    chunks of every worker."""
+    """If set, an update uses the first num_chunks * rollout_epochs chunks (rollouts of one worker) to arrive. None: it
+    uses rollout_epochs chunks of every worker."""
     recompute_logprobs: bool = True
     """True: compute proximal log-probabilities with one forward pass over the batch. False: interpolate them by the age
     of each row."""
@@ -109,8 +110,8 @@ class AsyncPPOConfig:
     recurrent core) always use learning_rate. Raise value_lr if explained_variance stays low, or to fine-tune a trained
     policy with a small learning_rate."""
     critic_warmup_updates: int = 0
-    """The first updates of a run, this many, train only the critic's own layers and do not change the policy. Use this
-    if a trained policy starts with a new critic, because the advantages of a new critic are noise."""
+    """Number of updates at the start of the run that train only the critic's own layers and leave the policy unchanged.
+    Use it when a trained policy starts with a new critic, whose first advantages are noise."""
     max_grad_norm: float = 0.5
     """Maximum norm of the gradient; a larger gradient is scaled down to this norm."""
     target_kl: float | None = None
@@ -120,7 +121,7 @@ class AsyncPPOConfig:
     """Rule that changes the number of workers, and so the rows per update, after each update:
     schedule:FIRST:LAST:ADD:EVERY (workers of the first and the last updates, workers to add, updates between changes),
     or noise[:FACTOR] (rows per update = FACTOR * gradient noise scale; FACTOR 1 by default). num_steps and the
-    minibatch size stay. None: all workers run."""
+    minibatch size do not change. None: all workers run."""
     net: NetConfig = DEFAULT_NET
     """the agent's network"""
 
@@ -142,7 +143,7 @@ class AsyncPPOConfig:
         if self.scaling is not None and self.num_chunks is not None:
             raise ConfigError(
                 f"scaling is {self.scaling!r} with num_chunks={self.num_chunks}, which fixes the rows of an update, so "
-                "that more workers would not enlarge it. Leave out one of them."
+                "more workers would not enlarge it. Leave out one of them."
             )
         for name in ("global_batch_size", "micro_batch_size"):
             size = getattr(self, name)

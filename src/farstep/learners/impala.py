@@ -41,7 +41,7 @@ from farstep.workflow.triggers.messages import Message
 from farstep.workflow.workflow import Workflow
 
 UNUSABLE_RULES: dict[type, str] = {
-    NoiseScale: "IMPALA makes one optimizer step per update, so that the noise of its gradient cannot be measured; and "
+    NoiseScale: "IMPALA makes one optimizer step per update, so the noise of its gradient cannot be measured; and "
     "num_chunks, not the number of workers, sets the rows of an update. Use schedule:FIRST:LAST:ADD:EVERY or fill."
 }
 """Scaling rules that IMPALA cannot follow, and why."""
@@ -57,13 +57,15 @@ class ImpalaConfig:
     """
 
     num_steps: int | None = None
-    """Steps of each environment per chunk; None: 512 divided by the number of environments, at least 8."""
+    """Steps of each environment per chunk (rollout of one worker); None: 512 divided by the number of environments, at
+    least 8."""
     num_chunks: int | None = None
     """Chunks per update, in order of arrival; None: half the number of workers, from 2 to 8. At most the number of
     workers."""
     max_staleness: int | None = None
-    """Largest age of a row, in versions, when the learner uses it. At most (max_staleness + 1) * num_chunks workers
-    collect at the same time. None: 1, or as much as all workers need for that."""
+    """Largest age of a row (one step of one environment) when the learner uses it, in versions (published sets of
+    weights). At most (max_staleness + 1) * num_chunks workers collect at the same time. None: the smallest number, at
+    least 1, with which all workers can do so."""
     learning_rate: float = 2e-3
     """Learning rate of Adam."""
     anneal_lr: bool = False
@@ -91,7 +93,7 @@ class ImpalaConfig:
     entropy_bonus: float = 0.01
     """Weight of the entropy bonus in the loss."""
     normalize_advantages: bool = False
-    """Normalise advantages to mean 0 and standard deviation 1 over each batch."""
+    """Normalize advantages to mean 0 and standard deviation 1 over each batch."""
     max_grad_norm: float = 0.5
     """Largest norm of the gradient; larger gradients are scaled down to it."""
     scaling: str | None = None
@@ -112,7 +114,7 @@ class ImpalaConfig:
         check_critic(self, "value_coef")
         if isinstance(chosen_rule(self.scaling, None, UNUSABLE_RULES), Fill) and self.max_staleness == 0:
             raise ConfigError(
-                f"scaling is {self.scaling!r} with max_staleness=0, so that no chunk ever waits for the learner. Raise "
+                f"scaling is {self.scaling!r} with max_staleness=0, so no chunk ever waits for the learner. Raise "
                 "max_staleness, or use schedule:FIRST:LAST:ADD:EVERY."
             )
 

@@ -50,8 +50,8 @@ class PPOConfig:
     recurrent core) always use learning_rate. Raise value_lr if explained_variance stays low, or to fine-tune a trained
     policy with a small learning_rate."""
     critic_warmup_updates: int = 0
-    """The first updates of a run, this many, train only the critic's own layers and do not change the policy. Use this
-    if a trained policy starts with a new critic, because the advantages of a new critic are noise."""
+    """Number of updates at the start of the run that train only the critic's own layers and leave the policy unchanged.
+    Use it when a trained policy starts with a new critic, whose first advantages are noise."""
     num_steps: int | None = None
     """Steps of each environment per rollout. None: 4,096 (2,048 if observations are images) divided by the number of
     environments, at least 16; for a recurrent agent, at most 128."""
@@ -64,9 +64,9 @@ class PPOConfig:
     gae_lambda: float = 0.95
     """Lambda of generalized advantage estimation (GAE)."""
     minibatch_size: int | None = None
-    """Rows per optimizer step. None: 128; 256 if observations are images; for a recurrent agent, whose sequences are
-    not split, an eighth of an update's rows. Raise it for noisy rewards and large networks; lower it if updates change
-    the policy too little."""
+    """Rows (steps of one environment) per optimizer step. None: 128; 256 if observations are images; for a recurrent
+    agent, whose sequences are not split, an eighth of an update's rows. Raise it for noisy rewards and large networks;
+    lower it if updates change the policy too little."""
     update_epochs: int | None = None
     """Passes over the rows of an update. None: 8; 4 if observations are images."""
     normalize_advantages: Literal["minibatch", "batch", "no"] = "minibatch"
@@ -97,7 +97,7 @@ class PPOConfig:
     """Rule that changes the number of workers, and so the rows per update, after each update:
     schedule:FIRST:LAST:ADD:EVERY (workers of the first and the last updates, workers to add, updates between changes),
     or noise[:FACTOR] (rows per update = FACTOR * gradient noise scale; FACTOR 1 by default). num_steps and the
-    minibatch size stay. None: all workers run."""
+    minibatch size do not change. None: all workers run."""
     net: NetConfig = DEFAULT_NET
     """the agent's network"""
 

@@ -26,7 +26,7 @@ class Autoscaler:
         self._scaled_at: int | None = None
         """Number of updates when the rule last chose; None before the first run."""
         self._problem = no_effect(rule, env.num_workers)
-        """Why the rule has no effect, until the run was warned of it."""
+        """Why the rule has no effect; empty if it has one, or after the warning."""
 
     def update(self, chunk_steps: int) -> None:
         """Let the rule choose the number of workers, if there was an update since it last chose."""

@@ -292,7 +292,7 @@ class Workflow:
     # ---- running ----
 
     def bind(self) -> None:
-        """Launch the workers and allocate the buffer's arrays, unless this is done. Otherwise `run` does it.
+        """Launch the workers and allocate the buffer's arrays, if this was not done yet. `run` calls it, too.
 
         Raises:
             ConfigError: An option does not fit the environments or the buffer.

@@ -49,7 +49,7 @@ def recorded(steps: int, **arrays: Array) -> RecordedEpisodes:
         ("dqn --buffer-size 10 --learning-starts 5", "--buffer-size is 10, less than one chunk of 4 steps of 16 env"),
         ("dqn --buffer-size 1001 --no-concurrent", "--learning-starts is 1,000, but 16 environments share only 992"),
         ("aride --warmup missing.npz", "missing.npz cannot be read: No such file or directory. Record episodes with"),
-        ("aride --warmup notes.txt", "notes.txt is damaged, or is no file of recorded episodes. Record episodes with"),
+        ("aride --warmup notes.txt", "notes.txt is damaged, or is not a file of recorded episodes. Record episodes w"),
         ("aride --warmup short.npz --buffer-size 64 --learning-starts 8", "short.npz has 70 steps, but the replay b"),
     ],
 )
@@ -98,5 +98,5 @@ def test_a_run_announces_its_disk_use_and_a_recording_without_log_probabilities_
 
     (folder / "notes.txt").write_text("keep me")
     assert main([*evaluate, "notes.txt"]) == 1
-    assert "notes.txt exists and is no recording of farstep, so it is not replaced" in capsys.readouterr().err
+    assert "notes.txt exists and is not a recording of farstep, so it is not replaced" in capsys.readouterr().err
     assert (folder / "notes.txt").read_text() == "keep me"

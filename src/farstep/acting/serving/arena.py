@@ -132,7 +132,9 @@ class Arena:
         return Requests(self, is_pending, numbers, tickets, self.group_words[MIN_VERSION].copy())
 
     def num_expected(self, waiting: Sequence[int] | Array, begins: bool) -> int:
-        """The number of groups except `waiting` that are inside a chunk or, if a chunk begins, of all others.
+        """The number of groups, without `waiting`, that may soon send a request.
+
+        These are the groups inside a chunk; if `begins`, all groups, because those between chunks may begin one, too.
 
         Call `pending` first, which reads which groups are inside a chunk.
         """
@@ -209,7 +211,7 @@ class Requests:
 
 
 def arena_with_free_mailbox(layout: MailboxLayout, arenas: list[Arena]) -> Arena:
-    """One of the arenas, if it has this layout and a free mailbox; otherwise a new one, which is added to them."""
+    """An arena with this layout and a free mailbox. If there is none, a new one is added to `arenas`."""
     suitable = (arena for arena in arenas if arena.layout.has_same_offsets(layout) and None in arena.clients)
     if (found := next(suitable, None)) is None:
         found = Arena(layout)
@@ -227,7 +229,7 @@ def cover_running_chunks(arenas: Sequence[Arena], requests: Sequence[Requests]) 
 
 
 def num_expected(arenas: Sequence[Arena], pending: Sequence[Requests]) -> int:
-    """The number of groups that may soon send a request: inside a chunk or, if a chunk begins, any other group."""
+    """The number of groups, without those of `pending`, that may soon send a request (see `Arena.num_expected`)."""
     begins = any(requests.arena.group_words[IS_FIRST][requests.groups].any() for requests in pending)
     waiting = {requests.arena: requests.groups for requests in pending}
     return sum(arena.num_expected(waiting.get(arena, []), begins) for arena in arenas)

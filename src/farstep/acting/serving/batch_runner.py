@@ -82,7 +82,8 @@ class BatchRunner:
         host. At the end, no batch is in flight.
 
         Args:
-            until: When to handle messages, which may close a mailbox; no batch starts before another is answered then.
+            until: When to handle messages. From then on, no batch starts while another is unanswered, because a message
+                may close a mailbox.
 
         Returns:
             For how many seconds to wait for messages.
@@ -151,8 +152,8 @@ class BatchRunner:
 
         Args:
             pending: The requests that wait.
-            may_pull: Whether to pull weights first if the sync rule decides to. Otherwise there is no batch then, nor
-                if the rule raises an error.
+            may_pull: Whether to pull weights first if the sync rule decides to. If False, there is no batch in this
+                case, nor if the rule raises an error.
         """
         if not pending:
             return [], IDLE_S

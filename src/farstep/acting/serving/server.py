@@ -192,7 +192,7 @@ class ActingServer:
         self._reply = self._rejection = None
         self._runner.reset()
         clients = list(self._clients)
-        for client in clients:  # all before the first one joins: those of the last agent may still write to its arenas
+        for client in clients:  # before any of them joins again, because workers may still write to the old arenas
             client.forget_groups()
         for client in clients:
             if client.waiting is not None:
@@ -249,7 +249,7 @@ class ActingServer:
             take_update(client.mailbox, message)
 
     def _call(self, client: Client, function: Callable[..., object], *arguments: object) -> None:
-        """Send a worker what a function of the agent returns or raises. Its `OSError` is not one of the connection."""
+        """Send a worker what a function of the agent returns or raises. An `OSError` of it concerns the agent."""
         try:
             frames = [am.encode(am.Done()), pack(function(*arguments))]
         except Exception as error:

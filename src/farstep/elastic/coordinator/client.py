@@ -102,7 +102,7 @@ class CoordinatorClient:
         self._applied: int | None = None
         """What the pool was last scaled to."""
         self._refused = self._no_device = ""
-        """Why the coordinator refuses this run, or to lend it a device."""
+        """Why the coordinator refuses this run, and why it refuses to lend it a device; empty if it does not."""
         self._closed = False
         self._device: int | None = None
         self._request = 0
@@ -341,7 +341,7 @@ class CoordinatorClient:
                 self._changed.notify_all()
 
     def _abandon(self, reason: str) -> None:
-        """Do without a coordinator of another version."""
+        """Continue without the coordinator, because it has another version."""
         with self._changed:
             self._send(Leave(self._register.workload))
             if self._socket is not None:
@@ -394,7 +394,7 @@ class CoordinatorClient:
             self._apply()
 
     def _apply(self) -> None:
-        """Scale the workers as allowed, and acknowledge as soon as no more of them run."""
+        """Scale the workers as allowed, and acknowledge as soon as no more than that run."""
         with self._changed:
             pool, allowed, this_round = self._pool, self._allowed, self._round
         if pool is None:
@@ -439,8 +439,8 @@ class CoordinatorClient:
             self._emit("scaled", f"paused: coordinator {self._name!r} has given all slots of this run to other runs")
 
     def _is_quiet(self, now: float) -> bool:
-        """Return whether not to report another number of workers: if one was reported less than a minute ago. Runs that
-        return their slots between rollouts may change the share of other runs several times a second."""
+        """Return whether to leave out the report of a changed number of workers: the last was less than a minute ago.
+        Runs that return their slots between rollouts may change the share of other runs several times a second."""
         if now < self._report_at:
             return True
         self._report_at = now + _REPORT_S

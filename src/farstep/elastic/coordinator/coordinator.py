@@ -248,7 +248,7 @@ class Coordinator:
         return target if waits_for_share else min(target, workload.minimum)
 
     def _queue_up(self, now: float) -> None:
-        """Let runs wait that want slots."""
+        """Put runs that want slots into the queue."""
         state = self._state
         for workload in self._by_id.values():
             if workload.wanted and workload.id not in state.admitted and workload.id not in state.queue:

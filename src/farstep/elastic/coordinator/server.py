@@ -246,7 +246,7 @@ class CoordinatorServer:
     def _send_packet(self, client: socket.socket, message: object) -> None:
         try:
             client.send(msgspec.msgpack.encode(message))
-        except OSError:  # also if the client does not read: it connects again, and is told what holds then
+        except OSError:  # or the client does not read; it learns the current state when it connects again
             self._close(client)
 
     def _close(self, client: socket.socket) -> None:

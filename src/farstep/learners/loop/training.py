@@ -109,7 +109,7 @@ class _Saved(msgspec.Struct, forbid_unknown_fields=True):
     base: str = ""
     """Content hash of the agent's base, whose parameters are not in `agent`; empty if it has none."""
     inference: Literal["local", "local-cpu", "served"] | None = None
-    """What `inference="auto"` has chosen; None with another option, or if `env` has it."""
+    """What `inference="auto"` has chosen; None with another option, or if it is saved in `env`."""
 
 
 @dataclass(frozen=True, kw_only=True)

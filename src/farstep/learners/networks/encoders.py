@@ -175,7 +175,7 @@ class Encoders(nn.ModuleDict):
 
     Args:
         space: The observation space.
-        normalize: Normalise Boxes that are not images by running moments.
+        normalize: Normalize Boxes that are not images by running moments.
 
     Raises:
         SpaceError: The space is not supported.

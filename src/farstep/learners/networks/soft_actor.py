@@ -26,7 +26,7 @@ from farstep.learners.options.checks import check_choice
 
 _LOG_STD = (-5.0, 2.0)
 _GAIN = 0.01
-"""Gain of the actor's last layer: small, so that a new policy is close to uniform, or centred."""
+"""Gain of the actor's last layer: small, so that a new policy is close to uniform, or centered."""
 
 
 @show_fields
@@ -139,7 +139,7 @@ class SoftActor(NetworkAgent):
         return squashed(mean + log_std.exp() * noise, noise, log_std)
 
     def scaled(self, action: Tensor) -> Tensor:
-        """Return recorded actions as critics take them: a Box's scaled to [-1, 1], of a Discrete space the indices."""
+        """Return recorded actions as critics take them: scaled to [-1, 1] (Box), or as indices (Discrete)."""
         if self.is_discrete:
             return action.long() - self._start
         return (action.reshape(len(action), -1).float() - self.center) / self.scale

@@ -89,8 +89,8 @@ class Optimizer:
     def move(self, device: torch.device) -> None:
         """Move parameters, moments and step counts to a device. Gradients are 0 between updates and are not copied.
 
-        Copies between pinned memory and a GPU are asynchronous; the caller synchronizes before it uses the CPU's. After
-        a move to a GPU that raised, a move to the CPU undoes what had been moved.
+        Copies between pinned memory and a GPU are asynchronous; the caller synchronizes before it uses those on the
+        CPU. If a move to a GPU raised, a move to the CPU undoes it.
         """
         vectors = (self._flat, *self._moments.values())
         if self._flat.device.type == "cpu":

@@ -47,10 +47,10 @@ class RunConfig:
     target_return: float | None = None
     """Stop when the mean return of the last 100 episodes reaches this; None: no target."""
     seed: int = 1
-    """Seed of environments, network, sampling and the order of rows."""
+    """Seed of environments, network, sampling and the order of rows in minibatches."""
     kl_threshold: float | None = None
-    """AAPS: workers pull weights only when the KL divergence between their policy and the learner's exceeds this, in
-    nats. None: they pull before every chunk."""
+    """AAPS: workers load new weights only when the KL divergence between their policy and the learner's exceeds this,
+    in nats. None: they load them before every rollout."""
     weights: str | None = None
     """How weights are sent to workers, as JSON. '{"half": "bfloat16", "delta": true}' sends differences of rounded
     weights, about a quarter of the bytes, for slow networks. "only" selects parameters by name. None: send all,
@@ -69,8 +69,8 @@ class RunConfig:
     device: str = "cpu"
     """Device of the learner: cpu, cuda, cuda:1."""
     release_device: bool = False
-    """Hold the device only during updates: while the learner waits for rows, it is in main memory. With --coordinator,
-    updates take turns on its devices. For ppo, async-ppo and impala."""
+    """Hold the device only during updates: while the learner waits for rollouts, it is in main memory. With
+    --coordinator, updates take turns on its devices. For ppo, async-ppo and impala."""
     threads: int | None = None
     """Number of threads of the learner. None: 1, or all cores if observations are images and workers wait during
     updates."""

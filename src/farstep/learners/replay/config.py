@@ -41,8 +41,8 @@ class LoopConfig:
     batch_size: int = 128
     """Items per update."""
     num_steps: int | None = None
-    """Steps of each environment per chunk; None: 64 divided by the number of environments, at least 1. Workers get new
-    weights only between chunks."""
+    """Steps of each environment per chunk (rollout of one worker); None: 64 divided by the number of environments, at
+    least 1. Workers get new weights only between chunks."""
     publish_every: int = 16
     """Updates between two published versions of the weights."""
     report_every: int = 1_000

@@ -20,8 +20,8 @@ def frame_stack_of(config: LoopConfig, env: ClusterEnv) -> FrameStack | None:
         env: The launched environments, which may know it.
 
     Returns:
-        The stacked arrays and their axis: of the first and the last axis, the shorter that has room for the frames.
-        None if observations are not stacked images.
+        The stacked arrays and their axis: the first or the last one, whichever has a length that is a multiple of the
+        number of frames; if both have, the shorter one. None if observations are not stacked images.
 
     Raises:
         ConfigError: The options have a number of frames that fits no observation.

@@ -202,8 +202,8 @@ def make_buffer(config: LoopConfig, sampler: Sampler, env: ClusterEnv, seed: int
 def make_limiter(config: LoopConfig, round_rows: int) -> RateLimiter:
     """Return the limiter that holds the ratio of samples to steps, in rows after the first `learning_starts`.
 
-    The learner is never ahead of the ratio; if items are episodes, whose length is known only after sampling, by at
-    most one batch. Workers may be ahead by two rounds of chunks and a batch.
+    The learner is never ahead of the ratio, with one exception: if items are episodes, whose length is known only after
+    sampling, it may be ahead by one batch. Workers may be ahead by two rounds of chunks and a batch.
 
     Args:
         config: Options of the loop.
@@ -291,7 +291,7 @@ class _Session:
         if self._scaling is not None:
             rows = self._config.chunk_steps(self._env.num_envs) * self._env.num_envs
             self._scaling.start(self._env, self._earlier_updates, rows, self._fill)
-        self._make_updates()  # those that a stopped run left: the limiter may refuse new rows before
+        self._make_updates()  # of the rows that a stopped run left; until then, the limiter may refuse new rows
         self._flow.run(until=self._is_done)
         if self._published_updates < self._updates:
             self._publish()

@@ -85,9 +85,10 @@ class RecordedEpisodes:
             with np.load(path, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
         except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror or 'it is no recording'}. {_ADVICE}") from None
+            reason = error.strerror or "it is not a recording"
+            raise ConfigError(f"{path} cannot be read: {reason}. {_ADVICE}") from None
         except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error):
-            raise ConfigError(f"{path} is damaged, or is no file of recorded episodes. {_ADVICE}") from None
+            raise ConfigError(f"{path} is damaged, or is not a file of recorded episodes. {_ADVICE}") from None
         if "format" not in arrays or "lengths" not in arrays or arrays["format"].tolist() != _FORMAT:
             raise ConfigError(f"{path} has no recorded episodes of format {_FORMAT}. {_ADVICE}")
         found = cls(
@@ -218,7 +219,7 @@ class RecordedEpisodes:
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise `ConfigError` if `path` exists and is no recording of farstep, so that no other file is overwritten."""
+    """Raise `ConfigError` if `path` exists and is not a recording of farstep, so that no other file is overwritten."""
     if not path.exists():
         return
     try:
@@ -228,8 +229,8 @@ def check_replaceable(path: Path) -> None:
         names = []
     if not {"format.npy", "lengths.npy"} <= set(names):
         raise ConfigError(
-            f"{path} exists and is no recording of farstep, so it is not replaced. Choose another file, e.g. "
-            "--record episodes.npz."
+            f"{path} exists and is not a recording of farstep, so it is not replaced. Choose another file, "
+            "e.g. --record episodes.npz."
         )
 
 

@@ -65,7 +65,7 @@ def _check_alternating(config: LoopConfig, rule: Rule, env: ClusterEnv) -> None:
     if isinstance(rule, Fill):
         raise ConfigError(
             f"--scaling is {config.scaling!r}, but with --no-concurrent or --launcher in-process the learner makes "
-            "all its updates before workers continue, so that they are never ahead of it. Use "
+            "all its updates before workers continue, so they are never ahead of it. Use "
             "schedule:FIRST:LAST:ADD:EVERY, or learn concurrently."
         )
     if config.learning_starts > (rows := config.buffer_size // env.num_workers):

@@ -206,9 +206,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "taking turns",
         "time",
-        "The share of time in which workers wait for the learner, plus the share in which the learner waits for "
-        "rollouts, is at least 130 %. So for at least 30 % of the time, both wait at the same time; for example, some "
-        "workers have finished, and the learner waits for the others",
+        "The share of time in which workers wait and the share in which the learner waits add up to at least 130 %, so "
+        "both wait at once for at least 30 % of the time. For example, some workers have finished, and the learner "
+        "waits for the others",
         "Use stream instead of collect (async-ppo instead of ppo), so that workers roll while the learner updates. If "
         "you already use stream, raise max_staleness (async-ppo: --staleness-threshold, impala: --max-staleness).",
         find.both_wait,

@@ -266,8 +266,8 @@ STATS_GROUPS = (
             _workers(
                 "divergence/<worker>",
                 "[running KL divergence](aaps.md#how-it-is-measured) of a worker's policy from the learner's before "
-                "the worker's last chunk. If the worker pulled before this chunk: the divergence of the pulled "
-                "weights, for example because they are rounded (0 if not measured)",
+                "the worker's last chunk. If the worker pulled before this chunk: that of the pulled weights, which "
+                "differ from the learner's if they are rounded, for example (0 if not measured)",
                 unit="nats",
                 logged_as="sync/divergence_mean",
             ),

@@ -120,8 +120,8 @@ NAMESPACES = (
     Namespace(
         "time/",
         "Time that each phase of the learner took since the previous line. The sum of the phases is at most "
-        "`time/step`. An evaluation at the end of a run has a line of its own, without `time/step`. The "
-        "framework RLinf has some of these phases too: brackets contain its name for the phase.",
+        "`time/step`. An evaluation at the end of a run has a line of its own, without `time/step`. "
+        "Brackets give the name of the same phase in the framework RLinf.",
         (
             _loop("time/step", "time since the previous line", unit="seconds"),
             _loop(
