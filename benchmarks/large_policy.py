@@ -63,9 +63,16 @@ from farstep.agents.policy import Policy
 from farstep.agents.precision import reduce_layers
 
 
+WARM_UP_S = 2.0
+"""Seconds that are not measured. An acting server on the GPU captures a CUDA graph when a batch size first occurs."""
+
+
 def rate(step: Callable[[], int], seconds: float) -> float:
-    """Steps per second of repeated calls; the first is not measured."""
+    """Steps per second of repeated calls after some that are not measured."""
+    began = time.perf_counter()
     step()
+    while time.perf_counter() - began < WARM_UP_S:
+        step()
     began, steps = time.perf_counter(), 0
     while (elapsed := time.perf_counter() - began) < seconds:
         steps += step()

@@ -109,7 +109,7 @@ def test_apex_on_cartpole_is_judged_by_its_evaluations(returns: list[int], reach
     run = defaults.outcome(case, metrics)
     assert (run["reached"], run["steps"], run["seconds"]) == (reached, steps, steps / 10)
     assert not defaults.outcome(case | {"learner": "dqn"}, metrics)["reached"], "its training returns count"
-    assert "apex`: until no later evaluation is lower" in defaults.summary({"runs": [run]}, "CartPole-v1")
+    assert "apex`: to the first evaluation from which" in defaults.summary({"runs": [run]}, "CartPole-v1")
 
 
 @pytest.mark.parametrize(("learner", "has_target"), [("apex", False), ("dqn", True)])

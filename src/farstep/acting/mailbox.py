@@ -43,8 +43,8 @@ REQUEST, TICKET, MIN_VERSION, IS_FIRST, USED, NEWEST, CONTINUES, WAITS = range(8
   with a cancelled chunk
 - NEWEST: the newest version that the head has announced to the worker. Without shared memory, a ticket may arrive at
   the worker before the announcement arrives at the server
-- CONTINUES: whether the worker sends another request after this one in the same chunk. The worker clears it after it has
-  written the number of the last request, so that the server always expects or sees that request
+- CONTINUES: whether the worker sends another request after this one in the same chunk. The worker clears it after it
+  has written the number of the last request, so that the server always expects or sees that request
 - WAITS: whether the worker waits for its doorbell. Without shared memory, the server sets it, because it sends every
   answer
 """
