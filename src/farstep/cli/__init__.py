@@ -122,10 +122,9 @@ def _command(arguments: Sequence[str]) -> Callable[[Sequence[str]], int]:
         raise FarstepError(unknown_name("command", name, _COMMANDS))
     if name == "train":
         _check_learner(arguments[1:])
-        if not arguments[1].startswith("-"):
-            from farstep.cli.options.early_check import check_early
+        from farstep.cli.options.env_check import check_named_env
 
-            check_early(arguments[1], arguments[2:])
+        check_named_env(arguments[1:])
     if name in ("train", "eval", "watch"):
         from farstep.observe.extras import require
 

@@ -70,7 +70,14 @@ def parse(
         ConfigError: An option is unknown, missing or malformed.
         SystemExit: With status 0, after printing the help text of `--help`.
     """
-    check_names(option_names(kind), arguments, command)
+    known = ["--help", *option_names(kind)]
+    for name in map(_name, arguments):
+        if name.startswith("--") and name not in known:
+            near = [f"--{option}" for option in difflib.get_close_matches(name[2:], [option[2:] for option in known])]
+            hint = f"did you mean {' or '.join(near)}?" if near else "--help lists them all."
+            raise ConfigError(f"'{command}' has no option {name}; {hint}")
+        if f"-{name}" in known:
+            raise ConfigError(f"'{command}' has no option {name}; did you mean -{name}?")
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
@@ -79,28 +86,16 @@ def parse(
         if not end.code:
             raise
         from_file = default is not None  # then other names in the message are those of the file
-        names = [name for name in option_names(kind) if not from_file or name in map(name_of, arguments)]
+        names = [name for name in option_names(kind) if not from_file or name in map(_name, arguments)]
         text = _as_options(_sentence(printed.getvalue()), names)
         raise ConfigError(f"{text} '{command} --help' explains every option.") from None
     return found  # type: ignore[no-any-return]
 
 
-def check_names(options: Sequence[str], arguments: Sequence[str], command: str) -> None:
-    """Raise `ConfigError` for the first argument that looks like an option but is none; name the nearest options."""
-    known = ["--help", *options]
-    for name in map(name_of, arguments):
-        if name.startswith("--") and name not in known:
-            near = [f"--{option}" for option in difflib.get_close_matches(name[2:], [option[2:] for option in known])]
-            hint = f"did you mean {' or '.join(near)}?" if near else "--help lists them all."
-            raise ConfigError(f"'{command}' has no option {name}; {hint}")
-        if f"-{name}" in known:
-            raise ConfigError(f"'{command}' has no option {name}; did you mean -{name}?")
-
-
 def check_belonging(kind: Any, arguments: Sequence[str], command: str, others: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if an option does not belong to `kind` but to one of `others`; name the owner."""
     mine = option_names(kind)
-    for name in map(name_of, arguments):
+    for name in map(_name, arguments):
         owners = [other for other, config in others.items() if name in option_names(config)]
         if owners and name not in mine:
             raise ConfigError(f"{command} has no option {name}; it belongs to {' or '.join(owners)}.")
@@ -139,8 +134,7 @@ def _as_options(text: str, options: Sequence[str]) -> str:
     return text
 
 
-def name_of(argument: str) -> str:
-    """Return the option of an argument such as `--num_envs=4`; other arguments are returned as they are."""
+def _name(argument: str) -> str:
     return argument.split("=")[0].replace("_", "-")
 
 
