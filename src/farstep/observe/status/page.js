@@ -8,6 +8,7 @@ const TIMES = {
   wait: "waiting for rows", prepare: "assembling batches", update: "updates", publish: "publishing weights",
   train: "updates", collect: "waiting for rows", evaluate: "evaluation", checkpoint: "saving checkpoints",
 };
+const withoutPrefix = (text, prefix) => text.startsWith(prefix) ? text.slice(prefix.length) : text;
 const isBad = (event) => event.kind === "lost" || event.kind === "stuck" || event.text.startsWith("the run failed");
 let shownEvents = "";
 
@@ -228,7 +229,7 @@ function showEvents(events) {
     const time = new Date(1000 * event.time);
     const item = element("li", { class: isBad(event) ? "bad" : "" },
       element("time", { datetime: time.toISOString() }, time.toLocaleTimeString()),
-      element("span", { class: "kind" }, event.kind), event.text);
+      element("span", { class: "kind" }, event.kind), withoutPrefix(event.text, `${event.kind} `));
     if (event.traceback) {
       const details = element("details", { "data-key": `${event.time}` }, element("summary", {}, "traceback"), element("pre", {}, event.traceback));
       details.open = open.has(details.dataset.key);

@@ -133,10 +133,12 @@ def test_finished_run_is_shown_from_its_folder(window: Browser, show: Show, tmp_
     logger.close()
     events = EventFile(folder.events_file)
     events.write(Event(time=1.0, kind="lost", text="worker 0 was lost", worker=0))
+    events.write(Event(time=2.0, kind="evaluated", text="evaluated version 5"))
     events.close()
     show(FolderSource(folder))
     assert window.text("#title") == "ppo on Far-v0" and window.text("#state") == "from the files of the run folder"
     assert "worker 0 was lost" in window.text("#events")
+    assert "version 5" in window.text("#events") and window.text("#events").count("evaluated") == 1
     assert "30 of 30 steps" in window.text("#progress-text")
     assert "mean steps per second" in window.text("#numbers") and "recent" not in window.text("#numbers")
     assert window.script("return document.querySelectorAll('#returns polyline').length") == 1
