@@ -4,10 +4,10 @@
     python benchmarks/aaps_cartpole.py --show benchmarks/results/aaps-cartpole.json      # only the table
 
 Two workers with 16 environments; PPO with 60,000 steps and thresholds from 0.01 to 0.2, also with the plain loss
-(`--no-decoupled`), and IMPALA with 150,000 steps. Stored are the mean training return of the last 100 episodes, the
-evaluations (20 episodes with the most likely actions), the return of 100 episodes with sampled actions and the final
-weights (`farstep eval --sample`), and the pulls per worker. A run that is in the results file is not repeated; a
-stopped run starts over, because resuming adds pulls.
+(`--no-decoupled`), and with 120,000 steps and 0.2; and IMPALA with 150,000 steps. Stored are the mean training return
+of the last 100 episodes, the evaluations (20 episodes with the most likely actions), the return of 100 episodes with
+sampled actions and the final weights (`farstep eval --sample`), and the pulls per worker. A run that is in the results
+file is not repeated; a stopped run starts over, because resuming adds pulls.
 """
 
 from __future__ import annotations
@@ -29,18 +29,17 @@ from trainings import Metrics, Sitting, Training, evaluations
 Run = dict[str, Any]
 """One run, as in the results file."""
 
-STEPS = {"ppo": 60_000, "impala": 150_000}
-"""Environment steps of a run, by learner."""
 EARLY = 20_480
 """Steps of an early evaluation of PPO; IMPALA is faster than its evaluations, and skips some."""
 EVAL_LIMIT_S = 600.0
 """Seconds after which the evaluation of a run has failed."""
-THRESHOLDS: dict[tuple[str, str], tuple[float | None, ...]] = {
-    ("ppo", "decoupled"): (None, 0.01, 0.05, 0.2),
-    ("ppo", "plain"): (0.05,),
-    ("impala", "V-trace"): (None, 0.05),
+THRESHOLDS: dict[tuple[str, str, int], tuple[float | None, ...]] = {
+    ("ppo", "decoupled", 60_000): (None, 0.01, 0.05, 0.2),
+    ("ppo", "decoupled", 120_000): (None, 0.2),
+    ("ppo", "plain", 60_000): (0.05,),
+    ("impala", "V-trace", 150_000): (None, 0.05),
 }
-"""Thresholds by learner and loss; None: without `--kl-threshold`."""
+"""Thresholds by learner, loss and environment steps; None: without `--kl-threshold`."""
 
 
 def main() -> int:
@@ -88,15 +87,15 @@ def measure(document: dict[str, Any], options: argparse.Namespace) -> bool:
 def cases_of(seeds: int) -> list[Run]:
     """All runs, by learner and loss, and then by seed."""
     return [
-        {"learner": learner, "loss": loss, "delta": delta, "seed": seed}
-        for (learner, loss), deltas in THRESHOLDS.items()
+        {"learner": learner, "loss": loss, "total_steps": steps, "delta": delta, "seed": seed}
+        for (learner, loss, steps), deltas in THRESHOLDS.items()
         for seed in range(1, seeds + 1)
         for delta in deltas
     ]
 
 
 def key_of(run: Run) -> tuple[Any, ...]:
-    return tuple(run[name] for name in ("learner", "loss", "delta", "seed"))
+    return tuple(run[name] for name in ("learner", "loss", "total_steps", "delta", "seed"))
 
 
 def training_of(case: Run) -> Training:
@@ -106,7 +105,7 @@ def training_of(case: Run) -> Training:
     words += ["--kl-threshold", f"{case['delta']:g}"] if case["delta"] is not None else []
     words += ["--no-decoupled"] if case["loss"] == "plain" else []
     name = "-".join(str(part).lower() for part in ("aaps-cartpole", *key_of(case)))
-    total_steps = STEPS[case["learner"]]
+    total_steps = case["total_steps"]
     return Training(name=name, learner=case["learner"], options=tuple(words), total_steps=total_steps, restarts=True)
 
 
@@ -134,9 +133,8 @@ def outcome(case: Run, metrics: list[Metrics]) -> Run:
 
 def page(document: dict[str, Any]) -> str:
     """The section of docs/aaps.md: setting and table."""
-    steps = " and ".join(f"{number:,} steps with `{learner}`" for learner, number in STEPS.items())
     setting = (
-        f"CartPole-v1, 2 workers, 16 environments, {steps}; numbers by seed, on {machines(document)} "
+        f"CartPole-v1, 2 workers, 16 environments; numbers by seed, on {machines(document)} "
         "(`results/aaps-cartpole.json`). Training return: mean of the last 100 episodes. Ratio: mean training return "
         "divided by the mean without a threshold. Evaluation: mean of 20 episodes with the most likely actions and the "
         "learner's weights, early and at the end. Sampled: mean of 100 episodes with sampled actions and the learner's "
@@ -148,16 +146,17 @@ def page(document: dict[str, Any]) -> str:
 def summary(document: dict[str, Any]) -> str:
     """A table with a row for every learner, loss and threshold."""
     rows = []
-    for (learner, loss), deltas in THRESHOLDS.items():
+    for (learner, loss, steps), deltas in THRESHOLDS.items():
         for delta in deltas:
-            runs = _runs(document, learner, delta, loss)
+            runs = _runs(document, learner, steps, delta, loss)
             if not runs:
                 continue
-            without = _runs(document, learner, None)
+            without = _runs(document, learner, steps, None)
             ratio = mean(_column(runs, "training_return")) / mean(_column(without, "training_return")) if without else 0
             rows.append(
                 [
                     f"`{learner}`, {loss}",
+                    f"{steps:,}",
                     "none" if delta is None else f"{delta:g}",
                     _joined(_column(runs, "training_return")),
                     f"{ratio:.2f}" if without else "-",
@@ -170,6 +169,7 @@ def summary(document: dict[str, Any]) -> str:
             )
     header = [
         "learner, loss",
+        "steps",
         "δ",
         "training return",
         "ratio",
@@ -182,8 +182,11 @@ def summary(document: dict[str, Any]) -> str:
     return table(header, rows)
 
 
-def _runs(document: dict[str, Any], learner: str, delta: float | None, loss: str | None = None) -> list[Run]:
-    found = [run for run in document["runs"] if (run["learner"], run["delta"]) == (learner, delta)]
+def _runs(
+    document: dict[str, Any], learner: str, steps: int, delta: float | None, loss: str | None = None
+) -> list[Run]:
+    wanted = (learner, steps, delta)
+    found = [run for run in document["runs"] if (run["learner"], run["total_steps"], run["delta"]) == wanted]
     return sorted((run for run in found if loss in (None, run["loss"])), key=lambda run: run["seed"])
 
 

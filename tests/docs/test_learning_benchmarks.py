@@ -252,7 +252,7 @@ def test_default_options_are_compared_with_and_without_a_threshold() -> None:
         runs.append(run | {"sampled_return": 490.0})
     rows = [line for line in aaps_cartpole.summary({"runs": runs}).splitlines() if "0.05" in line]
     cells = [cell.strip() for cell in rows[0].split("|")[1:-1]]
-    assert cells == ["`ppo`, decoupled", "0.05", "300", "0.75", "450", "500", "490", "5", "15"]
+    assert cells == ["`ppo`, decoupled", "60,000", "0.05", "300", "0.75", "450", "500", "490", "5", "15"]
 
 
 @pytest.mark.parametrize(("reached", "words"), [(True, "took 40% less time"), (False, "times to it are not compared")])
