@@ -37,6 +37,7 @@ from children import run_script
 from cpu_meter import CpuMeter
 from document import check_machine, continued, write_document
 from elastic_tables import (
+    ALONE,
     GPU,
     HELD,
     PARTS,
@@ -249,7 +250,7 @@ def main() -> int:
         finish(json.loads(options.show.read_text()), options)
         return 0
     sizes = QUICK if options.quick else Sizes()
-    name = f"elastic-{options.parts[0]}" if options.parts in ([GPU], [PREWARM]) else "elastic"
+    name = f"elastic-{options.parts[0]}" if len(options.parts) == 1 and options.parts[0] in ALONE else "elastic"
     out = options.out or (RUNS / f"{name}-quick.json" if options.quick else BENCHMARKS / "results" / f"{name}.json")
     document = continued(out, "elastic.py")
     check_machine(document, out)
@@ -273,7 +274,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--task", choices=("CartPole-v1", "LunarLander-v3"), default="CartPole-v1", help="of batch")
     parser.add_argument("--minutes", type=float, help="start no run after this time")
     parser.add_argument(
-        "--out", type=Path, help="default: elastic.json, or elastic-PART.json of gpu and prewarm; --quick: in runs/"
+        "--out",
+        type=Path,
+        help="default: elastic.json, or elastic-PART.json if only batch, gpu or prewarm is named; --quick: in runs/",
     )
     parser.add_argument("--images", type=Path, help="folder for plots (default: docs/images; with --quick: none)")
     parser.add_argument("--show", type=Path, metavar="FILE", help="only print tables and draw plots of these results")

@@ -15,7 +15,9 @@ from tables import table
 Document = dict[str, Any]
 Run = dict[str, Any]
 PARTS, PREWARM, GPU = ("held", "backends", "batch", "shared"), "prewarm", "gpu"
-"""The parts in elastic.json, and those in elastic-prewarm.json and elastic-gpu.json, measured on other machines."""
+"""All parts of a run without `--parts`, and two others."""
+ALONE = ("batch", PREWARM, GPU)
+"""Parts that have results files of their own, because they were measured on other machines."""
 PREWARMED = ", prewarmed"
 SLOTS_IMAGE, BATCH_IMAGE = "elastic-slots.png", "elastic-batch.png"
 RELEASED, HELD, RAY = "farstep, released", "farstep, held", "Ray actors, held"
@@ -31,18 +33,22 @@ def page(document: Document, part: str) -> str:
     return _PAGES[part](document, found)
 
 
-def claims(document: Document, sac: Document | None = None) -> str:
+def claims(document: Document, sac: Document | None = None, batch: Document | None = None) -> str:
     """The section of benchmarks/README.md: what was measured beside what the ARTOS paper reports.
 
     Args:
         document: The results of all parts.
         sac: Results that replace those of SAC in `document`; None: there are none.
+        batch: Results that replace those of the part batch in `document`; None: there are none.
     """
-    where = f"On {machines(document)} (`results/elastic.json`)"
+    where, runs = f"On {machines(document)} (`results/elastic.json`)", document["runs"]
     if sac is not None:
-        runs = [run for run in document["runs"] if not run["name"].startswith("SAC")]
-        document = {**document, "runs": [*runs, *sac["runs"]]}
+        runs = [*(run for run in runs if not run["name"].startswith("SAC")), *sac["runs"]]
         where += f"; SAC on {machines(sac)} (`results/elastic-sac.json`)"
+    if batch is not None:
+        runs = [*(run for run in runs if run["part"] != "batch"), *batch["runs"]]
+        where += f"; adaptive batches on {machines(batch)} (`results/elastic-batch.json`)"
+    document = {**document, "runs": runs}
     rows = [[name, paper, found] for name, paper, measure in _CLAIMS if (found := measure(document))]
     where += ". Medians of the rounds; the row about adaptive batches has means of the seeds:"
     return f"{where}\n\n{table(['', 'ARTOS (paper)', 'farstep'], rows)}"
