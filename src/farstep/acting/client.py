@@ -219,7 +219,9 @@ class ServedActor:
         self._state_names = list(reply.state)
         self.has_priorities = reply.has_priorities
         self._requested = [0] * len(self._num_groups)
-        self._mailbox.words[PULLS] = self._reported_pulls = reply.pulls
+        self._reported_pulls = reply.pulls
+        if self._mailbox.words[PULLS] < reply.pulls:  # the server has not written the word of this mailbox yet
+            self._mailbox.words[PULLS] = reply.pulls
         self._reported_bytes = 0
 
     def close(self) -> None:

@@ -23,6 +23,8 @@ Inference = Literal["local", "local-cpu", "served"]
 _PREFER_LOCAL = 1.1
 """Acting servers must be faster by this factor: workers that act themselves need no other process."""
 _ROWS, _SECONDS = 512, 1.0
+_CAPTURE_S = 2.0
+"""Seconds without measurement in which servers on a GPU capture CUDA graphs, when a batch size first occurs."""
 """Measure each way until this many rows have arrived, or for about this many seconds."""
 
 
@@ -132,6 +134,9 @@ class InferenceChoice:
         self._publisher.use_servers(way == "served", on_cpu=way == "local-cpu")
         self._publisher.adopt(agent)
         collect(2)  # the first calls of `act` are slow, and the first one may wait for slots
+        captured = time.monotonic() + (_CAPTURE_S if way == "served" and self._has_gpus else 0.0)
+        while time.monotonic() < captured:
+            collect(4)
         began, rows, steps, done = time.monotonic(), 0, 4, 0
         while rows < _ROWS and (elapsed := time.monotonic() - began) < _SECONDS:
             if rows and elapsed * 2 > _SECONDS:

@@ -73,7 +73,7 @@ class Arena:
         self._is_occupied = np.zeros(len(self.num_envs), bool)
         """Whether the mailbox of each group has a worker."""
         self._continues = np.zeros(len(self.num_envs), bool)
-        """Whether each group is to send another request in its chunk, as of the last call of `pending`."""
+        """Whether each group will send another request in its chunk, as of the last call of `pending`."""
 
     def allocate(self, client: Client, first_slot: int) -> int:
         """Give a worker a free mailbox, and clear its words. Return its index."""

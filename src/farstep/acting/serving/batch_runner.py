@@ -72,7 +72,7 @@ class BatchRunner:
         self._divergence: float | None = None
         """The last running divergence of the current weights."""
         self._act_s = self._start_s = 0.0
-        """Running means of the seconds for which a batch is on the GPU, and that it takes to start one."""
+        """Running means, in seconds: the time of a batch on the GPU, and the time to start one."""
 
     def run(self, until: float) -> float:
         """Act on pending requests.

@@ -249,7 +249,10 @@ class ActingServer:
             take_update(client.mailbox, message)
 
     def _call(self, client: Client, function: Callable[..., object], *arguments: object) -> None:
-        """Send a worker what a function of the agent returns or raises. An `OSError` of it concerns the agent."""
+        """Send a worker what a function of the agent returns or raises.
+
+        An `OSError` that the function raises is the agent's, and says nothing about the connection.
+        """
         try:
             frames = [am.encode(am.Done()), pack(function(*arguments))]
         except Exception as error:

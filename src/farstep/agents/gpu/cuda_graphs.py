@@ -59,7 +59,7 @@ class CudaGraphs:
         return graph.replay, result
 
     def seconds(self, function: Callable[[], object]) -> float:
-        """How long a function takes that waits for the GPU: the fastest of a few calls."""
+        """Return the shortest time in seconds, over a few calls, of a function that waits for the GPU."""
         found = []
         for _ in range(_TIMED_CALLS):
             began = time.perf_counter()
@@ -71,17 +71,19 @@ class CudaGraphs:
         """Call a function on another stream, as torch requires. Raise an error if it waits for the GPU."""
         stream, mode = torch.cuda.Stream(), torch.cuda.get_sync_debug_mode()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # set_sync_debug_mode is called a prototype
-            function()  # may wait: it creates lazily initialized modules and caches
-            # A failed capture leaves torch in a state that is hard to repair, so find most reasons before it.
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                for _ in range(_WARM_UPS - 1):
-                    function()
-            finally:
-                torch.cuda.set_sync_debug_mode(mode)
-        torch.cuda.current_stream().wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # set_sync_debug_mode is called a prototype
+                function()  # may wait: it creates lazily initialized modules and caches
+                # A failed capture leaves torch in a state that is hard to repair, so find most reasons before it.
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    for _ in range(_WARM_UPS - 1):
+                        function()
+                finally:
+                    torch.cuda.set_sync_debug_mode(mode)
+        finally:
+            torch.cuda.current_stream().wait_stream(stream)  # copies that the function has started may still run
 
     def _end_failed_capture(self) -> None:
         """Repair what torch leaves behind if it cannot end a capture.

@@ -302,14 +302,17 @@ class _SizeGraphs:
 
 
 def faster_sizes(seconds: Mapping[int, float]) -> dict[int, int]:
-    """For each batch size for which a larger size is clearly faster, the fastest such size.
+    """For each batch size for which a size up to twice as large is clearly faster, the fastest such size.
+
+    Sizes are timed only once, so the bound also limits what an unlucky measurement can cost.
 
     Args:
         seconds: How long a batch of each size takes.
     """
     found = {}
     for size, own in seconds.items():
-        fastest = min((other for other in seconds if other >= size), key=lambda other: (seconds[other], other))
+        candidates = [other for other in seconds if size <= other <= 2 * size]
+        fastest = min(candidates, key=lambda other: (seconds[other], other))
         if seconds[fastest] < _CLEARLY_FASTER * own:
             found[size] = fastest
     return found

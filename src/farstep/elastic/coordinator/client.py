@@ -439,7 +439,7 @@ class CoordinatorClient:
             self._emit("scaled", f"paused: coordinator {self._name!r} has given all slots of this run to other runs")
 
     def _is_quiet(self, now: float) -> bool:
-        """Return whether to leave out the report of a changed number of workers: the last was less than a minute ago.
+        """Return whether to skip the report of a changed number of workers: the last was less than a minute ago.
         Runs that return their slots between rollouts may change the share of other runs several times a second."""
         if now < self._report_at:
             return True

@@ -84,7 +84,7 @@ class UserWarnings:
         if not self._warned_reward:
             self._emit(
                 "warned",
-                f"{self._env_label} returned the reward {note}. The run uses it as it is, so returns and gradients "
+                f"{self._env_label} returned the reward {note}. farstep passes it on, so returns and gradients "
                 "computed from it are not finite either. Correct the environment, or clip its rewards with a wrapper",
             )
         self._warned_reward = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -434,7 +435,7 @@ class Training:
 
     def _check_folder(self, run: Path) -> None:
         """Raise `CheckpointError` if the run's folder is gone; no run could be resumed from a new one."""
-        if not self._had_folder or run.is_dir():
+        if not self._had_folder or os.path.lexists(run):  # which, unlike `is_dir`, raises no error of a file system
             return
         self.newest_checkpoint = None
         raise CheckpointError(

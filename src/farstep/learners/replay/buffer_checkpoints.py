@@ -7,6 +7,7 @@ buffer is newer than the learner.
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -151,13 +152,14 @@ class BufferCheckpoints:
     def _write(self) -> None:
         """Write a checkpoint. A failure does not end the run."""
         assert self._folder is not None and self._buffer is not None
-        if not self._folder.parent.is_dir():
+        if not os.path.lexists(self._folder.parent):
             return  # deleted during the run, so the learner's next checkpoint fails and says so
         markers: list[_Marker] = []
 
         def mark() -> dict[str, object]:
             newest = self._loop.newest_checkpoint
-            assert newest is not None
+            if newest is None:
+                raise CheckpointError("the run's folder was deleted")
             markers.append(_Marker(newest.number, newest.step))
             return msgspec.structs.asdict(markers[-1])
 

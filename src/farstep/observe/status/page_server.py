@@ -52,7 +52,9 @@ SERVER_NAME = "farstep"
 _LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 _OTHER_SITES = ("cross-site", "same-site")
 _NEEDS_TOKEN = "This page needs the complete address that farstep printed, with its token.\n"
-_TOO_MANY_CLIENTS = "{} clients are connected, the most allowed. Close other windows with this page, then reload it.\n"
+_TOO_MANY_CLIENTS = (
+    "{} clients are connected, which is the limit. Close other windows with this page, then reload it.\n"
+)
 _NEEDS_LOCAL_NAME = "This page needs an address with the host 127.0.0.1 or localhost, as farstep printed it.\n"
 
 

@@ -257,7 +257,7 @@ class HostedEnvs(Host):
                         ended.append((i, terminated, truncated, info))
                     elif infos is not None:
                         infos[i] = as_info(info)
-                self._stepped = first + len(steps) == self.num_envs
+                self._stepped = self._stepped or first + len(steps) == self.num_envs
         except Exception as error:
             self._blame(error, t, progress[SLOT], actions[progress[SLOT] - first])
             raise
