@@ -152,10 +152,10 @@ def _sac(found: dict[str, list[Run]]) -> list[str]:
     against = "Ray" if SAC_RAY in sac else "held"
     header = ["", "slot-milliseconds per update", f"/ {against}", "idle", "update, ms", "CPU-milliseconds per update"]
     return [
-        f"SAC rolls while it learns: {_workers(any_run)}, {any_run['total_steps']:,} steps, and "
-        f"{any_run['updates_per_step']:g} updates per step. With `release_idle`, a worker is released while it has no "
-        "ticket, because the limiter admits no more of its rows. Ray's actors wait as soon as they are the same number "
-        "of steps ahead of the learner. *Idle* is the share of the slot-seconds in which workers waited. "
+        f"SAC learns while workers collect: {_workers(any_run)}, {any_run['total_steps']:,} steps, and "
+        f"{any_run['updates_per_step']:g} updates per step. With `release_idle`, a worker is released while the "
+        "limiter admits no more of its rows. Ray's actors may be as many steps ahead of the learner as farstep's "
+        "workers; then they wait. *Idle* is the share of the slot-seconds in which workers waited. "
         f"Medians of {len(next(iter(sac.values())))} rounds:",
         table(header, rows),
     ]
@@ -242,7 +242,8 @@ def _batch_page(document: Document, found: dict[str, list[Run]]) -> str:
             f"end at a mean return of {first['target']:g} over 100 episodes, or after {first['seconds_limit']:g} s. "
             "`schedule` chooses between the smallest and the largest of the fixed numbers of workers, `noise` between "
             f"1 and the largest; *last workers* is the number in the last update. *Return, 0 - {end_s} s* is the mean "
-            f"return over the first {end_s} s, which every run reached. The table has means over the seeds, with the "
+            f"return over the first {end_s} s; every run lasted at least that long. *Reached* counts the runs that "
+            f"reached {first['target']:g}. The table has means over the seeds, with the "
             "lowest and the highest value in brackets; times and slot-seconds are those until the end of the run:",
             table(
                 [*names, f"return, 0 - {end_s} s", "last return", "last workers"],

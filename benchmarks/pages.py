@@ -17,6 +17,7 @@ from typing import Any
 
 import aaps
 import aaps_cartpole
+import ablation
 import aride_tables
 import async_return
 import async_tables
@@ -118,15 +119,18 @@ def learners_section(learner: str, page: str) -> Section:
 
 
 def elastic_claims(document: dict[str, Any]) -> str:
-    """The claims table, whose rows about SAC have a file of their own."""
-    sac = RESULTS / "elastic-sac.json"
-    return elastic_tables.claims(document, json.loads(sac.read_text()) if sac.exists() else None)
+    """The claims table. SAC and adaptive batches have files of their own."""
+    others = [RESULTS / name for name in ("elastic-sac.json", "elastic-batch.json")]
+    return elastic_tables.claims(
+        document, *(json.loads(path.read_text()) if path.exists() else None for path in others)
+    )
 
 
 def elastic_section(part: str) -> Section:
     """The section with one part of elastic.py."""
-    summary = partial(elastic_tables.page, part=part)
-    return Section(DOCS / "elasticity.md", f"elastic-{part}", "elastic.json", summary, f"elastic.py --parts {part}")
+    summary, name = partial(elastic_tables.page, part=part), f"elastic-{part}"
+    results = f"{name}.json" if part in elastic_tables.ALONE else "elastic.json"
+    return Section(DOCS / "elasticity.md", name, results, summary, f"elastic.py --parts {part}")
 
 
 SECTIONS = (
@@ -171,13 +175,7 @@ SECTIONS = (
         "elastic.py --parts held --only 'SAC*' --out benchmarks/results/elastic-sac.json",
     ),
     Section(DOCS / "elasticity.md", "parked", "parked.json", parked.summary, is_optional=True),
-    Section(
-        DOCS / "elasticity.md",
-        "elastic-prewarm",
-        "elastic-prewarm.json",
-        partial(elastic_tables.page, part=elastic_tables.PREWARM),
-        "elastic.py --parts prewarm",
-    ),
+    elastic_section(elastic_tables.PREWARM),
     Section(
         DOCS / "sharing.md",
         "elastic-gpu",
@@ -216,6 +214,7 @@ SECTIONS = (
         large_policy_tables.link_page,
         "large_policy.py --where head --workers 2 --envs 16",
     ),
+    Section(DOCS / "ppo.md", "ablation", "ablation.json", ablation.page, "ablation.py"),
     Section(DOCS / "aride.md", "aride", "aride.json", aride_tables.page, "aride.py"),
     Section(DOCS / "aaps.md", "aaps-ppo", "aaps-ppo.json", aaps.page, "aaps.py"),
     Section(
@@ -261,7 +260,8 @@ PLOTS = (
     Plots("aride.json", aride_tables.draw, ("aride-success.png",)),
     Plots("async-16-cores.json", async_tables.draw, ("async-returns.png", "async-staleness.png")),
     Plots("async-lunarlander.json", async_return.draw, ("async-lunarlander.png",)),
-    Plots("elastic.json", elastic_tables.draw, (elastic_tables.SLOTS_IMAGE, elastic_tables.BATCH_IMAGE)),
+    Plots("elastic.json", elastic_tables.draw, (elastic_tables.SLOTS_IMAGE,)),
+    Plots("elastic-batch.json", elastic_tables.draw, (elastic_tables.BATCH_IMAGE,)),
     *(
         Plots(f"{name}.json", partial(aaps.draw, name), (f"{name}-returns.png", f"{name}-pulls.png"))
         for name in ("aaps-ppo", "aaps", "aaps-large")

@@ -8,9 +8,9 @@ _FIRST_CALLS, _MOST_CALLS = 8, 256
 class Damping:
     """Admits a change only if `_FIRST_CALLS` calls in a row request it.
 
-    The count restarts if the fill moves back towards its bounds. A change that reverses the last one doubles the
-    required calls, up to `_MOST_CALLS`; any other halves them. So the number of workers settles if one worker less is
-    too few and one more is too many, and still follows a lasting change of the load.
+    The count restarts if the fill moves closer to the range between its bounds. A change that reverses the last one
+    doubles the required calls, up to `_MOST_CALLS`; any other halves them. So the number of workers settles if one
+    worker less is too few and one more is too many, and still follows a lasting change of the load.
     """
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ EXPOSED_GROUPS = (
                 "diagnosis/causes/<rank>",
                 "name of a cause, such as `slow environment`; `starting` before workers run, `no slots` while the run "
                 "waits for its coordinator, `no nodes` while a call waits for missing nodes. "
-                "Rank 0 is the most important one; the others are independent of it",
+                "Rank 0 is the most important one; it does not explain the others",
                 kind="info",
             ),
             _head("diagnosis/problems", "causes to warn about", unit="causes", healthy="0"),

@@ -156,7 +156,7 @@ STATS_GROUPS = (
         "Slots of the [coordinator](sharing.md) that several runs share; empty without one.",
         (
             _head("coordinator/name", "name of the coordinator", kind="info"),
-            _head("coordinator/granted", "slots that this run may use; 0 while it waits for some", unit="slots"),
+            _head("coordinator/granted", "slots that this run may use; 0 while it has none", unit="slots"),
             _head("coordinator/wanted", "slots that this run could use", unit="slots"),
         ),
     ),
@@ -266,8 +266,8 @@ STATS_GROUPS = (
             _workers(
                 "divergence/<worker>",
                 "[running KL divergence](aaps.md#how-it-is-measured) of a worker's policy from the learner's before "
-                "the worker's last chunk. If the worker pulled before this chunk: that of the pulled weights, which "
-                "differ from the learner's if they are rounded, for example (0 if not measured)",
+                "the worker's last chunk. If the worker pulled before this chunk: the divergence of the pulled "
+                "weights, which may be rounded, or 0 if it was not measured",
                 unit="nats",
                 logged_as="sync/divergence_mean",
             ),
