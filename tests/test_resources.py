@@ -81,7 +81,7 @@ def test_affinity_is_respected() -> None:
 # ---- memory ----
 
 
-def test_what_needs_more_memory_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_for_more_than_the_available_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "available_memory", lambda: 3 * 2**30)
     check_memory(3 * 2**30, "steps=3 of 4 environments")
     words = r"steps=7 of 4 environments need 4\.5 GiB; this machine has 3\.0 GiB available\. Lower steps"

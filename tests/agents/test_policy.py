@@ -211,7 +211,7 @@ class Doubting(Module):
         return {"action": -action if self.doubts and action.sum() > 100 else action}
 
 
-def test_a_path_given_up_after_a_load_is_told_once() -> None:
+def test_loss_of_the_fast_path_after_a_load_is_reported_once() -> None:
     actor, probe = actor_of(Doubting())
     probe()
     assert actor.policy.note == FAST and actor.take_note() == ""
@@ -282,7 +282,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("agent", "words"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_act_must_not_return_is_refused_with_advice(agent: Any, words: str) -> None:
+def test_invalid_results_of_act_are_refused_with_advice(agent: Any, words: str) -> None:
     _, probe = actor_of(agent)
     with pytest.raises(AgentError, match=words) as caught:
         probe()
@@ -294,12 +294,12 @@ class Amnesiac(Module):
         return {**super().act(obs), "state": state}
 
 
-def test_an_act_that_asks_for_a_state_needs_an_initial_one() -> None:
+def test_act_with_a_state_requires_initial_state() -> None:
     with pytest.raises(AgentError, match=r"act requires \['state'\] beside obs.*add initial_state\(n\)"):
         actor_of(Amnesiac())
 
 
-def test_the_class_of_an_agent_is_no_agent() -> None:
+def test_agent_class_in_place_of_an_instance_is_refused() -> None:
     with pytest.raises(AgentError, match=r"the agent is the class Module; pass an instance, e.g. Module\(\)"):
         ship(Module)
 

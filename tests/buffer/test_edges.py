@@ -134,7 +134,7 @@ def test_starts_are_drawn_in_proportion(by: Sampler, episode: int) -> None:
     assert abs(counts - 500).max() < 5 * np.sqrt(500), counts
 
 
-def test_looking_for_rare_starts_is_bounded() -> None:
+def test_search_for_rare_starts_is_bounded() -> None:
     """Whatever part of rows something begins at: no more than some looks at each, none of them along a sequence."""
     looked = 0
 
@@ -162,7 +162,7 @@ def test_a_sequence_longer_than_the_buffer_is_refused() -> None:
         Buffer(8, Sequence(length=5)).bind({"a": ArraySpec((), "<f8")}, columns=2)
 
 
-def test_who_waits_in_vain_is_told_what_is_missing() -> None:
+def test_timeout_says_why_no_item_can_be_sampled() -> None:
     with Buffer(20, Sequence(length=5), seed=0) as buffer:
         buffer.insert({"obs": np.arange(20.0), "terminated": np.arange(20) % 4 == 3})
         with pytest.raises(BufferTimeout, match=r"0 of the 20 items .* can be sampled: .* end of an episode"):
@@ -250,7 +250,7 @@ def test_a_limiter_counts_in_whole_numbers(method: str, n: Any) -> None:
     getattr(limiter, method)(np.int64(1))
 
 
-def test_samplers_of_others_are_named_without_internals(tmp_path: Path) -> None:
+def test_custom_samplers_are_named_without_internals(tmp_path: Path) -> None:
     with filled(Mine()) as buffer:
         buffer.checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="unknown sampler 'Mine'") as caught:

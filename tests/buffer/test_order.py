@@ -155,7 +155,7 @@ def test_removing_by_priority() -> None:
         assert (buffer.limiter.inserts, buffer.limiter.deletes) == (5, 2)
 
 
-def test_who_is_removed_by_chance() -> None:
+def test_random_removers_remove_in_proportion() -> None:
     """One of four goes, the new row included, each as often; or in proportion to its priority."""
     counts: dict[str, Counter[int]] = {"uniform": Counter(), "prioritized": Counter()}
     for seed in range(250):

@@ -228,7 +228,7 @@ class NanAgent(CoinAgent):
 
 @EVERYWHERE
 @pytest.mark.parametrize("own", [False, True], ids=["logits", "divergence"])
-def test_a_policy_that_cannot_be_measured_is_told_once(config: LaunchConfig, own: bool, caplog: Any) -> None:
+def test_policy_that_cannot_be_measured_is_reported_once(config: LaunchConfig, own: bool, caplog: Any) -> None:
     with cluster(envs=4, sync=AAPS(0.1), config=config) as env:
         agent = NanAgent(own)
         for k in range(4):
@@ -266,7 +266,7 @@ class TwoHeadedAgent(CoinAgent):
     ],
     ids=["only", "half", "both", "attribute", "all"],
 )
-def test_what_is_left_after_a_pull_is_told_once(
+def test_divergence_left_by_a_pull_is_reported_once(
     config: LaunchConfig, weights: dict[str, Any], learned: dict[str, float], cause: str, caplog: Any
 ) -> None:
     with cluster(envs=4, sync=AAPS(0.001, window=1) | MaxLag(50), weights=weights, config=config) as env:
@@ -348,7 +348,7 @@ class BusyAgent(CoinAgent):
         return super().distribution(obs)
 
 
-def test_a_publish_that_meets_a_close_of_another_thread_says_so() -> None:
+def test_publish_raises_if_another_thread_closes_the_cluster() -> None:
     with cluster(envs=4, sync=AAPS(0.1), config=in_process(2)) as env:
         agent = BusyAgent()
         env.collect(agent, steps=3)
@@ -362,7 +362,7 @@ class MuteAgent(CoinAgent):
         raise ZeroDivisionError("deliberate")
 
 
-def test_an_agent_that_never_could_describe_itself_is_refused() -> None:
+def test_agent_whose_first_description_raises_is_refused() -> None:
     with cluster(envs=4, sync=AAPS(0.1), config=in_process(2)) as env:
         with pytest.raises(farstep.WorkerError, match="deliberate"):
             env.collect(MuteAgent(), steps=3)
@@ -458,7 +458,7 @@ class ActorCriticAgent(CoinAgent):
 
 @pytest.mark.parametrize("only", ["actor.*", ["actor.logit", "a*"], lambda name: name.startswith("actor")])
 @EVERYWHERE
-def test_a_part_of_the_parameters_may_travel(config: LaunchConfig, only: Any) -> None:
+def test_some_of_the_parameters_can_be_selected_for_sending(config: LaunchConfig, only: Any) -> None:
     with cluster(envs=4, weights={"only": only}, config=config) as env:
         agent = ActorCriticAgent()
         env.collect(agent, steps=2)
@@ -479,7 +479,7 @@ class SetterAgent(ActorCriticAgent):
 
 
 @pytest.mark.parametrize("weights", [{"only": "actor.*"}, {"half": True}, {"only": "critic.0", "half": True}], ids=repr)
-def test_a_setter_gets_everything_with_new_values_where_they_travel(weights: dict[str, Any]) -> None:
+def test_set_parameters_gets_all_parameters_with_new_values_of_those_sent(weights: dict[str, Any]) -> None:
     with cluster(envs=4, weights=weights, config=in_process(2)) as env:
         agent = SetterAgent()
         env.collect(agent, steps=2)
@@ -490,7 +490,7 @@ def test_a_setter_gets_everything_with_new_values_where_they_travel(weights: dic
         assert (batch["value"] == (0 if only == "actor.*" else 5)).all()
 
 
-def test_a_choice_of_parameters_that_chooses_none_is_refused_by_name() -> None:
+def test_selection_of_no_parameters_is_refused_by_name() -> None:
     with (
         cluster(envs=4, weights={"only": lambda name: False}, config=in_process(1)) as env,
         pytest.raises(farstep.AgentError, match=r"none of the agent's.*The agent has actor\.logit, critic\.0"),
@@ -499,7 +499,7 @@ def test_a_choice_of_parameters_that_chooses_none_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("only", ["actr.*", ["critic.*", "actr.*"]], ids=repr)
-def test_a_pattern_that_chooses_no_parameter_is_refused_with_the_nearest_names(only: Any) -> None:
+def test_pattern_that_selects_no_parameter_is_refused_with_the_nearest_names(only: Any) -> None:
     said = r"the pattern 'actr\.\*', which matches none.*The nearest are actor\.logit"
     with (
         cluster(envs=4, weights={"only": only}, config=in_process(1)) as env,
@@ -520,7 +520,7 @@ def test_a_predicate_that_raises_is_named() -> None:
 
 
 @EVERYWHERE
-def test_weights_may_travel_in_half_precision(config: LaunchConfig) -> None:
+def test_weights_can_be_sent_in_half_precision(config: LaunchConfig) -> None:
     with cluster(envs=4, weights={"half": True}, config=config) as env:
         agent = ActorCriticAgent()
         agent.critic[:] = 0.1

@@ -223,7 +223,7 @@ def capacity_for(world: World, draw_rows: int) -> int:
 
 @quick
 @given(arrivals(), st.integers(0, 20))
-def test_every_row_of_a_batch_has_what_came_after_it(case: tuple[World, Any], rows: int) -> None:
+def test_every_row_of_a_batch_has_its_successor(case: tuple[World, Any], rows: int) -> None:
     world, events = case
     with Buffer(capacity_for(world, rows), Uniform(), seed=2) as buffer:
         held = play(buffer, world, events)

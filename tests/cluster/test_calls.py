@@ -237,7 +237,7 @@ class Fickle(TableAgent):
 
 
 @BOTH
-def test_an_agent_that_returns_other_shapes_later_on_is_told(config: LaunchConfig) -> None:
+def test_agent_whose_outputs_change_their_shape_is_an_error(config: LaunchConfig) -> None:
     with cluster(config=config, envs=4) as env, pytest.raises(farstep.AgentError, match="in its first call"):
         env.collect(Fickle(), steps=4)
 
@@ -268,7 +268,7 @@ def test_a_worker_drops_a_reclaimed_ticket(transport: str) -> None:
 
 
 @TRANSPORTS
-def test_large_answers_travel(transport: Any) -> None:
+def test_large_answers_arrive(transport: Any) -> None:
     config = farstep.LocalConfig(workers_per_node=1, transport=transport)
     vec = farstep.make_vec("CartPole-v1", 32, config, env_kwargs={"render_mode": "rgb_array"})
     try:
@@ -318,7 +318,7 @@ def test_continues_says_where_rows_are_missing(config: LaunchConfig) -> None:
 
 
 @BOTH
-def test_a_rollout_that_does_not_fit_leaves_a_cluster_that_goes_on(config: LaunchConfig) -> None:
+def test_cluster_is_usable_after_a_rollout_that_does_not_fit(config: LaunchConfig) -> None:
     with cluster(config=config) as env:
         agent = TableAgent()
         assert_sound(env.collect(agent, steps=2))
@@ -395,7 +395,7 @@ def test_a_head_in_a_process_that_multiprocessing_started_uses_classes_of_the_sc
     assert (done.returncode, done.stdout) == (0, "(3, 2)\n"), done.stderr
 
 
-def test_a_worker_that_ends_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_error_says_why_a_worker_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """Its connection closes before its process ends; what it prints in between must not be cut off."""
     (tmp_path / "late.py").write_text(
         "from farstep.testing import CountingEnv\nimport os, sys, time\n"
@@ -415,7 +415,7 @@ def test_a_worker_that_ends_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 @pytest.mark.parametrize("offset_s", [0.0, 0.001])
-def test_threads_that_bring_an_agent_at_once_leave_a_working_cluster(offset_s: float) -> None:
+def test_cluster_works_after_threads_set_agents_at_the_same_time(offset_s: float) -> None:
     for _ in range(3):
         with cluster(envs=4, workers=2) as env:
             agent = TableAgent()
@@ -470,7 +470,7 @@ class RootedRule(FailingRule):
         self.lock = threading.Lock()
 
 
-def test_what_cannot_be_sent_is_named() -> None:
+def test_objects_that_cannot_be_sent_are_named() -> None:
     lock = threading.Lock()
     with pytest.raises(farstep.ConfigError, match=r"^the sync rule RootedRule cannot be sent to workers: TypeError"):
         cluster(sync=RootedRule(), config=in_process(1)).launch()
@@ -480,11 +480,11 @@ def test_what_cannot_be_sent_is_named() -> None:
         cluster(lambda: lock, config=in_process(1)).launch()
 
 
-def test_no_agent_is_refused() -> None:
+def test_none_in_place_of_an_agent_is_refused() -> None:
     with cluster(config=in_process(1)) as env, pytest.raises(farstep.AgentError, match=r"NoneType has no act\(\)"):
         env.collect(None, steps=2)  # type: ignore[arg-type]
 
 
-def test_a_staleness_beyond_all_measure_is_refused() -> None:
+def test_excessive_staleness_is_refused() -> None:
     with cluster(config=in_process(1)) as env, pytest.raises(farstep.ConfigError, match="at most 1000"):
         env.stream(TableAgent(), steps=2, max_staleness=10**6)

@@ -302,7 +302,7 @@ MISDEEDS = {
 
 
 @pytest.mark.timeout(300)
-def test_stream_survives_whatever_a_local_worker_sends(tmp_path: Path, caplog: Any) -> None:
+def test_stream_survives_arbitrary_messages_of_a_local_worker(tmp_path: Path, caplog: Any) -> None:
     """A worker on this host is replaced at its first message that has no business there, and never stalls the head."""
     kwargs = {"misdeeds": list(MISDEEDS), "folder": str(tmp_path)}
     options: Any = {"env_kwargs": kwargs, "restart_budget": len(MISDEEDS)}
@@ -322,7 +322,7 @@ def test_stream_survives_whatever_a_local_worker_sends(tmp_path: Path, caplog: A
     assert len(refusals) == len(MISDEEDS)
 
 
-def test_make_vec_says_what_a_worker_sent_that_cannot_be_accepted(tmp_path: Path) -> None:
+def test_make_vec_describes_an_invalid_message_of_a_worker(tmp_path: Path) -> None:
     kwargs = {"misdeeds": ["progress"], "folder": str(tmp_path)}
     vector = farstep.make_vec(RogueEnv, 1, env_kwargs=kwargs)
     with contextlib.closing(vector), pytest.raises(farstep.WorkerError, match="cannot be accepted: Progress from a"):

@@ -87,7 +87,7 @@ class Head:
 
 
 @pytest.mark.parametrize("phase", ["launch", "collect", "stream", "idle", "gil"])
-def test_the_head_ends(phase: str, tmp_path: Path) -> None:
+def test_nothing_outlives_a_head_that_ends(phase: str, tmp_path: Path) -> None:
     shared = set(Path("/dev/shm").iterdir())
     ends = {"gil": ["SIGKILL", "SIGTERM"], "collect": [*ENDS, "sys.exit"]}.get(phase, ENDS)
     heads = {end: Head(tmp_path / end, "-m", "tests.cluster.head", phase, end, str(tmp_path / end)) for end in ends}

@@ -263,7 +263,7 @@ def test_wrong_use_of_send_and_recv_is_refused() -> None:
         assert ours.step(actions())[1].tolist() in ([2.0, 2.0, 1.0, 1.0], [1.0, 1.0, 2.0, 2.0])
 
 
-def test_error_in_recv_names_the_environment_and_reset_goes_on() -> None:
+def test_error_in_recv_names_the_environment_and_reset_recovers() -> None:
     with vector(batch_size=4) as ours:
         ours.set_attr("fault", ["", "", "", "raise"])
         ours.async_reset(seed=1)
@@ -379,7 +379,7 @@ def test_worker_that_has_stepped_may_be_idle_while_another_one_steps(tmp_path: P
         assert not ours.events(["stuck", "lost"])
 
 
-def test_ctrl_c_in_a_step_leaves_a_vector_that_can_go_on(tmp_path: Path) -> None:
+def test_vector_is_usable_after_ctrl_c_in_a_step(tmp_path: Path) -> None:
     with vector() as ours:
         ours.step(actions())
         interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
@@ -433,9 +433,7 @@ def interrupt_ring(worker: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("worker", [0, 1])
-def test_ctrl_c_before_a_worker_is_rung_leaves_a_vector_that_can_go_on(
-    worker: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vector_is_usable_after_ctrl_c_before_a_worker_is_woken(worker: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with vector(config=short(), batch_size=4) as ours:
         ours.step(actions())
         interrupt_ring(worker, monkeypatch)

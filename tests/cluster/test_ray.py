@@ -259,7 +259,7 @@ def test_the_example_of_the_page_prints_what_it_says(ray_cluster: RayCluster, tm
 
 
 @pytest.mark.timeout(120)
-def test_without_room_a_sentence_says_so(ray_cluster: RayCluster) -> None:
+def test_launch_without_resources_names_what_is_missing(ray_cluster: RayCluster) -> None:
     config = farstep.RayConfig(workers_per_node=8, nodes=2, resources_per_node={"camera": 1}, queue_s=12.0)
     with pytest.raises(farstep.LaunchError) as caught, cluster(envs=8, config=config) as env:
         within(env.launch, 60)

@@ -56,7 +56,7 @@ def test_trajectories_do_not_depend_on_workers(config: LaunchConfig, reference: 
         assert_same(mine, theirs)
 
 
-def test_environments_that_are_seeded_once_go_on_with_their_own_generators() -> None:
+def test_environments_that_are_seeded_once_continue_with_their_own_generators() -> None:
     found = [rolled(cluster(envs=SLOTS, seed_episodes=False, config=in_process(n))) for n in (1, 3)]
     for mine, theirs in zip(*found, strict=True):
         assert_same(mine, theirs)
@@ -94,7 +94,7 @@ def test_the_environments_are_seeded_by_slot_and_episode(reference: Any) -> None
     assert len(set(firsts)) == SLOTS
 
 
-def test_the_largest_seed_travels() -> None:
+def test_largest_seed_reaches_the_environments() -> None:
     with cluster(CountingEnv, envs=2, workers=1, seed=2**63 - 1) as env:
         first, _ = env.reset()
         again, _ = env.reset(seed=2**63 - 1)
@@ -216,7 +216,7 @@ def test_only_masked_slots_are_reset() -> None:
             np.testing.assert_array_equal(again[mask], whole[mask])
 
 
-def test_environments_that_never_end_go_on_over_batches() -> None:
+def test_endless_episodes_continue_in_the_next_batch() -> None:
     with cluster(CountingEnv, envs=2, workers=2, env_kwargs={"length": None}) as env:
         agent = TableAgent()
         count = 0

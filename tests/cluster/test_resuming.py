@@ -94,7 +94,7 @@ def first_seen(run: Run) -> Any:
 
 
 @pytest.mark.parametrize("launcher", [farstep.LocalConfig, farstep.InProcessConfig])
-def test_episodes_go_on_where_they_were(launcher: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_episodes_continue_after_a_resume(launcher: Any, caplog: pytest.LogCaptureFixture) -> None:
     with Run(partial(CountingEnv, 50), launcher) as run:
         run.roll(3)
         saved = run.save()
@@ -106,7 +106,7 @@ def test_episodes_go_on_where_they_were(launcher: Any, caplog: pytest.LogCapture
     assert "not where" not in caplog.text and "anew" not in caplog.text
 
 
-def test_a_worker_that_was_lost_before_begins_anew_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_a_worker_lost_before_the_checkpoint_restarts_its_episodes(caplog: pytest.LogCaptureFixture) -> None:
     with Run(partial(Telling, 50)) as run:
         last = run.last_worker()
         run.env.reset()
@@ -124,7 +124,7 @@ def test_a_worker_that_was_lost_before_begins_anew_alone(caplog: pytest.LogCaptu
     assert "restarting episodes of worker 1: it was not alive" in caplog.text
 
 
-def test_a_worker_that_was_replaced_before_goes_on_with_the_episodes_it_would_have_begun() -> None:
+def test_worker_replaced_before_the_checkpoint_continues_with_its_next_episodes() -> None:
     with Run(partial(Telling, 50)) as run:
         last = run.last_worker()
         run.env.reset()
@@ -146,7 +146,7 @@ def test_a_worker_that_was_replaced_before_goes_on_with_the_episodes_it_would_ha
         ("differ", "the observation differs"),
     ],
 )
-def test_an_environment_that_cannot_be_led_back_is_named_and_goes_on(
+def test_environment_that_cannot_be_replayed_is_named_and_restarts(
     how: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     flag = tmp_path / "flag"
@@ -170,7 +170,9 @@ def test_an_environment_that_cannot_be_led_back_is_named_and_goes_on(
     assert f"slot {', '.join(map(str, np.flatnonzero(strayed)))}:" in said[0]
 
 
-def test_a_worker_that_dies_on_the_way_back_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_worker_that_dies_during_the_replay_restarts_its_episodes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     flag = tmp_path / "flag"
     make = partial(Changed, "kill", flag)
     with Run(make) as run:
@@ -211,7 +213,7 @@ ANEW: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("reason", ANEW)
-def test_what_cannot_be_replayed_begins_anew_with_seeds_of_its_own(
+def test_environments_that_cannot_be_replayed_restart_with_new_seeds(
     reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Run(partial(CountingEnv, 50), **ANEW[reason]) as run:
@@ -227,7 +229,7 @@ def test_what_cannot_be_replayed_begins_anew_with_seeds_of_its_own(
     assert reason in caplog.text and "restarting all episodes" in caplog.text
 
 
-def test_with_other_workers_than_before_all_begin_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_all_episodes_restart_if_the_number_of_workers_changed(caplog: pytest.LogCaptureFixture) -> None:
     with Run(partial(CountingEnv, 50)) as run:
         first = first_seen(run)
         run.env.publish(run.agent)
@@ -264,7 +266,7 @@ FORGED = {
 }
 
 
-def test_saved_state_that_does_not_fit_is_refused_before_workers_are_told() -> None:
+def test_saved_state_that_does_not_fit_is_refused_before_it_is_sent_to_workers() -> None:
     with Run(partial(CountingEnv, 50)) as run:
         run.roll(2)
         saved, actions = run.save()
@@ -292,7 +294,7 @@ class WholeTorques:
         return self._parameters
 
 
-def test_episodes_go_on_with_integers_for_a_box_of_floats() -> None:
+def test_episodes_continue_with_integer_actions_for_a_box_of_floats() -> None:
     make = partial(farstep.ClusterEnv, {"env_name": "Pendulum-v1", "envs_per_node": 2}, farstep.InProcessConfig())
     agent, journal = WholeTorques(), Journal()
     with make() as env:

@@ -257,7 +257,7 @@ def test_gpus_of_a_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             pass
 
 
-def test_two_runs_at_once_do_not_meet(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_concurrent_runs_are_isolated(cluster: SlurmCluster, tmp_path: Path) -> None:
     with start(tmp_path, nodes=1) as one, start(tmp_path, nodes=1) as two:
         agents = TableAgent(), TableAgent()
         for _ in range(3):
@@ -405,7 +405,7 @@ def test_job_that_can_never_start_ends_the_launch(
     eventually(lambda: not live_jobs(cluster))
 
 
-def test_what_sbatch_says_is_in_the_error(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_error_quotes_sbatch(cluster: SlurmCluster, tmp_path: Path) -> None:
     known = r"(?s)sbatch failed: .*[Ii]nvalid partition.*unknown partition 'mian'\. Did you mean 'main'\? Known: main\."
     with pytest.raises(LaunchError, match=known):
         start(tmp_path, partition="mian").launch()
@@ -421,7 +421,7 @@ def test_a_missing_controller_is_explained(
         start(tmp_path, nodes=1).launch()
 
 
-def test_what_a_node_says_is_in_the_error(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_error_quotes_the_output_of_a_node(cluster: SlurmCluster, tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"(?s)SLURM job \d+ is .*The end of .*\.log:.*No such file") as caught:
         within(start(tmp_path, python="/no/such/python").launch)
     assert "secret" not in str(caught.value)
@@ -449,7 +449,7 @@ def test_the_job_ends_as_its_daemons_did(tmp_path: Path, status: int) -> None:
     assert done.returncode == status
 
 
-def test_a_job_whose_nodes_are_reclaimed_stays_whatever_setup_says(tmp_path: Path) -> None:
+def test_job_of_reclaimed_nodes_does_not_end_even_if_a_setup_line_fails(tmp_path: Path) -> None:
     """SLURM would not queue it again if it ended by itself."""
     for name, line in (("srun", "exit 75"), ("sleep", f"echo $* > {tmp_path}/slept")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
@@ -469,7 +469,7 @@ def test_nodes_requested_together_are_one_job(nodes: int, together: list[int], s
     assert job_sizes(nodes, *together) == sizes
 
 
-def test_the_script_says_what_was_asked_for(tmp_path: Path) -> None:
+def test_script_has_the_requested_options(tmp_path: Path) -> None:
     asked = config(
         tmp_path,
         job_name="mine, all mine",

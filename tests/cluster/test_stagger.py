@@ -129,7 +129,7 @@ def test_undelivered_steps_are_counted() -> None:
 
 @pytest.mark.parametrize("config", [in_process(1), in_process(4), farstep.LocalConfig(workers_per_node=2)])
 @pytest.mark.parametrize("agent", [TableAgent(), DrawingAgent(), CyclingAgent()])
-def test_off_is_as_if_it_were_not_there(config: Any, agent: Any) -> None:
+def test_disabled_stagger_changes_nothing(config: Any, agent: Any) -> None:
     runs = []
     for options in ({}, {"stagger": None}, {"stagger": {"horizon": 9, "groups": 1}}):
         with cluster(envs=5, config=config, **options) as env:  # episodes of 1 to 9 steps: none is cut
@@ -195,7 +195,7 @@ def test_random_actions_are_drawn_by_seed_and_slot() -> None:
     assert len(set(last[0])) > 1
 
 
-def test_the_agents_own_actions_bring_environments_to_their_places() -> None:
+def test_actions_of_the_agent_bring_environments_to_their_phases() -> None:
     agent = TableAgent()
     found = rolled(staggered(init="policy"), 2, agent=agent)
     for slot in np.flatnonzero(np.arange(N) % 4):
@@ -265,7 +265,7 @@ def test_an_environment_that_ends_early_begins_at_once() -> None:
             assert_sound(env.collect(agent, steps=7))  # each row follows, or begins an episode
 
 
-def test_an_episode_may_end_on_the_way_to_its_place() -> None:
+def test_an_episode_may_end_on_the_way_to_its_phase() -> None:
     """With the next episode's seed it goes on."""
     found = rolled(staggered(length=4, envs=4, groups=4), 2)
     np.testing.assert_array_equal(found["obs"][0, :, 1], [0, 5 % 4, 10 % 4, 15 % 4])
@@ -378,7 +378,7 @@ def test_streams_and_steps_are_staggered_too(config: Any) -> None:
 
 
 @pytest.mark.parametrize("init", ["advance", "clock", "policy"])
-def test_a_replaced_worker_goes_back_to_its_place(tmp_path: Path, init: str) -> None:
+def test_replaced_worker_returns_to_the_phase_that_is_due(tmp_path: Path, init: str) -> None:
     """Invariant (a) after a kill: with `clock` from the first gate on, else at once."""
     kwargs = {"marker": str(tmp_path / "killed"), "at": 50, "length": None}
     stagger = {"horizon": H, "groups": 4, "init": init}
@@ -397,7 +397,7 @@ def test_a_replaced_worker_goes_back_to_its_place(tmp_path: Path, init: str) -> 
         np.testing.assert_array_equal(phases(found), expected)
 
 
-def test_an_environment_that_raises_goes_back_to_its_place() -> None:
+def test_environment_that_raises_returns_to_the_phase_that_is_due() -> None:
     """Also one that raises on the way there, in every attempt: its slot takes the next episode."""
     bad = [episode_seed(5, slot, 0) for slot in (3, 6)]
     for phase in ("reset", "step"):

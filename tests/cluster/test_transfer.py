@@ -136,7 +136,7 @@ def test_bytes_are_counted_as_without_it() -> None:
 
 
 @pytest.mark.parametrize("case", ["ends-within", "nested", "recurrent"])
-def test_parts_are_what_the_batch_is_put_together_of(case: str) -> None:
+def test_batch_consists_of_its_parts(case: str) -> None:
     described, agent_type = CASES[case]
     agent = agent_type()
     plain = next(rolled(case, config=in_process(2)))
@@ -261,7 +261,7 @@ def test_parts_count_for_an_open_ticket_of_their_worker_only() -> None:
         assert env.stats()["workers"]["restarts"] == 0
 
 
-def test_an_environment_that_fails_after_rows_were_sent_begins_the_chunk_anew(tmp_path: Path) -> None:
+def test_chunk_restarts_if_an_environment_fails_after_rows_were_sent(tmp_path: Path) -> None:
     kwargs = {"fault": "raise", "phase": "step", "at": 9, "marker": str(tmp_path / "once")}
     options: Any = {"transport": "tcp", "transfer": TransferTrigger.dual(size=1)}
     with cluster(FaultyEnv, envs=2, env_kwargs=kwargs, **options) as env:
@@ -282,7 +282,7 @@ def fifo(tmp_path: Path) -> Iterator[tuple[str, int]]:
     os.close(fd)
 
 
-def test_a_worker_killed_while_its_chunk_travels_leaves_nothing_of_it(
+def test_rows_of_a_worker_killed_while_it_sends_its_chunk_are_discarded(
     tmp_path: Path, fifo: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, fd = fifo
@@ -314,7 +314,7 @@ def test_a_worker_killed_while_its_chunk_travels_leaves_nothing_of_it(
     assert len(tickets) == 3 and all(stage == -1 for _, stage, _ in taken)
 
 
-def test_a_stage_of_a_worker_that_is_lost_comes_again(tmp_path: Path, fifo: tuple[str, int]) -> None:
+def test_stage_of_a_lost_worker_is_repeated(tmp_path: Path, fifo: tuple[str, int]) -> None:
     path, fd = fifo
     kwargs = {"marker": str(tmp_path / "once"), "fifo": path}
     options: Any = {"transport": "tcp", "transfer": TransferTrigger.dual()}

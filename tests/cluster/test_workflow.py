@@ -115,7 +115,7 @@ def test_windows_of_several_workers_are_sound() -> None:
 
 @pytest.mark.parametrize("depth", [None, 0, 1])
 @pytest.mark.parametrize("steps, size, n", [(8, 16, 2), (8, 15, 1), (8, 15, 3), (16, 8, 3)])
-def test_no_division_of_windows_into_chunks_stands_still(steps: int, size: int, n: int, depth: int | None) -> None:
+def test_no_ratio_of_windows_to_chunks_deadlocks(steps: int, size: int, n: int, depth: int | None) -> None:
     with cluster(envs=4, config=in_process(4), env_kwargs=ENDLESS) as env:
         flow, learner = fifo(env, TableAgent(), 4 * 64, n=n, size=size, steps=steps, max_staleness=depth)
         flow.run(until=learner.has(20))
@@ -124,7 +124,7 @@ def test_no_division_of_windows_into_chunks_stands_still(steps: int, size: int, 
         assert_balanced(env.stats())
 
 
-def test_a_buffer_that_others_have_filled_before_and_another_workflow_after() -> None:
+def test_buffer_is_used_by_collect_and_by_two_workflows() -> None:
     agent = TableAgent()
     with cluster(envs=4, config=in_process(2)) as env, full(4 * 20) as buffer:
         buffer.insert(env.collect(agent, steps=7))
@@ -178,9 +178,7 @@ def test_fast_workers_do_not_wait_for_a_slow_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transport, workers", [("shm", 1), ("shm", 2), ("tcp", 2)])
-def test_a_worker_that_is_killed_is_replaced_and_nothing_comes_twice(
-    transport: str, workers: int, tmp_path: Path
-) -> None:
+def test_killed_worker_is_replaced_and_no_row_is_repeated(transport: str, workers: int, tmp_path: Path) -> None:
     kwargs = {"marker": str(tmp_path / "killed"), "at": 20}
     with cluster(MortalEnv, envs=4, config=launch(transport, workers), env_kwargs=kwargs) as env:
         flow, learner = ppo(env, TableAgent(), full(4 * 16), 8)
@@ -197,7 +195,7 @@ def test_a_worker_that_is_killed_is_replaced_and_nothing_comes_twice(
 
 
 @pytest.mark.parametrize("thread", [False, True])
-def test_what_is_too_old_when_it_is_its_turn_is_dropped_and_counted(thread: bool) -> None:
+def test_rows_that_are_too_old_when_taken_are_dropped_and_counted(thread: bool) -> None:
     with cluster(envs=2, config=in_process(1), env_kwargs=ENDLESS) as env:
         flow = farstep.Workflow(env, TableAgent(), full(2 * 64), steps=16, max_staleness=1)
         seen: list[Any] = []
@@ -253,7 +251,7 @@ def test_a_learner_that_publishes_once_per_batch_never_meets_an_old_row(transpor
         assert [message["version"] for message in published] == list(range(20))
 
 
-def test_dropped_rows_are_rolled_again_when_workers_wait_to_be_asked() -> None:
+def test_dropped_rows_are_rolled_again_in_synchronous_workflows() -> None:
     with cluster(envs=2, config=in_process(2), env_kwargs=ENDLESS) as env:
         flow, learner = ppo(env, TableAgent(), full(2 * 64), 8, steps=16, max_staleness=0)
         flow.run(until=learner.has(4))
@@ -298,7 +296,7 @@ def test_a_limiter_holds_workers_back_and_loses_nothing(transport: str) -> None:
         assert limiter.inserts == stats["steps"]
 
 
-def test_no_worker_can_block_the_room_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_inserts_cannot_take_the_space_reserved_for_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = TableAgent()
     with cluster(envs=2, config=in_process(1)) as env, farstep.Buffer(64, Uniform(), limiter=Queue(20)) as buffer:
         mine = env.collect(agent, steps=4).copy()
@@ -393,7 +391,7 @@ class EveryOther(Trigger):
         return {"steps": state.env_steps} if state.env_steps and state.env_steps % 32 == 0 else None
 
 
-def test_a_trigger_of_ones_own() -> None:
+def test_custom_trigger() -> None:
     with cluster(envs=2, config=in_process(1)) as env:
         flow, steps = farstep.Workflow(env, TableAgent(), full(64), steps=8), list[int]()
         flow.on(EveryOther(), lambda message: steps.append(message["steps"]))

@@ -54,7 +54,7 @@ def test_a_version_that_another_thread_publishes_past_the_workflow_wakes_it(tran
     assert fired == published == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_consuming_trigger_that_comes_between_two_runs_begins_where_they_are() -> None:
+def test_consuming_trigger_added_between_two_runs_starts_at_the_current_step() -> None:
     with cluster(envs=4, config=in_process(1), env_kwargs=ENDLESS) as env:
         flow, batches = farstep.Workflow(env, TableAgent(), full(4 * 16)), list[farstep.Batch]()
         flow.on(DataKeyTrigger(n=1, size=8), lambda message: None)
@@ -71,7 +71,7 @@ def test_a_consuming_trigger_that_comes_between_two_runs_begins_where_they_are()
     assert [bool(batch.continues.all()) for batch in batches] == [False, True, True, True]
 
 
-def test_time_counts_while_it_runs() -> None:
+def test_only_the_time_of_runs_counts() -> None:
     with cluster(envs=2, config=in_process(1), env_kwargs=ENDLESS) as env:
         flow = farstep.Workflow(env, TableAgent(), full(64))
         elapsed: list[float] = []

@@ -36,7 +36,7 @@ from tests.cluster.tables import (
 
 @pytest.mark.parametrize("thread", [False, True])
 @TRANSPORTS
-def test_what_a_consumer_raises_ends_the_run_and_is_raised(transport: str, thread: bool) -> None:
+def test_exception_of_a_consumer_ends_the_run_and_is_raised(transport: str, thread: bool) -> None:
     agent = TableAgent()
     with cluster(envs=4, config=launch(transport)) as env:
         flow, learner = fifo(env, agent, size=8)
@@ -54,7 +54,7 @@ def test_what_a_consumer_raises_ends_the_run_and_is_raised(transport: str, threa
             assert_sound(batch)
 
 
-def test_what_a_thread_raises_last_of_all_is_raised() -> None:
+def test_exception_of_a_thread_after_the_last_step_is_raised() -> None:
     with cluster(envs=2, config=in_process(1)) as env:
         flow = farstep.Workflow(env, TableAgent(), full(64), steps=8)
         left = threading.Event()
@@ -73,7 +73,7 @@ def test_what_a_thread_raises_last_of_all_is_raised() -> None:
             within(lambda: flow.run(until=until))
 
 
-def test_what_failed_in_threads_is_this_runs_and_does_not_count_as_learned() -> None:
+def test_failed_messages_of_threads_belong_to_their_run_and_count_as_no_update() -> None:
     with cluster(envs=2, config=in_process(1)) as env:
         flow = farstep.Workflow(env, TableAgent(), full(64), steps=8)
         both, fails = threading.Barrier(2, timeout=30), [True]
@@ -93,7 +93,7 @@ def test_what_failed_in_threads_is_this_runs_and_does_not_count_as_learned() -> 
         within(lambda: flow.run(until=lambda: flow.ledger.learner_steps >= 4))
 
 
-def test_what_failed_in_a_thread_of_ones_own_does_not_count_as_learned() -> None:
+def test_failed_message_of_a_user_thread_counts_as_no_update() -> None:
     with cluster(envs=2, config=in_process(1), env_kwargs=ENDLESS) as env:
         flow, queue = farstep.Workflow(env, TableAgent(), full(64)), LocalQueue(2)
         flow.on(DataKeyTrigger(n=1, size=8), queue, max_outstanding=2)
@@ -210,7 +210,7 @@ def test_stop_in_a_consumer_is_the_last_firing() -> None:
 
 
 @TRANSPORTS
-def test_a_second_run_goes_on_counting(transport: str) -> None:
+def test_second_run_continues_the_counters(transport: str) -> None:
     agent = TableAgent()
     with cluster(envs=4, config=launch(transport)) as env:
         flow, learner = ppo(env, agent, full(4 * 8), 8)
@@ -239,7 +239,7 @@ def test_a_second_run_with_consumers_in_threads() -> None:
             assert_sound(batch)
 
 
-def test_another_call_ends_it_and_so_does_close() -> None:
+def test_another_call_or_close_ends_the_run() -> None:
     with cluster(envs=2, config=in_process(1)) as env:
         flow, learner = fifo(env, TableAgent(), size=8)
         learner.then = lambda: env.collect(flow.agent, steps=1)
@@ -327,7 +327,7 @@ STANDSTILLS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", STANDSTILLS)
-def test_what_could_only_stand_still_is_refused(case: str) -> None:
+def test_workflow_that_would_deadlock_is_refused(case: str) -> None:
     make, error, says = STANDSTILLS[case]
     with cluster(envs=2, config=in_process(2)) as env:
         flow = make(env)

@@ -135,7 +135,7 @@ def test_two_consumers_that_publish_do_not_wait_for_each_other() -> None:
     assert sorted(done[0] + done[1]) == list(range(1, 2 * VERSIONS + 1))
 
 
-def test_a_consumer_publishes_what_it_has() -> None:
+def test_consumer_can_publish_its_own_unfinished_update() -> None:
     """Its own half update if it publishes in the middle, also while it waits; the updates of others are whole."""
     with endless() as env:
         flow, learner = torn_flow(env)

@@ -130,7 +130,7 @@ def test_stages_are_of_the_batches_that_collect_returns(transfer: TransferTrigge
 
 
 @pytest.mark.parametrize("in_queue", [False, True])
-def test_stages_of_a_worker_that_is_lost_come_again(in_queue: bool, tmp_path: Path, fifos: Any) -> None:
+def test_stages_of_a_lost_worker_are_repeated(in_queue: bool, tmp_path: Path, fifos: Any) -> None:
     (path, _), (fd, _) = fifos
     kwargs = {"marker": str(tmp_path / "once"), "fifo": path}
     options: Any = {"transport": "tcp", "transfer": TransferTrigger.dual()}
@@ -167,7 +167,7 @@ def test_stages_of_a_worker_that_is_lost_come_again(in_queue: bool, tmp_path: Pa
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("keys", [STAGES, ["reward"]], ids=["stages", "one"])
 @pytest.mark.parametrize("max_staleness", [None, 0, 1])
-def test_nothing_stands_still_or_is_taken_twice(keys: Any, max_staleness: int | None, transport: str) -> None:
+def test_stages_neither_deadlock_nor_repeat_rows(keys: Any, max_staleness: int | None, transport: str) -> None:
     options: Any = {"transport": transport, "transfer": TransferTrigger.dual(), "env_kwargs": {"length": None}}
     with cluster(envs=3, workers=2, **options) as env:
         flow = farstep.Workflow(env, TableAgent(), full(3 * 64), max_staleness=max_staleness)
@@ -189,7 +189,7 @@ def test_nothing_stands_still_or_is_taken_twice(keys: Any, max_staleness: int | 
         assert max(Counter(fired).values()) == 1
 
 
-def test_a_queue_to_threads_of_ones_own_gets_stages_ahead(fifos: Any) -> None:
+def test_queue_to_user_threads_gets_stages_early(fifos: Any) -> None:
     paths, fds = fifos
     options: Any = {"transport": "tcp", "transfer": TransferTrigger.dual(), "env_kwargs": {"fifos": paths}}
     with cluster(HeldBackEnv, envs=2, workers=1, **options) as env:

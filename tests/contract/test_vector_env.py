@@ -348,7 +348,7 @@ def test_bad_masks_raise_as_in_gymnasium(kind: str) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 6])
-def test_numbers_that_do_not_fit(count: int) -> None:
+def test_wrong_number_of_values_or_seeds_is_refused(count: int) -> None:
     refused(ValueError, "5", lambda vector: vector.set_attr("episode", [1] * count))
     refused(ValueError, "num_envs=5", lambda vector: vector.reset(seed=[1] * count))
 
@@ -357,7 +357,7 @@ def test_an_unknown_attribute() -> None:
     refused(AttributeError, "no_such_thing", lambda vector: vector.get_attr("no_such_thing"))
 
 
-def test_what_cannot_come_back_is_not_blamed_on_the_environment() -> None:
+def test_value_that_cannot_be_sent_is_not_blamed_on_the_environment() -> None:
     with vectors() as (ours, _):
         for name in ("np_random", "unwrapped"):
             with pytest.raises(WireError, match=f"'{name}' succeeded, but its value cannot be sent: a .*only numbers"):
@@ -435,7 +435,7 @@ def test_no_step_is_swallowed_after_an_explicit_reset() -> None:
             assert (observations[mask] == 1).all()  # the first step of an episode, not its beginning
 
 
-def test_results_stay_as_they_are() -> None:
+def test_later_steps_do_not_change_earlier_results() -> None:
     ours, theirs = pair(spaces_env(NESTED, spaces.Discrete(3)), AutoresetMode.SAME_STEP)
     with closing(ours), closing(theirs):
         mine: list[Any] = []
@@ -446,7 +446,7 @@ def test_results_stay_as_they_are() -> None:
         assert_same(mine, kept)
 
 
-def test_what_cannot_be_laid_out_is_refused_with_the_reason() -> None:
+def test_invalid_arguments_are_refused_with_the_reason() -> None:
     with pytest.raises(FarstepError, match="strings have no fixed number of bytes"):
         farstep.make_vec(spaces_env(spaces.Text(3), spaces.Discrete(2)), 2, IN_PROCESS)
     with pytest.raises(ConfigError, match="num_envs=3 is not a multiple"):

@@ -117,7 +117,7 @@ def test_a_subscriber_gets_stored_events_first() -> None:
     assert seen == ["before", "after"]
 
 
-def test_a_subscriber_that_raises_is_removed_and_the_others_are_told() -> None:
+def test_subscriber_that_raises_is_removed_and_reported_to_the_others() -> None:
     log, seen = EventLog(), list[Event]()
 
     def fail(event: Event) -> None:

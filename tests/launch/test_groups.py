@@ -115,14 +115,14 @@ def attempts(groups: Groups, engine: Fake, wanted: int, seconds: range) -> list[
     return found
 
 
-def test_who_has_all_nodes_asks_for_none(engine: Fake, make: Callable[..., Groups]) -> None:
+def test_complete_group_requests_no_nodes(engine: Fake, make: Callable[..., Groups]) -> None:
     groups = make()
     assert groups.expected() == 2
     assert attempts(groups, engine, 2, range(100)) == []
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["engine answers", "engine fails"])
-def test_pauses_grow_until_the_budget_is_spent_and_it_comes_again(
+def test_retries_slow_down_until_the_budget_is_used_up_and_the_budget_recovers(
     engine: Fake, make: Callable[..., Groups], fails: bool
 ) -> None:
     groups = make(min_nodes=1)
@@ -136,7 +136,7 @@ def test_pauses_grow_until_the_budget_is_spent_and_it_comes_again(
     assert attempts(groups, engine, 2, range(2000, 2010)) == [2000, 2001, 2003]
 
 
-def test_rare_losses_do_not_add_up(engine: Fake, make: Callable[..., Groups]) -> None:
+def test_rare_losses_do_not_use_up_the_budget(engine: Fake, make: Callable[..., Groups]) -> None:
     groups = make(nodes=1, here=1)
     for hour in range(10):
         groups[len(groups) - 1].left("a node", for_good=True)
@@ -157,7 +157,7 @@ def test_too_few_nodes_and_no_budget_end_a_run(engine: Fake, make: Callable[...,
 
 
 @pytest.mark.parametrize("here", [0, 1])
-def test_nodes_that_never_came_are_not_asked_for_again(engine: Fake, make: Callable[..., Groups], here: int) -> None:
+def test_nodes_that_never_joined_are_not_requested_again(engine: Fake, make: Callable[..., Groups], here: int) -> None:
     groups = make(here=here)
     stands(engine, 0, here)
     missing = "1 node is missing" if here else "2 nodes are missing"
@@ -166,7 +166,7 @@ def test_nodes_that_never_came_are_not_asked_for_again(engine: Fake, make: Calla
     assert len(engine.jobs) == 1
 
 
-def test_a_replacement_that_fails_is_tried_again(engine: Fake, make: Callable[..., Groups]) -> None:
+def test_failed_replacement_is_retried(engine: Fake, make: Callable[..., Groups]) -> None:
     """Also where all nodes are needed: a host that starts anew refuses its first connections."""
     groups = make()
     groups[0].left("a node", for_good=True)
@@ -188,7 +188,7 @@ def test_a_lost_node_counts_once(engine: Fake, make: Callable[..., Groups], noti
     assert groups.expected() == 4 and len(groups) == 2
 
 
-def test_nodes_that_their_engine_brings_again_are_not_asked_for(engine: Fake, make: Callable[..., Groups]) -> None:
+def test_nodes_that_their_engine_restarts_are_not_requested(engine: Fake, make: Callable[..., Groups]) -> None:
     """A SLURM job that is queued again, a pod of a Deployment."""
     groups = make(nodes=4, here=4)
     for _ in range(4):
@@ -203,7 +203,7 @@ def test_nodes_that_their_engine_brings_again_are_not_asked_for(engine: Fake, ma
     assert groups.expected() == 4
 
 
-def test_what_an_engine_said_before_a_loss_does_not_make_up_for_it(engine: Fake, make: Callable[..., Groups]) -> None:
+def test_status_from_before_a_loss_does_not_count_as_its_replacement(engine: Fake, make: Callable[..., Groups]) -> None:
     groups = make(nodes=1, here=0)
     stands(engine, 0, nodes=1, pending=1)
     groups[0].joined("a node")
@@ -213,7 +213,7 @@ def test_what_an_engine_said_before_a_loss_does_not_make_up_for_it(engine: Fake,
     assert groups.expected() == 0
 
 
-def test_nodes_that_were_given_back_are_replaced_like_others(engine: Fake, make: Callable[..., Groups]) -> None:
+def test_returned_nodes_are_replaced_like_lost_ones(engine: Fake, make: Callable[..., Groups]) -> None:
     groups = make(nodes=4, here=4)
     for _ in range(2):
         groups[0].left("a node", for_good=True)  # their job goes on on the others, and the engine says 4
@@ -233,15 +233,13 @@ def test_groups_that_are_not_needed_any_more_are_cancelled(engine: Fake, make: C
     assert groups.expected() == 3
 
 
-def test_an_engine_that_cannot_be_used_says_so_at_once(engine: Fake, make: Callable[..., Groups]) -> None:
+def test_unusable_engine_raises_at_once(engine: Fake, make: Callable[..., Groups]) -> None:
     engine.fails = True
     with pytest.raises(LaunchError, match="nobody answers"):
         make()
 
 
-def test_a_group_that_is_over_is_cleared_away_and_its_last_words_are_kept(
-    make: Callable[..., Groups], engine: Fake
-) -> None:
+def test_finished_group_is_removed_and_its_last_output_is_kept(make: Callable[..., Groups], engine: Fake) -> None:
     groups = make(2, here=2)
     stands(engine, 0, 0)
     eventually(lambda: engine.jobs[0].cancelled)
@@ -250,7 +248,7 @@ def test_a_group_that_is_over_is_cleared_away_and_its_last_words_are_kept(
     assert groups.logs() == "its last words"
 
 
-def test_an_engine_hears_one_order_at_a_time(
+def test_engine_runs_one_command_at_a_time(
     make: Callable[..., Groups], engine: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Replacements are asked for in threads, and `scale` asks in the caller's."""
@@ -303,9 +301,7 @@ def test_a_node_that_was_reclaimed_for_good_does_not_hide_another_loss(
     assert groups.expected() == 1
 
 
-def test_a_job_that_begins_anew_is_waited_for_after_another_was_cancelled(
-    make: Callable[..., Groups], engine: Fake
-) -> None:
+def test_restarting_job_is_waited_for_after_another_was_cancelled(make: Callable[..., Groups], engine: Fake) -> None:
     groups = make(3, here=3, min_nodes=1)
     groups[0].left("a node", for_good=False)
     stands(engine, 0, 2)
@@ -319,7 +315,7 @@ def test_a_job_that_begins_anew_is_waited_for_after_another_was_cancelled(
     assert groups.expected() == 2
 
 
-def test_a_node_that_never_came_does_not_hide_the_loss_of_another(make: Callable[..., Groups], engine: Fake) -> None:
+def test_node_that_never_joined_does_not_hide_the_loss_of_another(make: Callable[..., Groups], engine: Fake) -> None:
     groups = make(3, here=2, min_nodes=1)  # the third is a job of its own, which fails at once
     stands(engine, 0, 2, ended={"job 2": "job 2 is over"})
     assert groups.expected() == 2

@@ -170,7 +170,7 @@ def test_lambda_returns_are_a_mean_of_n_step_returns(seed: int, gamma: float, la
 
 @settings(max_examples=50, deadline=None)
 @given(seeds, units, units)
-def test_a_batch_is_worth_what_its_episodes_are_alone(seed: int, gamma: float, lam: float) -> None:
+def test_returns_of_a_batch_equal_those_of_its_single_episodes(seed: int, gamma: float, lam: float) -> None:
     rollout = Rollout.random(seed)
     found = gae(*rollout, gamma, lam)[0]
     for i in range(N):
@@ -230,7 +230,7 @@ def cut_rollout(seed: int) -> tuple[Rollout, Array, Rollout, Rollout]:
 
 @settings(max_examples=30, deadline=None)
 @given(seeds, units, units)
-def test_nothing_is_added_up_across_a_cut(seed: int, gamma: float, lam: float) -> None:
+def test_returns_do_not_cross_a_cut(seed: int, gamma: float, lam: float) -> None:
     rollout, mask, before, after = cut_rollout(seed)
     middle = Rollout(*(a[4:7] if a.ndim == 2 else a for a in rollout))
     with np.errstate(all="raise", under="ignore"):
@@ -458,7 +458,7 @@ def test_extreme_ratios_stay_finite() -> None:
 # Types and refusals.
 
 
-def test_float32_stays_float32_and_is_added_up_in_float64() -> None:
+def test_float32_is_returned_as_float32_and_summed_in_float64() -> None:
     rollout = Rollout.random(1, 2000, 3, np.float32)
     doubles = Rollout(*(a.astype(np.float64) if a.dtype.kind == "f" else a for a in rollout))
     exact = gae(*doubles, 0.999, 0.99)[0]

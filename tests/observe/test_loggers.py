@@ -52,7 +52,7 @@ def test_lines_are_there_as_soon_as_they_are_logged(tmp_path: Path) -> None:
     assert read_rows(file)[1] == {"step": 256, "a": None, "b": None, "c": None}
 
 
-def test_a_resumed_run_cuts_off_what_it_trains_again(tmp_path: Path) -> None:
+def test_resumed_run_drops_metrics_that_it_logs_again(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     with Loggers(JsonlLogger(file)) as loggers:
         for step in (10, 20, 30):

@@ -61,7 +61,7 @@ def test_runs_that_differ_by_seed_are_one_group(tmp_path: Path) -> None:
     assert read_groups([runs[0], runs[0]])[0].label == "mean of 2 runs"
 
 
-def test_labels_say_what_differs(tmp_path: Path) -> None:
+def test_labels_name_the_options_that_differ(tmp_path: Path) -> None:
     def labels(*configs: dict[str, Any]) -> list[str]:
         runs = [make_run(tmp_path, "r", updates=1, **config) for config in configs]
         return [group.label for group in read_groups(runs)]
@@ -142,7 +142,7 @@ def titles(figure: Any) -> list[str]:
     return [axes.get_title(loc="left") for axes in figure.axes]
 
 
-def test_there_is_no_panel_for_what_did_not_happen(tmp_path: Path, monkeypatch) -> None:
+def test_metrics_without_data_have_no_panel(tmp_path: Path, monkeypatch) -> None:
     figures = as_drawn(monkeypatch)
     row: dict[str, float] = {"step": 5, "env/return_mean": 3.0, "lag/versions_mean": 0.0, "lag/versions_max": 0.0}
     more: list[dict[str, float]] = [{}, {"seconds": 2.0}, {"lag/versions_max": 1.0}, {"workers/restarts": 0}]
@@ -197,7 +197,7 @@ def test_evaluations_are_drawn_where_they_started(tmp_path: Path, monkeypatch) -
     assert dots == [[[1500.0]], [[15.0]]]
 
 
-def test_counters_are_drawn_as_what_was_added(tmp_path: Path) -> None:
+def test_counters_are_drawn_as_increments(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path, "run", {})
     rows: list[dict[str, float]] = [{}, {"dropped/stale": 2}, {"dropped/stale": 2, "dropped/cancelled": 3}, {}]
     rows += [{"dropped/stale": 1}]  # a resumed run counts from zero

@@ -82,7 +82,7 @@ def test_frames_that_raise_leave_nothing_and_the_old_video(tmp_path: Path) -> No
         ([None], "frame 0 is object"),
     ],
 )
-def test_what_is_no_frame_is_named(frames: list, message: str, tmp_path: Path) -> None:
+def test_invalid_frames_are_named(frames: list, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         write_video(tmp_path / "a.mp4", frames)
     assert not list(tmp_path.iterdir())
@@ -103,7 +103,7 @@ def use_ffmpeg(folder: Path, script: str, monkeypatch) -> None:
     monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", lambda: str(stand_in))
 
 
-def test_what_ffmpeg_says_is_in_the_error(tmp_path: Path, monkeypatch) -> None:
+def test_error_quotes_ffmpeg(tmp_path: Path, monkeypatch) -> None:
     use_ffmpeg(tmp_path, "echo no luck >&2; exit 3", monkeypatch)
     with pytest.raises(RunError, match=r"the video was not written: ffmpeg ended early\. Its output:\nno luck"):
         write_video(tmp_path / "a.mp4", moving_square(200, 64, 64))

@@ -15,7 +15,7 @@ def address(room: memoryview) -> int:
     return np.frombuffer(room, np.uint8).ctypes.data
 
 
-def test_a_room_is_used_again() -> None:
+def test_released_buffer_is_reused() -> None:
     pool = BufferPool()
     first = pool.take(LARGE)
     place = address(first)
@@ -35,7 +35,7 @@ def test_a_room_is_used_again() -> None:
     ],
     ids=["slice", "cast", "array", "part of an array"],
 )
-def test_who_looks_into_a_room_keeps_it(look: object) -> None:
+def test_buffer_with_a_live_view_is_not_reused(look: object) -> None:
     pool = BufferPool()
     first = pool.take(LARGE)
     place = address(first)
@@ -51,13 +51,13 @@ def test_who_looks_into_a_room_keeps_it(look: object) -> None:
     assert address(pool.take(LARGE)) == place
 
 
-def test_a_much_larger_room_is_left_to_others() -> None:
+def test_much_larger_buffer_is_not_taken_for_a_small_message() -> None:
     pool = BufferPool()
     place = address(pool.take(8 * LARGE))
     assert address(pool.take(LARGE)) != place
 
 
-def test_not_more_is_kept_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_keeps_at_most_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_KEPT_BYTES", 3 * LARGE)
     pool = BufferPool()
     held = [pool.take(LARGE) for _ in range(10)]

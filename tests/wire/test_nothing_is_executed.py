@@ -146,7 +146,7 @@ def is_dangerous(what: str) -> bool:
         "run(['python', '-c', 'import cloudpickle; cloudpickle.load(f)'])",
     ],
 )
-def test_it_would_be_found(source: str) -> None:
+def test_check_finds_code_that_executes_data(source: str) -> None:
     uses = f"{source}\nUnpickler" if "Unpickler" in source else source
     assert list(findings(uses))
 
@@ -161,7 +161,7 @@ def test_it_would_be_found(source: str) -> None:
         "import ctypes\nctypes.CDLL(None, use_errno=True)",
     ],
 )
-def test_what_is_harmless_is_not(source: str) -> None:
+def test_check_ignores_harmless_code(source: str) -> None:
     assert not list(findings(source))
 
 
@@ -174,7 +174,7 @@ def test_nothing_received_is_executed() -> None:
     assert not [place for place in found if place[0].split("/")[0] in TRUSTS_NOBODY]
 
 
-def test_what_reads_from_workers_imports_no_module_that_could() -> None:
+def test_modules_that_read_from_workers_do_not_import_pickle() -> None:
     """`head/members/broadcast.py` writes pickles for workers; nothing else there even imports one."""
     imports = {
         (str(path.relative_to(ROOT)), name)

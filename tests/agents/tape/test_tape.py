@@ -260,7 +260,7 @@ def test_invalid_distributions_raise_as_in_eager() -> None:
 
 
 @pytest.mark.parametrize("bad", [[[0.0, 0.0], [0.5, 0.5]], [[-1.0, 1.0], [0.5, 0.5]], [[np.inf, 1.0], [0.5, 0.5]]])
-def test_probabilities_that_are_none_raise_as_in_eager(bad: Any) -> None:
+def test_invalid_probabilities_raise_as_in_eager(bad: Any) -> None:
     program = compile_act(lambda p: torch.multinomial(p * 1, 1), torch.ones(2, 2))
     with pytest.raises(RuntimeError, match=r"probability|multinomial"):
         program(np.array(bad, np.float32))

@@ -200,7 +200,7 @@ TestBlocks = Blocks.TestCase
 TestBlocks.settings = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)
 
 
-def test_what_a_dead_writer_overwrote_is_not_read() -> None:
+def test_rows_overwritten_by_a_dead_writer_are_not_read() -> None:
     """The next writer claims less than the dead one had: rows beyond are still torn."""
     blocks = CyclicBlocks.create(SCHEMA, ROWS, 1)
     writer = blocks.join(0, 1)

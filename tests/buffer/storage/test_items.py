@@ -32,7 +32,7 @@ def test_bytes_limit_the_capacity() -> None:
         Buffer(10, Uniform(), max_bytes=0)
 
 
-def test_closing_gives_the_memory_back() -> None:
+def test_close_frees_the_memory() -> None:
     def mapped() -> int:
         with open("/proc/self/maps") as maps:  # noqa: PTH123
             return sum("farstep-buffer" in line for line in maps)
@@ -54,7 +54,7 @@ def test_closing_gives_the_memory_back() -> None:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from("aaald"), st.integers(1, 9)), min_size=1, max_size=40))
-def test_a_key_names_one_item_for_ever(calls: list[tuple[str, int]]) -> None:
+def test_keys_are_never_reused(calls: list[tuple[str, int]]) -> None:
     """However rows come: as arrays, which are written at once, or as lists, which are looked at more closely."""
     named: dict[int, int] = {}  # row by key
     there: list[int] = []

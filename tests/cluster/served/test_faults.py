@@ -278,7 +278,7 @@ def test_a_call_after_an_interrupt_uses_new_weights_although_a_worker_still_step
         assert (outcomes["collect"].get()["number"] == 1).all()
 
 
-def test_what_act_raises_reaches_the_caller_with_its_traceback() -> None:
+def test_exception_of_act_reaches_the_caller_with_its_traceback() -> None:
     agent = FaultyActor("raise")
     with cluster(envs=4, workers=2, inference="served") as env, pytest.raises(RemoteEnvError) as caught:
         for _ in range(9):
@@ -289,7 +289,7 @@ def test_what_act_raises_reaches_the_caller_with_its_traceback() -> None:
 
 @pytest.mark.parametrize("options", [{"inference": "served"}, OVER_THE_NETWORK], ids=["node", "head"])
 @pytest.mark.parametrize("error", [FileNotFoundError, EOFError])
-def test_what_priorities_raises_is_not_taken_for_a_lost_connection(
+def test_exception_of_priorities_is_not_taken_for_a_lost_connection(
     error: type[Exception], options: dict[str, Any]
 ) -> None:
     class Unprioritized(TableAgent):

@@ -155,7 +155,7 @@ def test_get_parameters_that_raises_is_named(get_parameters: Callable[[], Any]) 
 
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf")])
-def test_infinities_are_ordinary(value: float) -> None:
+def test_infinite_parameters_are_accepted(value: float) -> None:
     learner: Any = Module()
     worker: Any = Module()
     learner.scale[0] = value  # as in a mask of attention

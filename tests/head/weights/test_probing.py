@@ -57,7 +57,7 @@ def test_the_divergence_is_exact_on_rows_that_the_worker_sent(kind: Any) -> None
     assert found > 0.01
 
 
-def test_asking_leaves_modes_and_generators_as_they_were() -> None:
+def test_probing_does_not_change_modes_and_generators() -> None:
     agent = TorchAgent(0.3)
     agent.norm.eval()
     world = World(agent, TorchAgent())
@@ -155,7 +155,7 @@ class OwnMeasureAgent(DeterministicAgent):
     ],
     ids=["negative", "mapping", "nothing", "number", "matrix", "text"],
 )
-def test_a_measure_that_is_none_is_refused(said: Any, words: str) -> None:
+def test_invalid_results_of_a_custom_measure_are_refused(said: Any, words: str) -> None:
     agent = OwnMeasureAgent()
     agent.said = said
     with pytest.raises(AgentError, match=words):
@@ -239,7 +239,7 @@ class LoudAgent(LinearAgent):
     ],
     ids=str,
 )
-def test_numpy_does_not_warn_beside_us(said: dict[str, float]) -> None:
+def test_numpy_warnings_are_suppressed(said: dict[str, float]) -> None:
     learner, worker = LoudAgent(), LoudAgent()
     learner.said, worker.said = said, dict.fromkeys(said, 0.0)
     for sides in ((learner, worker), (worker, learner), (learner, learner)):
@@ -326,7 +326,7 @@ def test_comparing_by_act_does_not_change_the_agent(kind: Any) -> None:
     assert agent.calls == twin.calls == [1]
 
 
-def test_an_agent_that_cannot_be_copied_is_told_to_add_a_method() -> None:
+def test_error_of_an_agent_that_cannot_be_copied_names_the_missing_method() -> None:
     agent = CountingActs()
     agent.own = threading.Lock()  # type: ignore[assignment]
     outputs = {"action": ArraySpec((), "<i8"), "logits": ArraySpec((4,), "<f4")}
@@ -352,7 +352,7 @@ def test_sides_that_describe_themselves_differently_are_told_apart() -> None:
         world.publish()
 
 
-def test_what_cannot_be_compared_counts_as_too_far() -> None:
+def test_policies_that_cannot_be_compared_count_as_too_far() -> None:
     world = World(LinearAgent(), LinearAgent())
     assert world.publish() == math.inf  # nothing was sent yet
     world.roll()
@@ -363,7 +363,7 @@ def test_what_cannot_be_compared_counts_as_too_far() -> None:
     assert world.worker.take_note() == ""
 
 
-def test_a_policy_that_says_nan_is_too_far_and_told_once() -> None:
+def test_policy_that_returns_nan_is_too_far_and_reported_once() -> None:
     world = World(LinearAgent(np.nan), LinearAgent())
     world.roll()
     for said in ("distribution() returns NaN (logits)", ""):  # once
@@ -371,7 +371,7 @@ def test_a_policy_that_says_nan_is_too_far_and_told_once() -> None:
         assert world.worker.take_note() == said
 
 
-def test_what_is_left_after_a_pull_is_measured_by_the_probe_that_it_was_for() -> None:
+def test_divergence_left_by_a_pull_is_measured_by_the_probe_of_that_pull() -> None:
     learner, worker = LinearAgent(0.3), LinearAgent(0.1)
     world = World(learner, worker)
     world.roll()
@@ -385,7 +385,7 @@ def test_what_is_left_after_a_pull_is_measured_by_the_probe_that_it_was_for() ->
 
 
 @pytest.mark.parametrize("kind", [LinearAgent, LogProbAgent], ids=["distribution", "log_prob"])
-def test_nothing_is_left_after_a_pull_of_everything(kind: Any) -> None:
+def test_pull_of_all_parameters_leaves_no_divergence(kind: Any) -> None:
     learner, worker = kind(0.3), kind(0.1)
     world = World(learner, worker)
     world.roll()
@@ -496,7 +496,7 @@ def test_a_worker_without_weights_passes_no_probe() -> None:
     assert world.worker.compared == -1 and world.worker.divergences == ()
 
 
-def test_a_worker_busy_for_long_is_not_buried_in_probes() -> None:
+def test_busy_worker_gets_a_bounded_number_of_probes() -> None:
     world = World(LinearAgent(), LinearAgent())
     world.roll()
     assert sum(len(world.head.requests()) for _ in range(1000)) < 100

@@ -20,7 +20,7 @@ STUBBORN = (
 )
 
 
-def test_sessions_end_whatever_their_programs_say() -> None:
+def test_sessions_of_programs_that_ignore_signals_end() -> None:
     sessions = [EngineProcess([sys.executable, "-c", STUBBORN], f"host{i}", b"") for i in range(3)]
     sessions.append(EngineProcess(["true"], "host3", b""))
     deadline = time.monotonic() + 30
@@ -32,7 +32,7 @@ def test_sessions_end_whatever_their_programs_say() -> None:
     assert sessions[0].tail() == "here"  # what they said is still known
 
 
-def test_who_holds_the_output_of_a_program_is_ended_with_it(tmp_path: Path) -> None:
+def test_processes_that_hold_the_output_of_a_program_end_with_it(tmp_path: Path) -> None:
     program = Program(["sh", "-c", f"sleep 60 & echo $! > {tmp_path}/pid; wait"])
     deadline = time.monotonic() + 30
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():

@@ -148,7 +148,7 @@ def refused(path: Path, env: Any = Recall, **options: Any) -> str:
     return str(raised.value)
 
 
-def test_files_that_are_no_recording_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_not_recordings_are_refused(tmp_path: Path) -> None:
     assert "No such file" in refused(tmp_path / "missing.npz")
     (tmp_path / "text.npz").write_text("episodes")
     assert "farstep eval RUN --sample --record" in refused(tmp_path / "text.npz")

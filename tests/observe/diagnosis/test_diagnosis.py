@@ -267,7 +267,7 @@ def test_a_bottleneck_is_named_before_it_is_a_problem() -> None:
         assert found.cause == cause and not found.is_problem and found.remedy
 
 
-def test_too_little_data_is_said() -> None:
+def test_too_little_data_is_reported() -> None:
     start = Snapshot(time_s=0.0, stats={})
     short = diagnose(Window(start, Snapshot(time_s=2.0, stats=stats([BUSY, BUSY], wait=0.9, seconds=2.0))))
     silent = diagnose(Window(start, Snapshot(time_s=60.0, stats=stats([BUSY, BUSY], wait=0.9))))

@@ -60,13 +60,13 @@ def test_options_have_defaults_and_may_be_a_mapping() -> None:
         ({"horizn": 3}, "option of Stagger 'horizn'.*horizon"),
     ],
 )
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(farstep.ConfigError, match=message):
         of(**options)
 
 
 @pytest.mark.parametrize("value", [200, "auto", True])
-def test_what_is_no_mapping_is_refused(value: Any) -> None:
+def test_value_that_is_not_a_mapping_is_refused(value: Any) -> None:
     with pytest.raises(farstep.ConfigError, match="expected a Stagger or a mapping"):
         farstep.EnvConfig(env_name="CartPole-v1", stagger=value)
 
@@ -148,7 +148,7 @@ def test_gates_open_where_the_specification_says() -> None:
         assert gates == [s for s in range(40) if (s + i * size) % 10 == 0]
 
 
-def test_a_replaced_worker_finds_its_place() -> None:
+def test_replaced_worker_continues_at_the_phase_that_is_due() -> None:
     old, new = StaggerSchedule(Stagger(horizon=10, groups=3), 3), None
     old.fix_offsets(slots(0, 3), 4)
     new = StaggerSchedule(Stagger(horizon=10, groups=3), 3, clock=old.clock(17))
@@ -158,7 +158,7 @@ def test_a_replaced_worker_finds_its_place() -> None:
         assert new.clock(later) == old.clock(17 + later)
 
 
-def test_all_begin_anew() -> None:
+def test_restart_computes_all_offsets_again() -> None:
     schedule = StaggerSchedule(Stagger(horizon=12), 4)
     schedule.fix_offsets(slots(0, 4), 3)
     schedule.fix_offsets(slots(0, 4), 6)  # a later rollout of another length changes nothing ...

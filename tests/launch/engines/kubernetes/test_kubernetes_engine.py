@@ -73,7 +73,7 @@ def test_a_second_group_has_names_of_its_own(cluster: FakeKubernetes, engine: An
     second.cancel()
 
 
-def test_jobs_that_are_over_are_nodes_that_will_not_come(cluster: FakeKubernetes, engine: Any) -> None:
+def test_finished_jobs_provide_no_more_nodes(cluster: FakeKubernetes, engine: Any) -> None:
     group = request(engine())
     assert group.status().nodes == 2 and "no pods yet" in group.status().text
     jobs = cluster.objects["jobs"]

@@ -52,7 +52,7 @@ def test_kubernetes_schemas_accept_it(kind: str, options: dict[str, Any], versio
         kubernetes_validate.validate(manifest, version, strict=True)
 
 
-def test_a_job_per_node_is_never_tried_again_and_goes_by_itself() -> None:
+def test_job_of_a_node_is_never_retried_and_expires() -> None:
     secret, *jobs = asked(nodes=3, time_limit="1:00:00")
     assert [job["metadata"]["name"] for job in jobs] == [f"farstep-ab12-3-{i}" for i in range(3)]
     for job in jobs:
