@@ -1,4 +1,4 @@
-"""The tree of errors: as drawn, so it is."""
+"""The tree of errors matches its drawing in the docstring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many cores there are, and how much memory."""
+"""The cores and the memory that a process may use."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_use_of_a_process_is_that_of_its_threads(tmp_path: Path) -> None:
 
 
 def test_use_of_this_machine() -> None:
-    found = machine_use({"me": os.getpid(), "nobody": 2**22 + 1})
+    found = machine_use({"me": os.getpid(), "no process": 2**22 + 1})
     assert list(found.processes) == [("me", os.getpid())]
     assert found.processes["me", os.getpid()].anonymous_bytes > 2**20
     assert found.cores == usable_cpus() and 0 < found.memory_left_bytes <= found.memory_bytes

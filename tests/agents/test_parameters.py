@@ -62,7 +62,7 @@ def test_set_parameters_gets_the_types_that_get_parameters_returned() -> None:
     learner.parameters["count"] = 11
     with store_of(learner) as store:
         pulled(store, worker)
-        store.publish(SetterAgent())  # the buffer goes on to other versions; the worker's copy does not
+        store.publish(SetterAgent())  # the buffer gets another version; the worker's copy keeps its own
     assert torch.equal(worker.parameters["w"], learner.parameters["w"])
     assert isinstance(worker.parameters["n"], tuple) and type(worker.parameters["count"]) is int
     assert worker.parameters["count"] == 11

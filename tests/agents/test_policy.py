@@ -25,7 +25,7 @@ STARTS = np.array([True, False, True])
 
 
 class Module(torch.nn.Module):
-    """A module with one parameter, which is given to whoever asks."""
+    """A module with one parameter, which `get_parameters` returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def test_a_recurrent_module_has_a_fast_path_too() -> None:
 
 def test_an_attribute_that_cannot_be_pickled_keeps_the_agent_eager() -> None:
     class Locked(Module):
-        """Travels without its lock."""
+        """Pickled without its lock."""
 
         def __getstate__(self) -> Any:
             return {key: value for key, value in vars(self).items() if key != "lock"}

@@ -1,4 +1,4 @@
-"""Buffers at their edges: forks, starts that are rare, mistakes and what is said of them."""
+"""Edge cases of buffers: forks, rare starts, and the errors for wrong use."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_starts_are_drawn_in_proportion(by: Sampler, episode: int) -> None:
 
 
 def test_search_for_rare_starts_is_bounded() -> None:
-    """Whatever part of rows something begins at: no more than some looks at each, none of them along a sequence."""
+    """However rare starts are, each row is checked a bounded number of times, and never along a whole sequence."""
     looked = 0
 
     class Watched(Sequence):

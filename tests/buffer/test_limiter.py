@@ -344,7 +344,7 @@ def test_the_difference_stays_within_its_bounds(limiter: RateLimiter, wishes: li
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(RATIOS, st.integers(1, 6), st.integers(-6, 6), st.integers(0, 16), st.randoms(use_true_random=False))
 def test_accepted_limiters_never_deadlock(spi: float, first: int, low: int, halves: int, rnd) -> None:
-    """One by one, somebody can always go on; and what is refused for that reason does stand still."""
+    """With single rows, an insert or a sample is always possible; limiters refused for this reason do deadlock."""
     high = low + halves / 2
     assume(low <= spi * first)
     with warnings.catch_warnings():
@@ -370,7 +370,7 @@ def test_accepted_limiters_never_deadlock(spi: float, first: int, low: int, halv
             inserts += 1
         else:
             return
-    # In exact arithmetic it would go on; a bound is met exactly and floats decide otherwise, as the limiter would.
+    # Exact arithmetic does not deadlock: a bound is met exactly, where rounding decides otherwise.
     assert any(abs(diff - bound) < Fraction(1, 10**9) for diff in seen for bound in (low + 1, high - exact))
 
 

@@ -1,4 +1,4 @@
-"""Rows that come in order, of time or of priority; and who goes when a buffer is full."""
+"""Samplers that return rows in order of time or priority, and the rows that a full buffer evicts."""
 
 from __future__ import annotations
 

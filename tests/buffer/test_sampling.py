@@ -1,4 +1,4 @@
-"""Which rows are sampled, how often, and by whom."""
+"""Which rows are sampled, how often, and from which threads."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def test_error_names_all_damaged_checkpoints(two: Path) -> None:
     assert isinstance(caught.value, FarstepError) and isinstance(caught.value, OSError)
     for part in ("000001 is not used: DONE is missing", "000002 is not used: reward.npy differs from what was saved"):
         assert part in str(caught.value)
-    assert names(two) == [".lock", "000001", "000002"]  # nothing is thrown away: somebody may want to look
+    assert names(two) == [".lock", "000001", "000002"]  # damaged checkpoints are kept for inspection
 
 
 def test_error_says_why_a_folder_has_no_checkpoint(tmp_path: Path, two: Path) -> None:

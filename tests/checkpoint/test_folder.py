@@ -1,4 +1,4 @@
-"""Checkpoints: what was saved comes back, the newest are kept."""
+"""Checkpoints survive a round trip, and the newest are kept."""
 
 from __future__ import annotations
 

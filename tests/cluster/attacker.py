@@ -1,4 +1,4 @@
-"""Whoever can reach a head's sockets, as a process of its own: `python attacker.py < what-it-knows.json`.
+"""An attacker that can reach a head's sockets, as a process of its own: `python attacker.py < what-it-knows.json`.
 
 It knows addresses, and as much as its JSON says: tokens and packets of workers, keys of a worker or node that
 it holds. Prints how many messages of each kind it sent.
@@ -68,7 +68,7 @@ def dial(address: str) -> socket.socket:
 
 
 def nonsense() -> tuple[str, bytes]:
-    """What somebody may say who has just connected."""
+    """A random message of a peer that has just connected, with its kind."""
     mechanism = chance.choice(MECHANISMS)
     match chance.randrange(9):
         case 0:
@@ -153,7 +153,7 @@ def unknown_keys(address: str, server_key: bytes, count: int) -> None:
 
 
 def in_between(bulk: str, name: bytes, tokens: list[bytes], packets: list[list[bytes]], count: int) -> None:
-    """Somebody who holds back what a worker shows to be let in, and shows it himself, and has packets that went by."""
+    """A man in the middle: uses tokens that it kept from the head, and packets that it overheard."""
     for token in tokens:
         options = {"plain_username": name, "plain_password": token}
         with dealer(bulk, **options) as sock, contextlib.suppress(zmq.Again):

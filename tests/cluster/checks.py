@@ -1,4 +1,4 @@
-"""What the tests of a running cluster share: deadlines, and what must hold for every batch and all counters."""
+"""Deadlines, and the invariants of every batch and of all counters, for tests with a running cluster."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Outcome:
 
 
 def together(calls: Mapping[str, Callable[[], Any]], seconds: float = DEADLINE_S) -> dict[str, Outcome]:
-    """Run calls at the same time, each in a thread; a call that does not come back in time fails the test."""
+    """Run calls at the same time, each in a thread; a call that does not return in time fails the test."""
     outcomes = {name: Outcome() for name in calls}
 
     def run(name: str) -> None:
@@ -112,7 +112,7 @@ BOTH = pytest.mark.parametrize(
 
 
 def assert_sound(batch: farstep.Batch) -> None:
-    """A batch of `CountingEnv`: every row follows from the one before, or begins an episode and says so."""
+    """A batch of `CountingEnv`: every row follows from the one before, or is marked as the start of an episode."""
     obs, following = batch["obs"], np.concatenate([batch["obs"][1:], batch.last_obs[None]])
     ended = batch["terminated"] | batch["truncated"]
     final = batch.final_obs

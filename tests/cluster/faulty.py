@@ -27,7 +27,7 @@ from farstep.wire.codec import frame_lengths
 
 
 def once(marker: str) -> bool:
-    """True for the first process that asks, on the whole machine."""
+    """True for the first call with this marker, among all processes of the machine."""
     try:
         os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -176,7 +176,7 @@ def poisoned_vector(num_envs: int, seeds: list[int]) -> SyncVectorEnv:
 
 
 class SelfNamingEnv(CountingEnv):
-    """Tells the process it lives in."""
+    """Its info has the id of its process."""
 
     def reset(self, **kwargs: Any) -> Any:
         obs, info = super().reset(**kwargs)
@@ -198,7 +198,7 @@ class OnceOnlyEnv(CountingEnv):
 
 
 def with_a_child(env: Any) -> Any:
-    """A wrapper whose environment starts a process and tells of it."""
+    """A wrapper whose environment starts a process and has its id in the info."""
     child = subprocess.Popen(["sleep", "1000"])
     reset = env.reset
 
@@ -258,13 +258,13 @@ class FaultyAgent(TableAgent):
 
 
 def wait_for_byte(fifo: str) -> None:
-    """Until the test says so."""
+    """Wait until the test writes a byte."""
     with Path(fifo).open("rb", buffering=0) as file:
         file.read(1)
 
 
 class CutOffEnv(CountingEnv):
-    """Kills its worker in its `at`-th step, once, when the test says that it has seen what was sent before."""
+    """Kills its worker in its `at`-th step, once, after the test confirmed the rows that were sent before."""
 
     def __init__(self, marker: str, fifo: str, at: int) -> None:
         super().__init__(length=4)
@@ -296,8 +296,7 @@ class StageCutOffEnv(CountingEnv):
 
 
 class HeldBackEnv(CountingEnv):
-    """Its worker sends what comes last of each chunk when the test says so, by a byte for each; workers have one of
-    `fifos` each."""
+    """Its worker sends the last part of each chunk when the test writes a byte; each worker has one of `fifos`."""
 
     def __init__(self, fifos: list[str]) -> None:
         super().__init__(length=4)

@@ -1,4 +1,4 @@
-"""What the tests of workflows share; workers and other processes import this module by its name."""
+"""Buffers, consumers and helpers for tests of workflows; workers and other processes import this module by its name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class GatedEnv(CountingEnv):
 
 
 def full(rows: int, **options: Any) -> farstep.Buffer:
-    """A buffer for on-policy learners, of so many transitions."""
+    """A buffer for on-policy learners with the given capacity in transitions."""
     return farstep.Buffer(capacity=rows, sampler=farstep.FullBatch(), **options)
 
 

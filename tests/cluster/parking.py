@@ -1,4 +1,4 @@
-"""What the tests of parked workers share: heads to kill, scaling at random, and a check that no step is lost."""
+"""Helpers for tests of parked workers: heads to kill, scaling at random, and a check that no step is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables and consumers that the tests of workflows share, and what must hold for what they were given."""
+"""Trigger tables and consumers for tests of workflows, and the invariants of their messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adaptive synchronization on running clusters: who pulls when, what it costs, and what it means for staleness."""
+"""Adaptive synchronization on running clusters: when workers pull, what it costs, and how it bounds staleness."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_version_that_could_not_be_compared_is_pulled() -> None:
 
 @EVERYWHERE
 def test_weights_that_passed_a_probe_are_not_too_old_for_a_stream(config: LaunchConfig) -> None:
-    """With hardly any change, `max_staleness=0` is kept by the first weights for ever; `version` says who acted."""
+    """With tiny updates, the first weights satisfy `max_staleness=0` forever; `version` is that which acted."""
     with cluster(never_ending, envs=4, sync=AAPS(0.05), config=config) as env:
         agent = CoinAgent()
         for k, batch in enumerate(env.stream(agent, steps=4, max_staleness=0)):
@@ -240,7 +240,7 @@ def test_policy_that_cannot_be_measured_is_reported_once(config: LaunchConfig, o
 
 
 class TwoHeadedAgent(CoinAgent):
-    """Describes itself by a parameter that may not travel, and by an attribute that never does."""
+    """Describes itself by a parameter that may not be sent, and by an attribute that never is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -436,7 +436,7 @@ def test_every_kind_of_agent_can_be_compared(config: LaunchConfig, kind: Any) ->
         assert (env.collect(agent, steps=16)["version"] == 2).all()
 
 
-# ---- what travels ----
+# ---- parameters that are sent ----
 
 
 class ActorCriticAgent(CoinAgent):
@@ -463,7 +463,7 @@ def test_some_of_the_parameters_can_be_selected_for_sending(config: LaunchConfig
         agent = ActorCriticAgent()
         env.collect(agent, steps=2)
         agent.critic[:] = 7
-        assert (env.collect(agent, steps=2)["version"] == 0).all()  # what does not travel makes no version
+        assert (env.collect(agent, steps=2)["version"] == 0).all()  # parameters that are not sent make no version
         agent.logit[:] = 3
         batch = env.collect(agent, steps=2)
         assert (batch["logit"] == 3).all() and (batch["value"] == 0).all() and (batch["version"] == 1).all()
@@ -569,7 +569,7 @@ def test_differences_arrive_exactly_and_take_less(half: bool | str) -> None:
         assert 0 < later < 0.75 * whole
         os.kill(worker_pids()[1], signal.SIGKILL)
         eventually(lambda: env.stats()["workers"]["restarts"] == 1 and env.stats()["workers"]["alive"] == 2)
-        agent.critic += 1  # a worker without a version gets it whole, the other the difference
+        agent.critic += 1  # a worker without a version gets all weights, the other one the delta
         batch = env.collect(agent, steps=2)
         exact = as_sent(agent.critic[0], half)
         assert (batch["value"] == np.float32(exact)).all()

@@ -455,7 +455,7 @@ def test_rows_of_a_vector_environment(mode: str) -> None:
 
 
 def test_rows_of_a_stream_of_chunks() -> None:
-    """The first chunks to arrive, whoever sent them; slots that were not there at first share columns."""
+    """The first chunks to arrive, of any worker; slots that are absent at first share columns."""
     with cluster(CountingEnv, envs=4, config=in_process(2)) as env, Buffer(80, Uniform(), seed=3) as buffer:
         for k, batch in enumerate(env.stream(TableAgent(), steps=6, num_chunks=1)):
             with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""close() leaves nothing behind and concurrent calls wait for it; exceptions that cannot be formatted are reported."""
+"""close() releases all resources and concurrent calls wait for it; exceptions that cannot be formatted are reported."""
 
 from __future__ import annotations
 

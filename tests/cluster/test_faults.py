@@ -1,4 +1,4 @@
-"""The fault matrix: whatever happens to a worker, a call returns a full batch or raises the right error in time.
+"""The fault matrix: after any fault of a worker, a call returns a full batch or raises the right error in time.
 
 Faults: an exception, a process that ends (SIGKILL, SIGSEGV, `os._exit`), one that is stopped, one that hangs, one
 that hangs and keeps the interpreter. Phases: connect, construct, reset, step, load (of weights), act, close.
@@ -85,8 +85,8 @@ def before_hello(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return misbehave
 
 
-def goes_on(env: farstep.ClusterEnv, agent: TableAgent, faults: list[str], folder: Path) -> None:
-    """Every fault happens, every batch is whole all the same."""
+def assert_continues(env: farstep.ClusterEnv, agent: TableAgent, faults: list[str], folder: Path) -> None:
+    """Every fault happens, and every batch is complete nevertheless."""
     with env:
         for _ in range(20):
             batch = within(lambda: env.collect(agent, steps=6))
@@ -102,20 +102,20 @@ def goes_on(env: farstep.ClusterEnv, agent: TableAgent, faults: list[str], folde
         assert_balanced(stats)
 
 
-# Not here: an exception while the first environments are built, which is a mistake in the program and is said at
-# once (below); a fault in close, after which there is nothing to go on with (below).
+# Not here: an exception while the first environments are built, which is a mistake in the program and raised at
+# once (below); a fault in close, after which there is no environment left (below).
 @pytest.mark.parametrize("phase, faults", [("construct", SILENT), ("reset", ALL), ("step", ALL)])
 def test_run_continues_after_an_environment_fails_once(phase: str, faults: list[str], tmp_path: Path) -> None:
     kwargs = {"faults": faults, "phase": phase, "folder": str(tmp_path)}
     env = cluster(EachOnceEnv, envs=4, workers=4, env_kwargs=kwargs, timeouts=LIMITS, restart_budget=20)
-    goes_on(env, TableAgent(), faults, tmp_path)
+    assert_continues(env, TableAgent(), faults, tmp_path)
 
 
 # An agent that raises is not tried again: it would raise again (below).
 @pytest.mark.parametrize("phase", ["load", "act"])
 def test_run_continues_after_an_agent_fails_once(phase: str, tmp_path: Path) -> None:
     agent = FaultyAgent(SILENT, str(tmp_path), phase)
-    goes_on(cluster(envs=4, workers=4, timeouts=LIMITS, restart_budget=20), agent, SILENT, tmp_path)
+    assert_continues(cluster(envs=4, workers=4, timeouts=LIMITS, restart_budget=20), agent, SILENT, tmp_path)
 
 
 # Nothing of the user's runs before hello, so nothing can raise there.
@@ -124,7 +124,7 @@ def test_a_worker_that_fails_to_connect_is_started_again(before_hello, tmp_path_
     before_hello(SILENT, str(folder))
     limits = farstep.Timeouts(connect_s=4.0)
     env = cluster(envs=6, workers=6, timeouts=limits, restart_budget=20, start_method="cold")
-    goes_on(env, TableAgent(), SILENT, folder)
+    assert_continues(env, TableAgent(), SILENT, folder)
 
 
 def failure(fault: str, phase: str) -> WorkerError:
@@ -178,7 +178,7 @@ def test_a_worker_that_never_says_hello_is_raised(before_hello, tmp_path_factory
     before_hello(SILENT, str(folder))
     outcomes = together({f"cluster {k}": lambda: failure("", "connect") for k in range(len(SILENT))})
     errors = [outcome.get() for outcome in outcomes.values()]
-    for fault, ending in DEATHS.items():  # who got which fault is chance
+    for fault, ending in DEATHS.items():  # which cluster got which fault is random
         (died,) = (error for error in errors if ending in str(error))
         assert_says_all(died, fault, "connect")
     stuck = [error for error in errors if isinstance(error, WorkerStuck)]
@@ -256,7 +256,7 @@ def test_an_action_outside_its_space_is_the_agents_mistake(kind: str, action: fl
         with pytest.raises(farstep.AgentError, match=f"the agent's {words}") as caught:
             env.collect(SevenAgent(action), steps=2)
         assert "in environment slot 0; the step raised AssertionError" in str(caught.value)
-        assert str(caught.value).startswith("the agent's")  # and not that somebody raised it
+        assert str(caught.value).startswith("the agent's")  # without the prefix of exceptions of environments
 
 
 def test_action_outside_a_box_is_mentioned_in_the_error_of_the_environment() -> None:
@@ -399,7 +399,9 @@ def test_faults_are_found_without_shared_memory(tmp_path: Path) -> None:
     faults = [fault for fault in ALL if fault != "raise"]  # its report is lost if the next fault stops the same process
     kwargs = {"faults": faults, "phase": "step", "folder": str(tmp_path)}
     options = {"timeouts": LIMITS, "restart_budget": 20, "transport": "tcp"}
-    goes_on(cluster(EachOnceEnv, envs=4, workers=4, env_kwargs=kwargs, **options), TableAgent(), faults, tmp_path)
+    assert_continues(
+        cluster(EachOnceEnv, envs=4, workers=4, env_kwargs=kwargs, **options), TableAgent(), faults, tmp_path
+    )
 
 
 def test_a_later_death_is_not_blamed_on_an_earlier_exception(tmp_path: Path) -> None:
@@ -419,13 +421,13 @@ def test_a_worker_that_is_stopped_between_two_calls_is_replaced() -> None:
         assert_sound(within(lambda: env.collect(agent, steps=4)))
         assert env.stats()["workers"]["restarts"] == 1
         _, info = env.reset()
-        os.kill(info["pid"][1], signal.SIGSTOP)  # and close() does not wait for it for ever
+        os.kill(info["pid"][1], signal.SIGSTOP)  # and close() does not wait for it forever
 
 
 def test_a_worker_that_died_between_two_calls_is_replaced() -> None:
     with cluster(SelfNamingEnv, envs=2, workers=2) as env:
         first, second = TableAgent(), TableAgent()
-        for agent in (first, second, first):  # the new worker must be told of all that came before
+        for agent in (first, second, first):  # the new worker must get the agent and the layout from before
             _, info = env.reset()
             os.kill(info["pid"][0], signal.SIGKILL)
             assert_sound(within(partial(env.collect, agent, steps=4)))
@@ -453,7 +455,7 @@ def test_processes_of_an_environment_end_with_its_worker(transport: str) -> None
 
 @pytest.mark.parametrize("fault", ["raise", "sigkill"])
 def test_batches_of_a_stream_follow_each_other_after_a_fault(fault: str, tmp_path: Path) -> None:
-    """A row that does not go on where the batch before ended begins an episode, and says so."""
+    """A row that does not continue the batch before is marked as the start of an episode."""
     kwargs = {"faults": [fault], "phase": "step", "folder": str(tmp_path), "at": 6}
     with cluster(EachOnceEnv, envs=2, workers=2, env_kwargs=kwargs) as env:
         last, cuts = None, 0

@@ -1,7 +1,7 @@
-"""Whatever is thrown at the sockets of a head: no crash, no hang, flat memory, and training goes on.
+"""Fuzzed messages on the sockets of a head cause no crash, hang or memory growth, and training continues.
 
-First what reads messages, without sockets; then a head with its sockets, attacked by another process (`attacker.py`)
-while it collects.
+The first tests decode messages without sockets. The others attack a head that collects, from another process
+(`attacker.py`).
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.filterwarnings("ignore")
 def test_messages_of_an_admitted_worker_raise_nothing_but_wire_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every message of a run, and many like it, into a head that goes on; what they say is not judged here."""
+    """A running head gets every message of a run and many mutations; their effects are not checked here."""
     with cluster(CountingEnv, workers=2, transport="tcp") as env:
         server, chance = collector_for(env, TableAgent()).server, random.Random(6)
         heard: list[list[bytes]] = []
@@ -366,7 +366,7 @@ def test_a_worker_without_shared_memory_is_held_to_its_channels(monkeypatch: pyt
         assert_sound(env.collect(TableAgent(), steps=4))
 
 
-# ---- sockets, while a run goes on ----
+# ---- sockets, during a run ----
 
 
 class Attack:
@@ -447,7 +447,7 @@ def overhear(hub: Hub, run: Run) -> list[tuple[bytes, list[bytes], list[Sequence
 
 
 def withstand(env: farstep.ClusterEnv, known: dict[str, Any]) -> Counter[str]:
-    """Go on collecting under attack, and a while after; memory stays as it is and nobody is replaced."""
+    """Collect during an attack and some time after; memory does not grow and no worker is replaced."""
     run, hub = Run(env), hub_of(env)
     for _ in range(20):
         run.collect()

@@ -1,4 +1,4 @@
-"""Nothing is left behind, however the head ends: no process, no shared memory, no temporary file."""
+"""No process, shared memory or temporary file outlives a head, however it ends."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Head:
         assert "sleep 1000" in names
 
     def end(self, how: str) -> None:
-        if how == "SIGINT":  # somebody impatient
+        if how == "SIGINT":  # an impatient user
             while self.process.poll() is None:
                 self.process.send_signal(signal.SIGINT)
                 try:

@@ -229,10 +229,10 @@ def test_recv_returns_the_others_while_one_environment_is_busy(tmp_path: Path) -
         received = [set(ours.recv()[4]["env_id"].tolist()) for _ in range(2)]
         assert set.union(*received) == {0, 1, 2, 3}
         ours.send(actions(4), np.arange(4))
-        for _ in range(3):  # worker 1 goes on, while worker 0 is in its first environment
+        for _ in range(3):  # worker 1 continues, while worker 0 is in its first environment
             assert sorted(ours.recv()[4]["env_id"].tolist()) == [2, 3]
             ours.send(actions(2))
-        (tmp_path / "began.fifo").write_text("go on")
+        (tmp_path / "began.fifo").write_text("continue")
         ids = {i for _ in range(2) for i in ours.recv()[4]["env_id"].tolist()}
         assert ids == {0, 1, 2, 3}
 
@@ -371,7 +371,7 @@ def test_worker_that_has_stepped_may_be_idle_while_another_one_steps(tmp_path: P
 
     def go_on() -> None:
         time.sleep(2 * limits["idle_s"])
-        (tmp_path / "began.fifo").write_text("go on")
+        (tmp_path / "began.fifo").write_text("continue")
 
     with vector(config=farstep.LocalConfig(workers_per_node=2, timeouts=cast(Any, limits))) as ours:
         with blocked_step(ours, tmp_path, go_on):
@@ -385,7 +385,7 @@ def test_vector_is_usable_after_ctrl_c_in_a_step(tmp_path: Path) -> None:
         interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
         with blocked_step(ours, tmp_path, interrupt), pytest.raises(KeyboardInterrupt):
             ours.step(actions())
-        (tmp_path / "began.fifo").write_text("go on")
+        (tmp_path / "began.fifo").write_text("continue")
         ours.set_attr("fault", "")
         assert ours.step(actions())[1].tolist() == [3.0] * 4  # the interrupted step was finished first
         ours.reset(seed=1)
@@ -407,7 +407,7 @@ def test_messages_of_a_step_that_raised_do_not_reach_the_next_call(left_over: st
         stepper = ours._stepper  # noqa: SLF001 - only its lock keeps the head from reading the messages early
         board = stepper.lock_step.board
         with stepper.server.locked():  # so that nothing reads the messages of worker 1 before the next call does
-            (tmp_path / "began.fifo").write_text("go on")
+            (tmp_path / "began.fifo").write_text("continue")
             deadline = time.monotonic() + 60
             while board.done != board.requested_step:
                 assert time.monotonic() < deadline

@@ -416,7 +416,9 @@ def test_worker_that_dies_while_it_completes_a_window_is_replaced_and_then_parke
     last = int(CountingEnv().reset(seed=episode_seed(5, 1, 0))[0][0])  # the episode of slot 1
     with cluster(Held, envs=2, workers=2, env_kwargs={"episode": last, "folder": str(tmp_path), "at": 5}) as env:
         flow, learner = ppo(env, TableAgent(), full(64), size=8, steps=4)
-        flow.on(TimeTrigger(0.05), lambda message: None)  # so that it is no deadlock while nobody rolls
+        flow.on(
+            TimeTrigger(0.05), lambda message: None
+        )  # so that it is not reported as a deadlock while no worker rolls
         with helper(lambda: flow.run(until=lambda: len(learner.batches) >= 4)) as runner:
             eventually((tmp_path / "there").exists)
             pid = int((tmp_path / "there").read_text())

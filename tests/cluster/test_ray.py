@@ -98,7 +98,7 @@ def join(patch: pytest.MonkeyPatch, started: RayCluster) -> None:
 
 
 class Continuity:
-    """Whether batches go on, slot by slot, where the ones before left off, or say that they do not."""
+    """Checks that batches continue, slot by slot, where the ones before ended, or are marked as not continuing."""
 
     def __init__(self) -> None:
         self._last: dict[int, Any] = {}
@@ -332,7 +332,7 @@ def test_batches_continue_without_rays_first_node_until_ray_ends_the_others(
         agent = TableAgent()
         env.collect(agent, steps=4)
         ray_cluster.kill_node(0)
-        while "Ray's head node" not in caplog.text:  # said while batches go on
+        while "Ray's head node" not in caplog.text:  # logged while batches continue
             assert_sound(within(lambda: env.collect(agent, steps=4)))
             time.sleep(PAUSE_S)
         assert env.stats()["workers"]["restarts"] == 0

@@ -169,14 +169,14 @@ def test_later_episodes_are_the_same_after_a_kill(tmp_path: Path) -> None:
             assert killed[k] == clean[k][: len(killed[k])]
         cuts.append(len(shorter))
         assert common > 3
-    assert max(cuts) == 1  # somebody's episode was cut ...
+    assert max(cuts) == 1  # the episode of some slot was cut ...
     assert sum(cuts) in (1, 2, 3)  # ... of one worker's slots; none where the episode had ended with the chunk
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["collect", "reset"])
 @pytest.mark.parametrize("phase", ["reset", "step"])
 def test_an_episode_that_always_raises_is_left_out(phase: str, explicit: bool) -> None:
-    """Also the first one of a run: it costs one restart, and its slot goes on with the episode after it."""
+    """Also the first one of a run: it costs one restart, and its slot continues with the next episode."""
     poison = (1, 2, 4)  # two of them on one worker
     seeds = [episode_seed(5, slot, 0) for slot in poison]
     runs = []
@@ -209,7 +209,7 @@ def test_only_masked_slots_are_reset() -> None:
             batch = env.collect(agent, steps=2)
             np.testing.assert_array_equal(batch["obs"][0], obs)
             np.testing.assert_array_equal(batch["episode_start"], [mask, [False] * SLOTS])
-            # With a seed, the named slots go back to their episode 0, and nobody else.
+            # With a seed, only the named slots return to their episode 0.
             again, _ = env.reset(seed=env.seed, options={"reset_mask": mask})
             np.testing.assert_array_equal(again[~mask], batch.last_obs[~mask])
             whole, _ = env.reset(seed=env.seed)

@@ -1,4 +1,4 @@
-"""Environments go on where another process saved them; those that cannot be led back begin anew, with other seeds."""
+"""Resumed runs replay actions to restore environments; episodes that cannot be replayed restart with new seeds."""
 
 from __future__ import annotations
 
@@ -205,24 +205,24 @@ def test_a_worker_that_is_replaced_after_a_resume_has_the_seeds_of_the_saved_run
     np.testing.assert_array_equal(then, episodes_after_a_loss(saved)[1])
 
 
-ANEW: dict[str, dict[str, Any]] = {
+NOT_REPLAYABLE: dict[str, dict[str, Any]] = {
     "seed_episodes=False": {"seed_episodes": False},
     "staggered": {"stagger": {"horizon": 5}},
     "older weights": {"sync": farstep.sync.EveryK(2)},
 }
 
 
-@pytest.mark.parametrize("reason", ANEW)
+@pytest.mark.parametrize("reason", NOT_REPLAYABLE)
 def test_environments_that_cannot_be_replayed_restart_with_new_seeds(
     reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Run(partial(CountingEnv, 50), **ANEW[reason]) as run:
+    with Run(partial(CountingEnv, 50), **NOT_REPLAYABLE[reason]) as run:
         first = first_seen(run)
         saved, actions = run.save()
     assert saved["workers"] == []
     found = []
     for _ in "ab":
-        with Run(partial(CountingEnv, 50), **ANEW[reason]) as other:
+        with Run(partial(CountingEnv, 50), **NOT_REPLAYABLE[reason]) as other:
             found.append(first_seen(other.resume(saved, actions)))
     assert not set(found[0]) & set(first)
     np.testing.assert_array_equal(*found)
@@ -307,7 +307,7 @@ def test_episodes_continue_with_integer_actions_for_a_box_of_floats() -> None:
 
 
 class BestSoFar(WholeTorques):
-    """Its state begins with minus infinity, as that of whatever keeps a maximum."""
+    """Its initial state is minus infinity, as for a running maximum."""
 
     def initial_state(self, count: int) -> Any:
         return np.full((count, 1), -np.inf, np.float32)

@@ -96,8 +96,8 @@ def columns(env: farstep.ClusterEnv, agent: TableAgent) -> int:
     """How many environments the next batch has; its rows must follow each other."""
     batch = within(lambda: env.collect(agent, steps=4), BATCH_S)
     count = batch["obs"][..., 1]
-    goes_on = ~batch["episode_start"][1:]
-    assert ((count[1:] - count[:-1])[goes_on] == 1).all()
+    continues = ~batch["episode_start"][1:]
+    assert ((count[1:] - count[:-1])[continues] == 1).all()
     return int(batch["obs"].shape[1])
 
 
@@ -217,7 +217,7 @@ def test_a_preempted_node_delivers_its_rows(tmp_path: Path, monkeypatch: pytest.
             next(stream)
             (job,) = live_jobs(cluster)
             cluster.command("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 3")
-            # It is queued again, and comes back when the others are done.
+            # It is queued again, and restarts when the others are done.
             eventually(lambda: within(lambda: next(stream)) and cluster.jobs()[job].restarts == 1, 60)
             within(lambda: next(stream))
             assert not env.stats()["dropped"]

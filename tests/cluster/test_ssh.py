@@ -70,11 +70,11 @@ def test_training_continues_without_an_unreachable_host(server: SshServer, caplo
         assert env.stats()["workers"]["queued"] == 1
         assert [node["place"] for node in env.stats()["nodes"]] == ["ssh one"]
         eventually(lambda: "Could not resolve hostname no-such-host" in caplog.text)
-        within(env.close, 30)  # who never came is not waited for
+        within(env.close, 30)  # nodes that never joined are not waited for
 
 
 def test_an_environment_that_ends_its_worker_is_named(server: SshServer) -> None:
-    """Whatever the worker itself had last said of where it is, which may be a second ago."""
+    """The last progress report of the worker may be a second old."""
     source = {"env_name": FaultyEnv, "env_kwargs": {"fault": "sigkill", "phase": "step", "at": 3}}
     asked = config(server.options, workers_per_node=1, restart_budget=0)
     with start(asked, **source) as env, pytest.raises(WorkerDied, match="SIGKILL") as caught:

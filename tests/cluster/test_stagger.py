@@ -1,4 +1,4 @@
-"""Staggered resets in a running cluster: the invariants of spec 2.2, and what happens where things end early."""
+"""Staggered resets in a running cluster: the invariants of spec 2.2, and episodes and chunks that end early."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_batch_has_rows_of_every_part_of_an_episode(config: Any, init: str) ->
         for k, first in enumerate(firsts):
             assert first == CountingEnv().reset(seed=episode_seed(5, slot, began + k))[0][0]
     assert set(found["episodes length"]) == {H}
-    assert set(found["episodes return"]) == {H * (H + 1) / 2}  # with the steps that nobody was given
+    assert set(found["episodes return"]) == {H * (H + 1) / 2}  # including the steps that were not delivered
 
 
 def test_undelivered_steps_are_counted() -> None:
@@ -178,7 +178,7 @@ def test_trajectories_do_not_depend_on_workers(options: dict[str, Any], agent: A
     with reseeded:
         collected(reseeded, 3, agent=agent)
         reseeded.reset(seed=5)
-        assert_same(collected(reseeded, 6, agent=agent), first)  # a reset begins anew
+        assert_same(collected(reseeded, 6, agent=agent), first)  # a reset restarts the schedule
 
 
 # ---- ways to their places ----
@@ -266,7 +266,7 @@ def test_an_environment_that_ends_early_begins_at_once() -> None:
 
 
 def test_an_episode_may_end_on_the_way_to_its_phase() -> None:
-    """With the next episode's seed it goes on."""
+    """It continues with the next episode's seed."""
     found = rolled(staggered(length=4, envs=4, groups=4), 2)
     np.testing.assert_array_equal(found["obs"][0, :, 1], [0, 5 % 4, 10 % 4, 15 % 4])
     for slot, episode in enumerate((0, 1, 2, 3)):
@@ -298,7 +298,7 @@ def test_at_the_gate_a_group_begins_together(config: Any, init: str) -> None:
     filler = ~found["valid"]
     assert (filler[1:] | found["episode_start"][1:])[filler[:-1]].all()
     begun = (found["episode_start"] & settled).sum(axis=1)
-    assert set(begun[1:]) == {0, 2}  # the group, and nobody else
+    assert set(begun[1:]) == {0, 2}  # the group, and no other slot
     # No episode is left out.
     for slot in range(N):
         starts = np.flatnonzero(found["episode_start"][:, slot] & settled[:, slot])

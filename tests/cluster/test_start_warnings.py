@@ -1,4 +1,4 @@
-"""A start that takes longer than a few seconds says what it waits for, and Ctrl-C says that it stopped."""
+"""Warnings about slow starts of workers and engines, and Ctrl-C during a start."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_refused_job_is_submitted_once_and_not_for_each_worker(programs: Path) -
 
 
 def test_start_continues_without_a_thread_for_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the rest of it finds what it needs is for the rest to say, with a typed error."""
+    """Other parts of the start raise their own typed errors if they lack resources."""
 
     def none_left(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

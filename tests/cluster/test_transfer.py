@@ -1,4 +1,4 @@
-"""Pipelined transfer: batches are the same, parts come ahead of them, and a lost chunk leaves nothing behind."""
+"""Pipelined transfer: batches are the same, parts arrive before them, and all parts of a lost chunk are discarded."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_a_stage_with_an_unknown_name_is_refused_and_the_cluster_stays() -> None
 
     transfer = {"keys": [["reward", "logprob"], ["obs"]]}
     with cluster(transport="tcp", transfer=transfer) as env:
-        env.reset(seed=1)  # without an agent, nobody knows
+        env.reset(seed=1)  # without an agent, its outputs are unknown
         with pytest.raises(ConfigError, match="logprob"):
             env.collect(TableAgent(), steps=4)
         assert_sound(env.collect(Telling(), steps=4))
@@ -247,7 +247,7 @@ def test_parts_count_for_an_open_ticket_of_their_worker_only() -> None:
         frames = [b"header", b"", np.full((4, 2), 77, np.float32).tobytes()]
         with server.locked():
             request = collector.open_feed(4, FeedPlan(windows=None), parts.append)
-            ticket = server.tickets.grant([0, 1], 0)[0]  # sent to no worker: whatever arrives now is forged
+            ticket = server.tickets.grant([0, 1], 0)[0]  # sent to no worker: every part for it is forged
             message = m.Part(ticket.seq, 9, 0, 0, ["reward"])
             collector.on_message(server.records[1 - ticket.worker], message, Received(frames))
             assert not parts, "of another worker's ticket"
@@ -277,7 +277,7 @@ def fifo(tmp_path: Path) -> Iterator[tuple[str, int]]:
     """A named pipe for a worker to wait on, and the descriptor to write to."""
     path = tmp_path / "fifo"
     os.mkfifo(path)
-    fd = os.open(path, os.O_RDWR)  # both, so that nobody waits for the other to open it
+    fd = os.open(path, os.O_RDWR)  # read and write, so that opening does not block
     yield str(path), fd
     os.close(fd)
 
@@ -304,7 +304,7 @@ def test_rows_of_a_worker_killed_while_it_sends_its_chunk_are_discarded(
         second = within(lambda: env.collect(TableAgent(), steps=9)).copy()
         assert_sound(first)
         assert_sound(second)
-        # After three of four steps no episode is over; yet the second rollout goes on with the next ones.
+        # After three of four steps no episode is over; yet the second rollout starts with the next ones.
         assert second["episode_start"][0].all() and not second.continues.any()
         assert not np.isin(second["obs"][..., 0], first["obs"][..., 0]).any()
         stats = env.stats()

@@ -1,4 +1,4 @@
-"""Workflows: what a trigger's message names is what `collect` would have returned, once; and nothing stands still.
+"""Workflows: messages of triggers name each row of `collect` exactly once, and no workflow deadlocks.
 
 Most tests run their workers in this process: the code is the same, and the order of events is known.
 """
@@ -76,7 +76,7 @@ def test_windows_need_not_be_chunks(kind: str, steps: int, size: int, rows: int)
         flow.run(until=learner.has(rounds))
     for message, batch, wanted in zip(learner.messages, learner.batches, expected, strict=False):
         found = everything(batch)
-        if message["start"][0] % steps:  # in the middle of a chunk nobody knows an agent's state
+        if message["start"][0] % steps:  # the state is known only at the start of a chunk
             assert batch.initial_state is None
             wanted = {name: value for name, value in wanted.items() if not name.startswith("state")}
         assert_same(found, wanted)
@@ -419,7 +419,7 @@ def test_learner_steps_are_counted() -> None:
 
 
 def test_read_cursors_say_how_far_each_consumer_is() -> None:
-    """Here and to whoever maps the blocks: rows that a consumer is not done with, and none before it was there."""
+    """Both here and in the mapped blocks: rows that a consumer is not done with, from its registration on."""
     seen: list[tuple[dict[str, int], list[int]]] = []
     with cluster(CountingEnv, envs=4, config=in_process()) as env:
         flow = farstep.Workflow(env, TableAgent(), full(4 * 64), steps=8)

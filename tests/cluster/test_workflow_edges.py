@@ -1,4 +1,4 @@
-"""Workflows where something goes on beside the loop: publishers, interrupts, late receivers, second runs."""
+"""Edge cases of workflows: concurrent publishers, late receivers, the time between runs, and wrong triggers."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def test_only_the_time_of_runs_counts() -> None:
         elapsed: list[float] = []
         flow.on(DataKeyTrigger(n=1, size=8), lambda message: None)
         flow.on(TimeTrigger(3600), lambda message: elapsed.append(message["elapsed"]))
-        flow.ledger.started -= 10_000  # so long ago was it made
+        flow.ledger.started -= 10_000  # it was created 10,000 s ago
         flow.ledger.now -= 10_000
         flow.run(total_steps=64)
-        flow.ledger.now -= 10_000  # so long nothing ran
+        flow.ledger.now -= 10_000  # 10,000 s pass between two runs
         flow.run(total_steps=128)
         late: list[int] = []
         flow.on(TimeTrigger(64, unit="env_steps"), lambda message: late.append(message["at"]))
@@ -124,7 +124,7 @@ def test_messages_that_were_not_handled_are_no_learner_steps() -> None:
 
 
 class Says(Trigger):
-    """Returns what it is told to."""
+    """Returns a given value."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -1,4 +1,4 @@
-"""Workflows that end: how, with whose error, and that none stands still instead."""
+"""How workflows end and which error they raise; workflows that would deadlock are refused."""
 
 from __future__ import annotations
 
@@ -285,8 +285,8 @@ def limited(limiter: RateLimiter) -> farstep.Buffer:
     return farstep.Buffer(64, Uniform(), limiter=limiter)
 
 
-STANDSTILLS: dict[str, Any] = {
-    "nobody publishes": (not_publishing, FarstepError, "that a consumer publishes"),
+DEADLOCKS: dict[str, Any] = {
+    "no consumer publishes": (not_publishing, FarstepError, "that a consumer publishes"),
     "a window does not fit": (lambda env: table(env, taking(size=33)), ConfigError, "capacity to at least 80"),
     "windows of one worker do not fit": (
         lambda env: table(env, taking(n=5, of="windows")),
@@ -296,12 +296,12 @@ STANDSTILLS: dict[str, Any] = {
     "more windows than a request brings": (too_many_windows, ConfigError, "requests one window of each of 2 workers"),
     "more actors than workers": (lambda env: table(env, taking(n=3)), ConfigError, "Lower n"),
     "a chunk never fits": (lambda env: table(env, taking(), buffer=limited(Queue(4))), ConfigError, "never fits"),
-    "nobody samples": (
+    "no consumer samples": (
         lambda env: table(env, taking(), buffer=limited(Queue(24))),
         FarstepError,
         "Widen the limiter",
     ),
-    "nobody can sample so many": (
+    "more samples than the limiter allows": (
         lambda env: table(env, TimeTrigger(9), samples=25, buffer=limited(Queue(24))),
         ConfigError,
         "sample fewer",
@@ -318,7 +318,7 @@ STANDSTILLS: dict[str, Any] = {
         ConfigError,
         r"LIFO\(\) with max_times_sampled=1 removes rows in any order",
     ),
-    "a buffer for others": (
+    "a buffer with another layout": (
         lambda env: table(env, taking(), buffer=farstep.Buffer(64, Uniform(), spec={"obs": ((3,), "f4")})),
         ConfigError,
         "1 columns",
@@ -326,9 +326,9 @@ STANDSTILLS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("case", STANDSTILLS)
+@pytest.mark.parametrize("case", DEADLOCKS)
 def test_workflow_that_would_deadlock_is_refused(case: str) -> None:
-    make, error, says = STANDSTILLS[case]
+    make, error, says = DEADLOCKS[case]
     with cluster(envs=2, config=in_process(2)) as env:
         flow = make(env)
         with pytest.raises(error, match=says):

@@ -289,7 +289,7 @@ def test_a_publisher_that_waits_does_not_outlive_the_run(how: str) -> None:
                 flow.stop()
                 leave.set()
             else:
-                env.close()  # the publisher is told before the consumer returns
+                env.close()  # the publisher is notified before the consumer returns
                 eventually(lambda: "publisher" in ended)
                 leave.set()
 

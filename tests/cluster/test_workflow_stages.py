@@ -1,4 +1,4 @@
-"""Stages in a workflow: what travels first is learned from while the rest of its chunk travels."""
+"""Stages in a workflow: consumers learn from the first parts of a chunk while the others are sent."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def fifos(tmp_path: Path) -> Any:
     paths = [str(tmp_path / name) for name in ("one", "other")]
     for path in paths:
         os.mkfifo(path)
-    fds = [os.open(path, os.O_RDWR) for path in paths]  # both, so that nobody waits for the other to open it
+    fds = [os.open(path, os.O_RDWR) for path in paths]  # read and write, so that opening does not block
     yield paths, fds
     for fd in fds:
         os.close(fd)
@@ -145,7 +145,7 @@ def test_stages_of_a_lost_worker_are_repeated(in_queue: bool, tmp_path: Path, fi
                 awaited.discard((message["fragment"], message["stage"]))
                 if not awaited:
                     os.write(fd, b"!")  # its worker dies of it instead of sending the rest
-                    if in_queue:  # what was passed on stays as it was, whatever comes meanwhile
+                    if in_queue:  # later rows do not change a message in the queue
                         eventually(lambda: env.stats()["workers"]["restarts"])
             learner(message)
 

@@ -1,4 +1,4 @@
-"""Workflows and time, threads and other processes."""
+"""Workflows with time triggers, and with consumers in threads and other processes."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_messages_that_are_done_out_of_order_keep_their_own_rows() -> None:
             assert first is not None and second is not None
             seen = everything(flow.batch(first))
             queue.done(second)
-            for _ in range(4):  # whatever of the buffer is free is written over
+            for _ in range(4):  # the free rows of the buffer are overwritten
                 later = queue.take(30.0)
                 assert later is not None and later["start"] != first["start"]
                 queue.done(later)

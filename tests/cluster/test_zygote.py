@@ -107,7 +107,7 @@ def parent(pid: int) -> int:
 
 
 def restart(env: farstep.ClusterEnv, agent: TableAgent) -> int:
-    """Kill a worker, let the run go on; returns the new worker."""
+    """Kill a worker, continue the run, and return the new worker."""
     before = worker_pids()
     os.kill(before[0], signal.SIGKILL)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Configurations: what is refused, and with which words."""
+"""Configurations: which values are refused, and with which message."""
 
 from __future__ import annotations
 

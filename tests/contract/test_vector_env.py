@@ -54,7 +54,7 @@ def spaces_env(observation_space: spaces.Space[Any], action_space: spaces.Space[
 
 
 class InfosEnv(CountingEnv):
-    """Infos of every kind that come and go; observations whose types are not quite the space's."""
+    """Infos of every kind that appear and vanish; observations whose types differ from the space's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,7 +324,7 @@ def test_calls_and_attributes() -> None:
 
 
 def refused(error: type[Exception], words: str, act: Callable[[Any], Any]) -> None:
-    """Both refuse, and go on afterwards as if nothing had been."""
+    """Both refuse, and are unchanged afterwards."""
     with vectors() as both:
         for vector in both:
             with pytest.raises(error, match=words):
@@ -362,7 +362,7 @@ def test_value_that_cannot_be_sent_is_not_blamed_on_the_environment() -> None:
         for name in ("np_random", "unwrapped"):
             with pytest.raises(WireError, match=f"'{name}' succeeded, but its value cannot be sent: a .*only numbers"):
                 ours.get_attr(name)
-        assert ours.call("multiply", 0) == (0,) * 5  # it goes on
+        assert ours.call("multiply", 0) == (0,) * 5  # it is still usable
         with pytest.raises(TypeError, match="the environment raised"):
             ours.call("multiply")
 

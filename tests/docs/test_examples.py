@@ -1,4 +1,4 @@
-"""Every example is run, briefly; one that nobody runs here is missed."""
+"""Every example is run for a short time, and none is forgotten."""
 
 import ast
 import contextlib

@@ -1,4 +1,4 @@
-"""What the doctor says of this machine."""
+"""Checks of this machine by `farstep doctor`."""
 
 from __future__ import annotations
 

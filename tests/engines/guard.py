@@ -1,7 +1,7 @@
 """Runs one program and lets nothing of it outlive it: `python guard.py CONTROL NAMESPACES COMMAND...`.
 
 CONTROL is the reading end of a pipe. A byte in it is a signal for the program (SIGKILL, SIGSTOP and SIGCONT: for all
-that it started, daemons too); its end, when whoever holds the other end dies, is SIGKILL. NAMESPACES is "-", or
+that it started, daemons too); its end, when the process with the other end dies, is SIGKILL. NAMESPACES is "-", or
 descriptors joined by commas: of a network and a host name for the first program of a host, which gets mounts and
 process numbers of its own and with which all others end; of network, host name, mounts and process numbers for the
 others. The guard ends as the program did. It needs nothing but Python, so that `python -I -S` starts it fast.
@@ -32,7 +32,7 @@ def call(name: str, *arguments: object) -> None:
 
 
 def main(control: int, namespaces: str, command: list[str]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the program is told through the pipe
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the program gets signals through the pipe
         signal.signal(number, signal.SIG_IGN)
     os.set_inheritable(control, False)
     if namespaces == "-":

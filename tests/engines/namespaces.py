@@ -99,7 +99,7 @@ class Network(Engine):
         self._boot(host)
 
     def cut(self, host: str) -> None:
-        """From now on nothing gets to a host or away from it, and nobody is told."""
+        """Drop all packets to and from a host silently."""
         self._switch.cut(self._port(host), True)
 
     def heal(self, host: str) -> None:

@@ -82,7 +82,7 @@ def podman(url: str, *arguments: str) -> str:
 def _remove_cgroups() -> None:
     for folder in Path("/sys/fs/cgroup").glob("*/libpod_parent"):
         for below in (*folder.glob("*/"), folder):
-            with contextlib.suppress(OSError):  # somebody else's podman
+            with contextlib.suppress(OSError):  # podman of another process
                 below.rmdir()
 
 

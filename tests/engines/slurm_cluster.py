@@ -53,7 +53,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=0,batch_sched_delay=0
-# What was dead comes back by itself, what an administrator took out does not.
+# Nodes that were down return by themselves, nodes that an administrator removed do not.
 ReturnToService=1
 SlurmdTimeout={node_timeout_s}
 SlurmctldTimeout=10
@@ -173,7 +173,7 @@ class SlurmCluster(Engine):
         self._wait_for({name: "idle"})
 
     def stop_controller(self) -> None:
-        """Nobody answers SLURM's programs any more; what runs on nodes goes on."""
+        """SLURM's programs get no answer any more; processes on nodes continue."""
         self.command("scontrol", "shutdown", "slurmctld")  # it saves what it knows
         self._running.pop("slurmctld").end()
 

@@ -104,7 +104,7 @@ def test_a_stopped_program_stops_with_all_that_it_started(tag):
     process.send_signal(signal.SIGSTOP)
     wait_until(lambda: states() == {"T"}, "both to stop")
     process.send_signal(signal.SIGCONT)
-    wait_until(lambda: states() == {"S"}, "both to go on")
+    wait_until(lambda: states() == {"S"}, "both to continue")
     process.end()
 
 

@@ -1,4 +1,4 @@
-"""Signals come when they do no harm."""
+"""Signals are deferred while they would interrupt a critical section."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asking an engine again for nodes that are over: how often, how long, and when it is given up."""
+"""Requests for replacements of lost nodes: how often, for how long, and when the run gives up."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Fake:
     def request(self, nodes: int, bootstrap: bytes) -> Job:
         self.bootstraps.append(bootstrap)
         if self.fails:
-            raise LaunchError("nobody answers.")
+            raise LaunchError("no answer.")
         self.jobs.append(Job(nodes))
         return self.jobs[-1]
 
@@ -71,7 +71,7 @@ def engine() -> Fake:
 
 @pytest.fixture
 def make(engine: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Groups]]:
-    """So many nodes, of which `here` came."""
+    """A function that requests `nodes` nodes, of which `here` are connected."""
     monkeypatch.setattr(module, "_CHECK_S", 0.001)
     made: list[Groups] = []
 
@@ -167,7 +167,7 @@ def test_nodes_that_never_joined_are_not_requested_again(engine: Fake, make: Cal
 
 
 def test_failed_replacement_is_retried(engine: Fake, make: Callable[..., Groups]) -> None:
-    """Also where all nodes are needed: a host that starts anew refuses its first connections."""
+    """Also where all nodes are needed: a host that is restarting refuses the first connections."""
     groups = make()
     groups[0].left("a node", for_good=True)
     assert attempts(groups, engine, 2, range(4)) == [0, 1, 3]
@@ -182,7 +182,7 @@ def test_a_lost_node_counts_once(engine: Fake, make: Callable[..., Groups], noti
     assert groups.expected() == 3
     groups.request_missing(4, 0.0)
     eventually(lambda: len(engine.jobs) == 2)
-    for _ in range(3):  # nobody is asked for while the replacement is on its way
+    for _ in range(3):  # no node is requested while the replacement is starting
         stands(engine, 1, 1)
         groups.request_missing(4, 100.0)
     assert groups.expected() == 4 and len(groups) == 2
@@ -216,7 +216,7 @@ def test_status_from_before_a_loss_does_not_count_as_its_replacement(engine: Fak
 def test_returned_nodes_are_replaced_like_lost_ones(engine: Fake, make: Callable[..., Groups]) -> None:
     groups = make(nodes=4, here=4)
     for _ in range(2):
-        groups[0].left("a node", for_good=True)  # their job goes on on the others, and the engine says 4
+        groups[0].left("a node", for_good=True)  # their job continues on the other nodes, and the engine reports 4
     assert groups.expected() == 2
     groups[0].left("a node", for_good=True)
     assert attempts(groups, engine, 2, range(1)) == [0]
@@ -235,7 +235,7 @@ def test_groups_that_are_not_needed_any_more_are_cancelled(engine: Fake, make: C
 
 def test_unusable_engine_raises_at_once(engine: Fake, make: Callable[..., Groups]) -> None:
     engine.fails = True
-    with pytest.raises(LaunchError, match="nobody answers"):
+    with pytest.raises(LaunchError, match="no answer"):
         make()
 
 
@@ -296,7 +296,7 @@ def test_a_node_that_was_reclaimed_for_good_does_not_hide_another_loss(
     stands(engine, 0, 2)
     assert groups.expected() == 2
     groups[0].left("a node", for_good=True)
-    assert groups.expected() == 1  # whatever the engine still says of it
+    assert groups.expected() == 1  # although the engine still reports it
     stands(engine, 0, 1)
     assert groups.expected() == 1
 
@@ -374,7 +374,7 @@ def test_a_lost_engine_ends_a_run_that_needs_more_nodes_although_budget_is_left(
     monkeypatch.setattr(engine.jobs[0], "status", fail)
     eventually(lambda: groups[0].status.engine_lost)
     groups[0].left("a node", for_good=True)
-    groups.request_missing(2, 0.0)  # one node is enough to go on
+    groups.request_missing(2, 0.0)  # one node is enough to continue
     groups[0].left("a node", for_good=True)
     eventually(lambda: len(engine.jobs) == 2)
     monkeypatch.setattr(engine.jobs[1], "status", fail)

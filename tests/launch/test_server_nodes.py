@@ -1,4 +1,4 @@
-"""Named nodes for acting servers: which node is which, and what is said about those that are missing."""
+"""Named nodes for acting servers: which node has which name, and the error for missing ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a critic learns that is trained on V-trace and Retrace targets: fixed points, by exact expectations."""
+"""Fixed points of critics that are trained on V-trace and Retrace targets, by exact expectations."""
 
 from __future__ import annotations
 

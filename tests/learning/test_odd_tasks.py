@@ -1,4 +1,4 @@
-"""Environments that no learner can learn from, or only if it is careful."""
+"""Environments with extreme, constant or invalid rewards and observations."""
 
 from __future__ import annotations
 

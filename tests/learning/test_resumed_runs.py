@@ -1,4 +1,4 @@
-"""Runs that cannot go on exactly go on nevertheless: counts, versions and statistics stay, environments begin anew."""
+"""Runs that cannot be resumed exactly keep counters, versions and statistics, and restart their environments."""
 
 from __future__ import annotations
 

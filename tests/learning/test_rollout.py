@@ -1,4 +1,4 @@
-"""What a batch is made of before it is learned from."""
+"""Preparation of a batch before the update."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_two_chunks_of_a_slot_in_one_batch_are_consecutive() -> None:
 
 def test_filler_rows_do_not_count_as_rewards() -> None:
     batch, _ = two_batches()
-    where = 6  # a row that nobody acted goes in between
+    where = 6  # a row without an action is inserted
     filled = {name: np.insert(array, where, array[where], axis=0) for name, array in batch.arrays.items()}
     filled["valid"][where], filled["reward"][where] = False, 0
     for name in ("terminated", "truncated"):

@@ -1,4 +1,4 @@
-"""The end of a run: what is evaluated, what is saved, and that it is the end."""
+"""The end of a run: which agent is evaluated and saved, and that resuming a finished run changes nothing."""
 
 from __future__ import annotations
 

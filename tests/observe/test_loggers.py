@@ -23,7 +23,7 @@ from tests.observe.full_disk import full_disk
 
 
 class Kept:
-    """A logger that keeps what it is told, or raises."""
+    """A logger that keeps the metrics that it gets, or raises."""
 
     def __init__(self, failure: Exception | None = None) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []

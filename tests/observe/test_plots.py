@@ -1,4 +1,4 @@
-"""Plots: runs are grouped and averaged as they should be, and drawn."""
+"""Plots: grouping and averaging of runs, and the figures."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_throughput_is_that_of_a_window(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_evaluations_are_drawn_where_they_started(tmp_path: Path, monkeypatch) -> None:
-    """An evaluation is logged when it finishes; training went on meanwhile."""
+    """An evaluation is logged when it finishes; training continued meanwhile."""
     run = RunFolder.create(tmp_path, "run", {})
     rows = [{"step": step, "seconds": step / 100, "env/return_mean": 0.0} for step in (1000, 2000, 3000)]
     rows[2] |= {"eval/step": 1500, "eval/return_mean": 7.0}

@@ -50,7 +50,7 @@ class ByArrays:
 
 
 class Counting:
-    """Whose answer depends on how often it was asked."""
+    """Its decision depends on the number of calls."""
 
     asked = 0
 

@@ -1,4 +1,4 @@
-"""Memory for messages is used again, and only when nobody looks into it any more."""
+"""Receive buffers are reused, but never while a view of them exists."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from farstep.wire.buffer_pool import BufferPool
 LARGE = 1 << 20
 
 
-def address(room: memoryview) -> int:
-    return np.frombuffer(room, np.uint8).ctypes.data
+def address(buffer: memoryview) -> int:
+    return np.frombuffer(buffer, np.uint8).ctypes.data
 
 
 def test_released_buffer_is_reused() -> None:
@@ -28,10 +28,10 @@ def test_released_buffer_is_reused() -> None:
 @pytest.mark.parametrize(
     "look",
     [
-        lambda room: room[10:20],
-        lambda room: memoryview(room).cast("B", [LARGE // 4, 4]),
-        lambda room: np.frombuffer(room[8:], np.float64),
-        lambda room: np.frombuffer(room, np.uint8).reshape(2, -1)[1:, ::2],
+        lambda buffer: buffer[10:20],
+        lambda buffer: memoryview(buffer).cast("B", [LARGE // 4, 4]),
+        lambda buffer: np.frombuffer(buffer[8:], np.float64),
+        lambda buffer: np.frombuffer(buffer, np.uint8).reshape(2, -1)[1:, ::2],
     ],
     ids=["slice", "cast", "array", "part of an array"],
 )
@@ -61,7 +61,7 @@ def test_pool_keeps_at_most_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_KEPT_BYTES", 3 * LARGE)
     pool = BufferPool()
     held = [pool.take(LARGE) for _ in range(10)]
-    assert len({address(room) for room in held}) == 10
+    assert len({address(buffer) for buffer in held}) == 10
     assert pool.kept_bytes == 3 * LARGE
     del held
     pool.take(100 * LARGE)

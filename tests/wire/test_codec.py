@@ -1,4 +1,4 @@
-"""The data-only encoding, and what becomes of bytes that nobody of ours wrote."""
+"""The data-only encoding: round trips, and bytes that farstep did not write."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_messages_survive_a_round_trip(message: Any) -> None:
         [b"\xc1"],
         [m.encode(m.Stop())],  # the head's, not a worker's
         [msgspec.msgpack.encode({"type": "hello", "worker": "one"})],
-        [msgspec.msgpack.encode({"type": "nobody"})],
+        [msgspec.msgpack.encode({"type": "unknown"})],
         [b"\x82\xa4type\xa5reply\xa1x" + b"\x91" * 100_000 + b"\x01"],
         [b"\x82\xa4type\xa7failure\xa7message\xa2\xff\xfe"],
         [msgspec.msgpack.encode({"type": "progress", "words": [2**63]})],

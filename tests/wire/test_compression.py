@@ -1,4 +1,4 @@
-"""Arrays come back as they were, compressed where that pays; nobody can make the head take more than it expects."""
+"""Arrays survive compression, are compressed where it saves time, and never decompress to more than announced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model block: versions are whole, whoever reads and whoever dies."""
+"""The model block: readers see complete versions only, even if a writer dies."""
 
 from __future__ import annotations
 

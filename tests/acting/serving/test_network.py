@@ -1,4 +1,4 @@
-"""An acting server that listens on the network: who may connect, and what workers may send."""
+"""An acting server that listens on the network: which workers may connect and what they may send."""
 
 from __future__ import annotations
 

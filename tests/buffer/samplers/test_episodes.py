@@ -44,7 +44,7 @@ def test_dper() -> None:
 @pytest.mark.parametrize("arrays", [("episode_start", "terminated"), ("terminated",), ("episode_start",)])
 @pytest.mark.parametrize("chunk", [1, 2, 5, 100])
 def test_dper_counts_whole_episodes_only(arrays: tuple[str, ...], chunk: int) -> None:
-    """However the rows come: one under way does not count, nor one whose beginning was overwritten."""
+    """Neither an unfinished episode counts nor one whose first rows were overwritten, however rows are inserted."""
     lengths = [3, 1, 4, 2, 6, 2]
     data = episodes([*lengths, 3])
     data["terminated"][-1] = False  # the last one is under way

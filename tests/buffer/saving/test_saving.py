@@ -1,4 +1,4 @@
-"""Checkpoints of a buffer: what goes on afterwards is what would have gone on without."""
+"""A restored buffer continues like the saved one."""
 
 from __future__ import annotations
 

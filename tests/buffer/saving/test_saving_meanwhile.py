@@ -1,4 +1,4 @@
-"""A buffer is used while its checkpoint is written: nobody waits, and the checkpoint has the rows of one moment."""
+"""A buffer is used while its checkpoint is written: no thread waits, and the checkpoint is a consistent snapshot."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def number(row: int, column: int) -> int:
 
 
 class Blocks(RuleBasedStateMachine):
-    """Row `p` of column `c` holds the same number everywhere, whoever writes it; what a dead writer left is torn."""
+    """Row `p` of column `c` holds the same number in all arrays, for every writer; rows of a dead writer are torn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -326,7 +326,7 @@ class Killable:
 
 
 def read_some(blocks: CyclicBlocks, rng: np.random.Generator) -> int:
-    """Read a few rows somewhere; how many came, all of them whole and in their place."""
+    """Read a few rows at a random position, check that they are complete, and return their number."""
     column, count = int(rng.integers(blocks.columns)), int(rng.integers(1, 9))
     newest = int(blocks.committed()[column])
     start = max(0, int(rng.choice([blocks.oldest(column), newest - count, newest - blocks.rows])))

@@ -121,7 +121,7 @@ def test_numbers_that_fit_are_stored_as_they_are() -> None:
 
 
 def test_signed_integers_that_fit_are_converted() -> None:
-    """NumPy's integers are signed unless told otherwise."""
+    """NumPy's integers are signed by default."""
     buffer = Buffer(10, FIFO(), spec={"x": ((), "uint8")})
     buffer.insert({"x": np.array([5, 255])})
     assert buffer.sample(2)[0]["x"].tolist() == [5, 255]

@@ -1,4 +1,4 @@
-"""Whatever happens to an acting server, a call returns a full batch or raises the right error in time."""
+"""After any fault of an acting server, a call returns a full batch or raises the right error in time."""
 
 from __future__ import annotations
 

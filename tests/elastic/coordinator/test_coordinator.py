@@ -91,7 +91,7 @@ class World:
 
 
 class Run:
-    """A run that does what it is told when it reads an answer."""
+    """A run that follows the coordinator's answers when it reads them."""
 
     def __init__(self, register: Register) -> None:
         self.register, self.name, self.used = register, register.name, 0

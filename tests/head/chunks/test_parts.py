@@ -1,4 +1,4 @@
-"""Chunks that travel in parts: what a worker sends, and what the head believes of it."""
+"""Chunks that are sent in parts: what a worker sends, and what the head accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns: in order, never more than may, and nobody waits for the dead."""
+"""The send queue grants turns in order and up to its limit, and drops dead workers."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class MemberWorld:
         actions = self.membership.tick(now)
         gives_up = any(isinstance(action, GiveUp) for action in actions)
         assert gives_up == (undead and not self.gave_up), "a process that does not die ends the run, once"
-        assert {a.worker for a in actions if isinstance(a, Kill)} == overdue, "killed: who is stuck, nobody else"
+        assert {a.worker for a in actions if isinstance(a, Kill)} == overdue, "exactly the stuck workers are killed"
         self._perform(actions)
 
     def _overdue(self, process: Process) -> bool:
@@ -136,7 +136,7 @@ class MemberWorld:
         worker, process = self._any()
         if process.running and not process.killed:
             self._handle(Disconnected(worker))
-            assert process.killed, "what cannot be talked to must not go on writing"
+            assert process.killed, "a process without a connection must not write any more"
 
     def fail(self) -> None:
         worker, process = self._any()
@@ -144,7 +144,7 @@ class MemberWorld:
             self._fail_of(worker, Failed(worker))
 
     def nonsense(self) -> None:
-        """Events that come late, twice or from nobody change nothing."""
+        """Late, repeated and unexpected events change nothing."""
         worker, process = self._any()
         if not process.running:
             for event in (Hello(worker), Ready(worker), Disconnected(worker), Ended(worker)):

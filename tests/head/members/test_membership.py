@@ -101,7 +101,7 @@ def test_a_stuck_worker_is_killed_once_and_replaced_only_when_it_has_ended() -> 
     assert membership.tick(clock.advance(0.1)) == [RequestStacks(0)]
     assert membership.tick(clock.advance(0.9)) == []  # once is enough
     assert membership.tick(clock.advance(0.1)) == [Lost(0), Kill(0, stuck_in="step")]
-    assert membership.tick(clock.advance(DEATH_S)) == []  # it may wake up once more: nobody takes its place
+    assert membership.tick(clock.advance(DEATH_S)) == []  # it may wake up again: it is not replaced yet
     assert membership.handle(Ended(0), clock()) == []
     assert membership.tick(clock()) == [Start(0, 1)]
 

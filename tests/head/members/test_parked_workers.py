@@ -251,7 +251,7 @@ def parked(workers: int = 1, budget: int = 1) -> Membership:
 
 def test_worker_is_suspended_only_when_it_is_idle() -> None:
     membership = alive()
-    assert membership.handle(Idle(0), 1.0) == []  # nobody wants to park it
+    assert membership.handle(Idle(0), 1.0) == []  # it is not to be parked
     assert membership.handle(Park(0), 1.0) == [Retire(0)]
     assert membership.members[0].state is State.ALIVE
     assert membership.handle(Park(0), 1.0) == []  # once is enough

@@ -1,4 +1,4 @@
-"""Batches without workers that have no node, as the tickets see it."""
+"""Tickets of batches while some workers have no node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from farstep.head.tickets.tickets import Tickets
 
 
 def roll(tickets: Tickets, available: set[int]) -> None:
-    """Everybody who may does what it may, at once."""
+    """Every available worker gets and completes its tickets."""
     for order in tickets.grant(sorted(available), 0):
         assert tickets.accept(order.worker, order.seq, 0, None)
 
@@ -76,7 +76,7 @@ def test_batch_waits_for_the_minimum_and_has_all_workers_that_joined(fewest: int
 
 @pytest.mark.parametrize("seed", range(30))
 def test_batches_continue_while_workers_join_and_leave(seed: int) -> None:
-    """Random arrivals, losses and chunks: while enough are there, a batch is complete after everybody did its work."""
+    """Random arrivals, losses and chunks: with enough workers, a batch is complete after all of them did their work."""
     chance = random.Random(seed)
     tickets = Tickets(4, quorum=2)
     tickets.open(chance.choice([None, 0, 1, 2]))

@@ -201,8 +201,8 @@ def test_cancel_counts_discarded_rows() -> None:
 @pytest.mark.parametrize("of", ["actors", "windows"])
 @pytest.mark.parametrize("seed", range(40))
 def test_feed_neither_deadlocks_nor_runs_too_far_ahead(seed: int, of: str) -> None:
-    """Random workers, deaths and windows: whenever all is rolled that may be, enough workers have a whole window, or
-    there are enough windows."""
+    """Random workers, deaths and windows: whenever every granted chunk is rolled, enough workers have a whole window,
+    or there are enough windows."""
     rng = random.Random(seed)
     workers, chunks, depth = rng.randint(1, 5), rng.randint(1, 4), rng.randint(1, 3)
     actors = rng.randint(1, workers if of == "actors" else 2 * workers)

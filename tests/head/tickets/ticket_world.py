@@ -196,7 +196,7 @@ class TicketWorld:
         assert set(self.delivered) | set(self.unread) <= set(self.accepted)
 
     def next_batch(self) -> list[AcceptedChunk]:
-        """With everybody there and at work, the learner gets a batch: it is never starved."""
+        """When all workers are present and roll, the learner gets a batch: it is never starved."""
         self.up = [True] * self.workers
         for worker in range(self.workers):
             self.tickets.join(worker)

@@ -1,4 +1,4 @@
-"""Agents of every kind, and one worker and the head between which probes travel, without processes."""
+"""Agents of every kind, and one worker and the head that exchange probes, without processes."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class DeterministicAgent(LinearAgent):
 
 
 class World:
-    """One worker and the head, with what travels between them."""
+    """One worker and the head, with the messages between them."""
 
     def __init__(self, learner: Any, worker: Any, num_seats: int = 1) -> None:
         rows = {"obs": ArraySpec((SIZE,), "<f8"), "action": ArraySpec((), "<i8"), "episode_start": ArraySpec((), "|b1")}

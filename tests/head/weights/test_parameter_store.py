@@ -105,7 +105,7 @@ def test_a_bad_version_is_refused_by_name_and_the_old_one_stays(
         assert pulled(store, worker) == 0
         for mine, theirs in zip(numbers(agent()), numbers(worker), strict=True):
             np.testing.assert_array_equal(mine, theirs)
-        assert store.publish(agent()) == 1  # and the store goes on
+        assert store.publish(agent()) == 1  # and the store is still usable
 
 
 @pytest.mark.parametrize("method", [ParameterStore.publish, published_if_changed])

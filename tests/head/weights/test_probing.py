@@ -376,7 +376,7 @@ def test_divergence_left_by_a_pull_is_measured_by_the_probe_of_that_pull() -> No
     world = World(learner, worker)
     world.roll()
     world.publish()
-    worker.w[:] = learner.w.astype(np.float16) * 0.9  # what travelled is not what the learner has
+    worker.w[:] = learner.w.astype(np.float16) * 0.9  # the sent weights differ from the learner's
     rows = world.worker.recent.all()[0].arrays["obs"]
     sides = [flat_distribution({"logits": rows @ w}) for w in (worker.w, learner.w)]
     assert world.worker.pulled(world.version) == pytest.approx(kl_divergence(*sides).mean(), rel=1e-4)

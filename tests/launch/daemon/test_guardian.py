@@ -1,4 +1,4 @@
-"""Promises are kept when the head is gone, and only then."""
+"""The guardian runs registered commands when the head has ended, and only then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node daemon where its head is silent, or messages were lost."""
+"""A node daemon whose head is silent or whose messages were lost."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_heartbeat_with_too_many_workers_is_refused() -> None:
 
 
 def test_a_worker_that_closes_its_output_is_not_asked_for_it_again() -> None:
-    """Or its daemon would find it readable for ever."""
+    """Otherwise its daemon would poll a closed pipe in a busy loop."""
     starter = ProcessStarter(1)
     board = ProgressBoard(1, 1)
     try:

@@ -1,4 +1,4 @@
-"""Programs of engines that do not end by themselves."""
+"""Ending the processes of engines that do not end by themselves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_sessions_of_programs_that_ignore_signals_end() -> None:
         time.sleep(0.01)
     end_processes(sessions, patience_s=0.0)
     assert all(session.ended for session in sessions)
-    assert sessions[0].tail() == "here"  # what they said is still known
+    assert sessions[0].tail() == "here"  # their output is still available
 
 
 def test_processes_that_hold_the_output_of_a_program_end_with_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The terminal: what is shown, when, and what it looks like afterwards."""
+"""Progress on the terminal: plain lines, the live display, and the state of the terminal afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions deliver every message whole, in order and once, whatever connections lose, repeat or mix up."""
+"""Messages arrive in order and exactly once over connections that lose, repeat or reorder packets."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_no_nonce_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in Kind if kind not in (Kind.SEGMENT, Kind.BULK_OPENED)])
 def test_the_bulk_connection_takes_only_segments(kind: Kind) -> None:
-    """Else whoever can write to it could put words into a worker's mouth, or say that something has arrived."""
+    """Otherwise an attacker who can write to it could forge messages or acknowledgments."""
     head = ReliableChannel(Cipher(os.urandom(32), Side.HEAD))
     list(head.send([b"to be confirmed"], 0.0))
     with pytest.raises(WireError, match="wrong connection"):

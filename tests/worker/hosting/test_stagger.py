@@ -107,7 +107,7 @@ def test_groups_are_even_and_the_same_for_any_number_of_workers(data: st.DataObj
     assert sorted(set(found)) == [g * (horizon // count) for g in range(count)]
     sizes = [found.count(o) for o in set(found)]
     assert max(sizes) - min(sizes) <= 1
-    assert max(sizes) <= -(-num_slots // count)  # invariant (c): so many resets at a time
+    assert max(sizes) <= -(-num_slots // count)  # invariant (c): the bound on simultaneous resets
     active = data.draw(st.integers(1, num_slots))  # the last workers are parked
     sizes = [found[:active].count(o) for o in set(found)]
     assert max(sizes) - min(sizes) <= 1
@@ -173,7 +173,7 @@ def test_resumed_worker_catches_up_with_the_clock_of_the_others() -> None:
     schedule, others = (StaggerSchedule(Stagger(horizon=10, groups=3), 3) for _ in range(2))
     for each in (schedule, others):
         each.fix_offsets(slots(0, 3), 4)
-    assert not schedule.catch_up(others.clock(8), 8)  # nobody rolled meanwhile
+    assert not schedule.catch_up(others.clock(8), 8)  # no worker rolled meanwhile
     assert schedule.catch_up(others.clock(25), 8)
     for later in range(25):
         assert [schedule.phase(i, 8 + later) for i in range(3)] == [others.phase(i, 25 + later) for i in range(3)]

@@ -259,7 +259,7 @@ def test_killed_receiver_raises_instead_of_hanging() -> None:
 
 def test_missing_receiver_raises_instead_of_hanging() -> None:
     with contextlib.closing(ZmqSender(connect_s=0.01)) as sender:
-        assert sender(message()) is False, "whoever passes it does not wait"
+        assert sender(message()) is False, "the sender does not wait"
         with pytest.raises(DeliveryError, match=r"trigger 'it' .* no receiver has connected within"):
             sender.finished(PATIENCE_S)
         assert sender.finished(PATIENCE_S) == ["it"] and sender.failed == {"it"}

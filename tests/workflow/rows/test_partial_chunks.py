@@ -1,4 +1,4 @@
-"""What came ahead of its chunk: which steps the ledger knows of, and what is left of chunks that are lost."""
+"""Parts that arrive before their chunk: the steps in the ledger, and the rest of chunks that are lost."""
 
 from __future__ import annotations
 

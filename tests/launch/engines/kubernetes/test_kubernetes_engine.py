@@ -1,4 +1,4 @@
-"""The engine against an API server that is not real: what it creates, says and leaves."""
+"""The Kubernetes engine with a fake API server: objects, status and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Kubernetes is asked for, against its own schemas and by hand."""
+"""Manifests: valid by the schemas of Kubernetes, and with the values of the options."""
 
 from __future__ import annotations
 
