@@ -24,7 +24,7 @@ from farstep.resources import (
 
 
 def made_up_cgroup(tmp_path: Path, membership: str, files: dict[str, str]) -> tuple[Path, Path]:
-    """What stands for /sys/fs/cgroup and /proc/self/cgroup."""
+    """Fakes of /sys/fs/cgroup and /proc/self/cgroup."""
     for name, content in files.items():
         (tmp_path / "sys" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "sys" / name).write_text(content)

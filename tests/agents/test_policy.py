@@ -1,4 +1,4 @@
-"""The agent's copy on a worker: what `act` gets, on which path it is called, and what is refused."""
+"""The agent's copy on a worker: the arguments of `act`, its paths, and refused results."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def actor_of(agent: Any) -> tuple[Actor, Any]:
 
 
 class Doubting(Module):
-    """Its newest weights make it look at what it computed."""
+    """Its newest weights make it read a computed value."""
 
     doubts = False
 
@@ -247,7 +247,7 @@ WEIGHTS = np.zeros(1)
 
 
 def returning(out: Any, **methods: Any) -> Any:
-    """An agent whose act returns just this."""
+    """An agent whose act returns `out`."""
 
     def act(self: Any, *_: Any) -> Any:
         return out

@@ -270,7 +270,7 @@ def test_a_limit_that_would_deadlock_changes_nothing() -> None:
 )
 @pytest.mark.parametrize("ratio", [0.5, 3.0])
 def test_ratio_counts_rows_for_every_sampler(sampler: Sampler, ratio: float) -> None:
-    """A writer and a reader that both run as far as they may: episodes of 5 to 7 steps."""
+    """A writer and a reader that both run up to their limits: episodes of 5 to 7 steps."""
     inserted = returned = 0
     slack = 40.0
     with Buffer(200, sampler, limiter=SampleToInsertRatio(ratio, 20, slack), seed=0) as buffer:

@@ -182,7 +182,7 @@ HEADERS = {
 @pytest.mark.parametrize("mmap", [False, True], ids=["read", "mapped"])
 @pytest.mark.parametrize("header", HEADERS)
 def test_inconsistent_header_is_refused(two: Path, header: str, mmap: bool) -> None:
-    """Also where manifest, checksums and DONE agree with it."""
+    """Also if manifest, checksums and DONE match it."""
     text, dtype, shape = HEADERS[header]
     forge_file(two / "000002", "obs.npy", npy_file(text, b"1234"))
     forge(two / "000002", lambda manifest: manifest["arrays"]["obs"].update(dtype=dtype, shape=shape))

@@ -39,7 +39,7 @@ class OddActions(CountingEnv):
 
 
 class Broken(CountingEnv):
-    """Raises what a wrong argument does, by a mistake of its own."""
+    """Raises the exception of a wrong argument because of a bug inside the environment."""
 
     def __init__(self) -> None:
         super().__init__(size=3)  # type: ignore[call-arg]
@@ -51,7 +51,7 @@ def passes_all(**kwargs: Any) -> CountingEnv:
 
 
 def outdated() -> gymnasium.Env[Any, Any]:
-    """Makes an environment that is not there."""
+    """Makes an environment that is not registered."""
     return gymnasium.make("NoSuchEnv-v0")
 
 

@@ -103,7 +103,7 @@ def strangers(addresses: list[str], count: int) -> None:
 
 
 def guessers(bulk: str, names: list[bytes], count: int) -> None:
-    """Of the bulk connection: a known name, and a guess of what is to be shown with it."""
+    """Guess tokens of the bulk connection, with a known name."""
     for _ in range(count):
         with contextlib.suppress(OSError), dial(bulk) as sock:
             user = chance.choice([*names, b"", chance.randbytes(40)])
@@ -116,7 +116,7 @@ def guessers(bulk: str, names: list[bytes], count: int) -> None:
 
 @contextlib.contextmanager
 def half_open(addresses: list[str], count: int) -> Iterator[None]:
-    """Connections that never finish what they began."""
+    """Open connections that never complete their handshake."""
     with contextlib.ExitStack() as stack:
         for i in range(count):
             sock = stack.enter_context(dial(addresses[i % len(addresses)]))
@@ -181,7 +181,7 @@ def _abuse(sock: zmq.Socket[bytes], packets: list[list[bytes]], count: int) -> N
 
 
 def mad_node(control: str, server_key: bytes, keys: list[bytes], messages: list[bytes], count: int) -> None:
-    """A node daemon with a key of its own, which knows more than it can know."""
+    """A malicious node daemon with a key of its own."""
     public, secret = keys
     options = {"curve_serverkey": server_key, "curve_publickey": public, "curve_secretkey": secret}
     with dealer(control, routing_id=b"ffffffffffffffffnode", **options) as sock, contextlib.suppress(zmq.Again):
@@ -219,7 +219,7 @@ def _bytes(value: dict[str, Any]) -> Any:
 
 
 def told(known: dict[str, Any]) -> bytes:
-    """What `main` reads."""
+    """The JSON that `main` reads."""
     return json.dumps(known, default=lambda text: {"bytes": base64.b64encode(bytes(text)).decode()}).encode()
 
 

@@ -21,12 +21,12 @@ DEADLINE_S = 60.0
 
 
 def within(call: Callable[[], Any], seconds: float = DEADLINE_S) -> Any:
-    """The result of `call`, which must come (or raise) before the deadline."""
+    """The result of `call`, which must return or raise before the deadline."""
     return together({"call": call}, seconds)["call"].get()
 
 
 class Outcome:
-    """What a call came to."""
+    """The result or the exception of a call."""
 
     def __init__(self) -> None:
         self.value: Any = None
@@ -127,13 +127,13 @@ def assert_sound(batch: farstep.Batch) -> None:
 
 
 def assert_balanced(stats: Mapping[str, Any]) -> None:
-    """Nothing lost, nothing twice."""
+    """No row is lost or counted twice."""
     rest = sum(stats["dropped"].values()) + stats["buffered"] + stats["in_flight"]
     assert stats["rolled"] == stats["delivered"] + rest, stats
 
 
 def arrays_of(batch: farstep.Batch) -> dict[str, np.ndarray]:
-    """Everything in a batch that is promised to be reproducible, ended episodes in order of slot and row."""
+    """All arrays of a batch that are reproducible, with ended episodes in order of slot and row."""
     order = np.lexsort((batch.final_obs.row, batch.final_obs.slot))
     episodes = {f"episodes {key}": batch.episodes[key][order] for key in ("return", "length", "slot")}
     final = {"final row": batch.final_obs.row, "final slot": batch.final_obs.slot, "final obs": batch.final_obs.obs}
@@ -151,7 +151,7 @@ def assert_same(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) 
 
 @contextlib.contextmanager
 def without_programs() -> Iterator[None]:
-    """Nothing that this machine has installed is found."""
+    """Hide all installed programs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", "")
         yield

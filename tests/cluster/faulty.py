@@ -110,7 +110,7 @@ class OddRewardEnv(CountingEnv):
 
 
 class OldGymEnv(CountingEnv):
-    """Returns what environments of the old Gym did: four values."""
+    """Returns four values, as environments of the old Gym did."""
 
     def step(self, action: Any) -> Any:
         obs, reward, terminated, _, info = super().step(action)
@@ -279,7 +279,7 @@ class CutOffEnv(CountingEnv):
 
 
 class StageCutOffEnv(CountingEnv):
-    """Its worker is killed instead of sending its second chunk, once, when the test has seen what came ahead of it."""
+    """Its worker is killed instead of sending its second chunk, once, after the test has received its first parts."""
 
     def __init__(self, marker: str, fifo: str) -> None:
         super().__init__(length=4)
@@ -342,7 +342,7 @@ class RogueEnv(CountingEnv):
         return super().step(action)
 
     def _holes(self) -> None:
-        """Four gigabytes that were never written, behind the valid header of a reply."""
+        """A valid header of a reply, followed by four gigabytes of unwritten memory."""
         size, header = 4 << 30, messages.encode(messages.Reply(0))
         fd = os.memfd_create("holes", os.MFD_ALLOW_SEALING)
         os.write(fd, header)
@@ -364,7 +364,7 @@ class RogueEnv(CountingEnv):
             socket.send_fds(sock, [b"I" + frame_lengths([1]) + b"x"], [0])
 
     def _endless_phase(self) -> None:
-        """Words that say it is queued, which has no time limit, and no answer ever."""
+        """Report the phase `queued`, which has no time limit, and never answer."""
         frame: Any = inspect.currentframe()
         while "words" not in frame.f_locals:  # the frame of the worker's rollout loop
             frame = frame.f_back
@@ -376,7 +376,7 @@ class RogueEnv(CountingEnv):
 
 
 class MuteError(Exception):
-    """Cannot be shown."""
+    """Its text cannot be formatted."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
@@ -413,7 +413,7 @@ class MuteAgent(TableAgent):
 
 
 class SlowToCloseEnv(CountingEnv):
-    """Its close() takes until the file `gate` is there, and says in `closing` that it has begun."""
+    """Its close() creates the file `closing` and waits for the file `gate`."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ class Trajectories:
     """Checks that each slot of an endless `CountingEnv` continues exactly where its last batch ended.
 
     Args:
-        may_restart: Whether a slot may start a new episode, because its worker was replaced; the batch must say so.
+        may_restart: Whether a slot may start a new episode, because its worker was replaced; the batch must mark it.
     """
 
     def __init__(self, may_restart: bool = False) -> None:

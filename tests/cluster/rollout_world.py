@@ -147,7 +147,7 @@ class World:
 
 @dataclass
 class Held:
-    """What a buffer holds, column by column."""
+    """The rows in a buffer, by column."""
 
     rows: int
     columns: list[list[Row]]

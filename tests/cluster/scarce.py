@@ -80,7 +80,7 @@ def launch(config: str, count: int) -> str:
 
 
 class Retries(logging.Handler):
-    """Raises the limit again once a start has been tried in vain."""
+    """Raises the limit again after a failed start."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ EVERYWHERE = pytest.mark.parametrize(
 
 
 class CoinAgent(TableAgent):
-    """Says yes with a probability of its own; the divergence between two such agents is known."""
+    """Takes action 1 with its own probability; the divergence between two such agents is known."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def test_weights_that_passed_a_probe_are_not_too_old_for_a_stream(config: Launch
 def test_a_stream_yields_only_rows_close_to_a_version_within_its_bound(
     config: LaunchConfig, max_staleness: int, num_chunks: int | None
 ) -> None:
-    """Steps of a learner that sometimes matter and sometimes do not: some probes pass, some do not."""
+    """Learning steps of different size: some probes pass, others fail."""
     delta, generator = 0.05, np.random.default_rng(3)
     with cluster(never_ending, envs=4, sync=AAPS(delta, window=1), config=config) as env:
         agent, logits, kept = CoinAgent(), [0.0], 0

@@ -227,7 +227,7 @@ def test_an_agent_that_is_refused_costs_nothing_but_a_clear_error(config: Launch
 
 
 class Fickle(TableAgent):
-    """Gives one value for all environments from the second call on."""
+    """Returns one value for all environments from the second call on."""
 
     calls = 0
 
@@ -243,7 +243,7 @@ def test_agent_whose_outputs_change_their_shape_is_an_error(config: LaunchConfig
 
 
 class CountedEnv(CountingEnv):
-    """Knows how often it was stepped, over all episodes."""
+    """Counts its steps over all episodes."""
 
     steps = 0
 

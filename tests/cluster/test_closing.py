@@ -22,7 +22,7 @@ from tests.cluster.nodes import node_config
 
 
 def descriptors() -> dict[str, str]:
-    """What this process has open."""
+    """The open descriptors of this process."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the one that lists them

@@ -134,7 +134,7 @@ def test_refused_agent_does_not_replace_the_current_one() -> None:
 
 
 class NormalizingAgent(TableAgent):
-    """Changes what it gets, before and after it acts on it."""
+    """Changes its observations in place, before and after it acts on them."""
 
     def act(self, obs: Any) -> dict[str, Any]:
         obs *= 2

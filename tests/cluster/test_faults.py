@@ -128,7 +128,7 @@ def test_a_worker_that_fails_to_connect_is_started_again(before_hello, tmp_path_
 
 
 def failure(fault: str, phase: str) -> WorkerError:
-    """The error of a call with a fault that happens always, and nothing allowed to fail."""
+    """The error of a call with a permanent fault and a restart budget of 0."""
     agent = FaultyAgent([fault], where=phase)
     kwargs = {"fault": fault, "phase": phase}
     connect = {"timeouts": farstep.Timeouts(connect_s=3.0), "start_method": "cold"}

@@ -123,7 +123,7 @@ VALUES = [
 
 
 def survives(read: Callable[[bytes], Any], valid: Sequence[bytes], seed: int) -> None:
-    """`read` either takes what it is given, or says with a `WireError` that it does not."""
+    """`read` either accepts its input or raises a `WireError`."""
     chance = random.Random(seed)
     refused = 0
     for _ in range(CASES):
@@ -166,7 +166,7 @@ def conversation(key: bytes, messages: Sequence[bytes]) -> list[Packet]:
 
 
 def test_changed_and_replayed_bulk_segments_do_not_alter_messages(small_segments: None) -> None:
-    """Segments that were overheard, changed, mixed up and sent again: what comes out is what the worker sent."""
+    """Overheard segments that are changed, reordered and replayed do not alter the worker's messages."""
     key, chance = os.urandom(32), random.Random(4)
     sent = [bytes([i]) * (9 + 37 * i) for i in range(40)]
     packets = [packet for packet in conversation(key, sent) if packet.bulk and not packet.opens_bulk]
@@ -193,7 +193,7 @@ def test_changed_and_replayed_bulk_segments_do_not_alter_messages(small_segments
 
 
 def test_random_packets_with_a_valid_key_take_bounded_memory(small_segments: None) -> None:
-    """It has the key: it can only say nonsense, and have the head keep so much of it."""
+    """It has the key: it can only send garbage, of which the head keeps a bounded amount."""
     key, chance = os.urandom(32), random.Random(5)
     most = 100_000
     for _ in range(10):
@@ -303,7 +303,7 @@ MISDEEDS = {
 
 @pytest.mark.timeout(300)
 def test_stream_survives_arbitrary_messages_of_a_local_worker(tmp_path: Path, caplog: Any) -> None:
-    """A worker on this host is replaced at its first message that has no business there, and never stalls the head."""
+    """A worker on this host is replaced at its first invalid message, and never stalls the head."""
     kwargs = {"misdeeds": list(MISDEEDS), "folder": str(tmp_path)}
     options: Any = {"env_kwargs": kwargs, "restart_budget": len(MISDEEDS)}
     before, peak = resident_bytes(), 0
@@ -370,7 +370,7 @@ def test_a_worker_without_shared_memory_is_held_to_its_channels(monkeypatch: pyt
 
 
 class Attack:
-    """Another process, which says what it sent when it is done."""
+    """Another process, which finally prints how much it sent."""
 
     def __init__(self, known: dict[str, Any]) -> None:
         self._process = subprocess.Popen(
@@ -400,7 +400,7 @@ class Attack:
 
 
 class Run:
-    """Collects, and looks whether each row follows the one before."""
+    """Collects, and checks that each row follows the one before."""
 
     def __init__(self, env: farstep.ClusterEnv) -> None:
         self._env, self._last = env, {}  # type: ignore[var-annotated]
@@ -527,7 +527,7 @@ def test_a_run_on_nodes_survives_strangers_and_a_malicious_daemon(
 
 @pytest.mark.timeout(300)
 def test_a_malicious_worker_is_replaced_and_the_others_continue(issued: dict[tuple[int, int], KeyPair]) -> None:
-    """Its key lets it say what it likes, for itself only, and only once."""
+    """With its key it can send any message, but only for itself and only once."""
     chance = random.Random(7)
     with wide(farstep.LocalConfig(workers_per_node=2, transport="tcp")) as env:
         env.launch()

@@ -29,7 +29,7 @@ MODES = pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mo
 
 
 class QuietEnv(CountingEnv):
-    """No infos, and attributes that a test can set: what the next step does, and where it says that it began."""
+    """No infos, and attributes that a test can set: the fault of the next step, and the file that marks its begin."""
 
     fault, marker, huge = "", "", 0
 

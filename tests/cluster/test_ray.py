@@ -77,7 +77,7 @@ print("still mine")
 
 @pytest.fixture(scope="module", autouse=True)
 def patient_ray() -> Iterator[None]:
-    """How soon Ray's processes give up when the cluster's first node is gone; also for clusters that farstep starts."""
+    """A long timeout of Ray's processes after the loss of the first node; also for clusters that farstep starts."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**QUIET, "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}.items():
             patch.setenv(name, value)

@@ -84,7 +84,7 @@ def test_an_agent_in_the_middle_of_episodes_draws_from_their_generators(workers:
 
 
 def test_the_environments_are_seeded_by_slot_and_episode(reference: Any) -> None:
-    """Different streams everywhere: no two slots, no two episodes of a slot, no two seeds see the same."""
+    """All slots, episodes and seeds have different random streams."""
     env = cluster(CountingEnv, envs=SLOTS, config=in_process(1))
     with env:
         env.reset(seed=4)
@@ -146,7 +146,7 @@ def episodes(batches: list[dict[str, np.ndarray]]) -> list[list[Episode]]:
 
 
 def test_later_episodes_are_the_same_after_a_kill(tmp_path: Path) -> None:
-    """A killed worker costs each of its slots the rest of one episode, and nothing else."""
+    """A killed worker costs each of its slots the rest of one episode, and no other row."""
     runs = {}
     for name, env_class, kwargs in (
         ("clean", CountingEnv, {}),

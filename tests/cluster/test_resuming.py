@@ -22,7 +22,7 @@ ENVS, STEPS = 6, 7
 
 
 class Changed(CountingEnv):
-    """Does something else once its file is there, as an environment that does not depend on its seed alone."""
+    """Changes its behavior once its file exists, like an environment that does not depend on its seed alone."""
 
     def __init__(self, how: str, flag: Path) -> None:
         super().__init__(length=1000)
@@ -48,7 +48,7 @@ class Changed(CountingEnv):
 
 
 class Telling(CountingEnv):
-    """Says in which process it is."""
+    """Its info has the id of its process."""
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         *rest, _ = super().step(action)
@@ -56,7 +56,7 @@ class Telling(CountingEnv):
 
 
 class Run:
-    """A run of a few rollouts, saved, and what another process makes of it."""
+    """A run of a few rollouts that can be saved and resumed."""
 
     def __init__(self, env: Any, launcher: Any = farstep.LocalConfig, workers: int = 2, **options: Any) -> None:
         config = {"type": "factory", "env_name": env, "envs_per_node": ENVS, "seed": 5, **options}
@@ -89,7 +89,7 @@ class Run:
 
 
 def first_seen(run: Run) -> Any:
-    """What episodes of a run begin with."""
+    """The first observations of a run's episodes."""
     return run.roll()[0]["obs"][0, :, 0]
 
 
@@ -103,7 +103,7 @@ def test_episodes_continue_after_a_resume(launcher: Any, caplog: pytest.LogCaptu
         (now,) = other.resume(*saved).roll()
     np.testing.assert_array_equal(then["obs"], now["obs"])
     assert now.continues.all() and not now["episode_start"].any()
-    assert "not where" not in caplog.text and "anew" not in caplog.text
+    assert "restarting" not in caplog.text
 
 
 def test_only_a_worker_lost_before_the_checkpoint_restarts_its_episodes(caplog: pytest.LogCaptureFixture) -> None:

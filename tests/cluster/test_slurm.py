@@ -238,7 +238,7 @@ def test_the_papers_loop_learns_on_the_cluster(cluster: SlurmCluster, tmp_path: 
 
 
 class SeeingEnv(CountingEnv):
-    """Says which GPUs its worker sees."""
+    """Its info has the GPUs that its worker sees."""
 
     def reset(self, **options: Any) -> Any:
         return super().reset(**options)[0], {"gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
@@ -372,7 +372,7 @@ def test_inside_an_allocation_daemons_are_a_step(cluster: SlurmCluster, tmp_path
 
 
 def inside() -> None:
-    """What the job of the test above runs."""
+    """The function that the job of the test above runs."""
     with start(Path.cwd(), nodes=2, setup=["source ./activate"]) as env:
         print({6: "six columns"}[columns(env, TableAgent())], flush=True)
 

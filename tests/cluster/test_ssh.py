@@ -125,7 +125,7 @@ def children() -> list[int]:
 
 
 def test_daemon_continues_after_its_session_is_cut(server: SshServer) -> None:
-    """Sessions are for starting it; as long as it is heard of, it is there."""
+    """The session only starts it; its heartbeats show that it is alive."""
     with start(config(server.options, nodes=1, workers_per_node=1)) as env:
         within(lambda: env.collect(TableAgent(), steps=2))
         (node,) = env.stats()["nodes"]

@@ -1,4 +1,4 @@
-"""`step(agent)` alone: what its `info` says that the workers did is what `collect` records."""
+"""`step(agent)`: its `info` has the rows that `collect` would record."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_info_has_no_recurrent_state() -> None:
 
 
 class NamesakeEnv(CountingEnv):
-    """Its infos have names that agents use, too; some only now and then."""
+    """Its infos have names that agents use, too; some only in some steps."""
 
     def step(self, action: Any) -> Any:
         *rest, info = super().step(action)

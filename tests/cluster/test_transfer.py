@@ -46,7 +46,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 def everything(batch: farstep.Batch) -> dict[str, np.ndarray]:
-    """All of a batch but the seconds that episodes took."""
+    """All contents of a batch except the seconds of episodes."""
     found = {name: array.copy() for name, array in batch.items()}
     nested = {"last": batch.last_obs, "final": batch.final_obs.obs, "state": batch.initial_state or ()}
     found |= {f"{name} {i}": array.copy() for name, value in nested.items() for i, array in enumerate(flat(value))}

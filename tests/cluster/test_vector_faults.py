@@ -21,7 +21,7 @@ ERRORS = {"hang": farstep.WorkerStuck, "sigkill": farstep.WorkerDied}
 
 
 class TroubledEnv(CountingEnv):
-    """Sticks or dies when it is reset or asked for something, once `fault` is set."""
+    """Hangs or dies in the next reset or call, once `fault` is set."""
 
     fault = ""
 

@@ -385,7 +385,7 @@ def test_stages_of_a_window_are_passed_on_one_after_the_other() -> None:
 
 
 class EveryOther(Trigger):
-    """A trigger of one's own, by one method: when an even number of chunks of 16 steps is there."""
+    """A custom trigger with one method: fires when an even number of chunks of 16 steps has arrived."""
 
     def ready(self, state: Any) -> Any:
         return {"steps": state.env_steps} if state.env_steps and state.env_steps % 32 == 0 else None

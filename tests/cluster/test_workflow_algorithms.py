@@ -22,7 +22,7 @@ WORKERS, ENVS = 2, 4  # of all workers
 
 
 class Learner(TableAgent):
-    """Pretends to learn; says what it was called for, and with what."""
+    """A fake learner that records its calls."""
 
     def __init__(self, flow_of: Callable[[Learner], farstep.Workflow]) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ ENDLESS = {"length": None}
 
 
 def idle(env: farstep.ClusterEnv, agent: Any) -> farstep.Workflow:
-    """A workflow in which nothing happens by itself."""
+    """A workflow without triggers that fire by themselves."""
     flow = farstep.Workflow(env, agent, full(64))
     flow.on(ObjectKeyTrigger("never"), flow.next_rollout)
     flow.on(TimeTrigger(3600), lambda message: None)
@@ -134,7 +134,7 @@ class Says(Trigger):
 
 
 class Silent(Trigger):
-    """Forgot its method."""
+    """Lacks the method `ready`."""
 
 
 def test_mistakes_are_named() -> None:

@@ -32,7 +32,7 @@ STAGES = (("reward", "terminated"), ("obs", "action"))
 
 
 class Staged:
-    """A consumer of stages that keeps what it is given."""
+    """A consumer of stages that keeps its messages."""
 
     def __init__(self, flow: farstep.Workflow) -> None:
         self.flow = flow

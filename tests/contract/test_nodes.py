@@ -74,7 +74,7 @@ def test_an_engine_that_fails_for_a_while_does_not_end_a_run(tmp_path: Path, mon
 
 @pytest.mark.timeout(300)
 def test_node_that_was_declared_lost_joins_again(tmp_path: Path) -> None:
-    """By itself: its engine sees nothing to do."""
+    """Without its engine, which sees no lost node."""
     endless = functools.partial(CountingEnv, length=None)  # at an episode's end, info would be the reset's
     source = {"type": "factory", "env_name": endless, "envs_per_node": 1, "seed": 1}
     with farstep.ClusterEnv(source, config(tmp_path, nodes=2, min_nodes=1, workers_per_node=1, lease_s=2)) as env:
@@ -165,7 +165,7 @@ n.encode = lambda message: msgspec.msgpack.encode({**msgspec.to_builtins(message
 
 
 def test_a_daemon_whose_hello_cannot_be_decoded_is_refused_with_both_versions(tmp_path: Path) -> None:
-    """Another version of farstep may say it in another way."""
+    """Another version of farstep may encode it differently."""
     (tmp_path / "sitecustomize.py").write_text(OTHER_VERSION)
     folders = f"{tmp_path}:{Path(farstep.__file__).parents[1]}"
     env = farstep.ClusterEnv({"env_name": "CartPole-v1"}, config(tmp_path, setup=[f"export PYTHONPATH={folders}"]))

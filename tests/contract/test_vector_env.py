@@ -246,7 +246,7 @@ def test_tuple_keys_and_complex_numbers_in_infos_of_a_cluster(kind: str) -> None
 
 
 def assert_samples_equal(ours: Any, theirs: SyncVectorEnv, draws: int = 4) -> None:
-    """In an order that would tell if batched and single spaces shared their generators in one of the two only."""
+    """In an order that reveals whether batched and single spaces share generators in only one of the two."""
     for _ in range(draws):
         for name in ("single_action_space", "action_space", "single_observation_space", "observation_space"):
             assert_same(getattr(ours, name).sample(), getattr(theirs, name).sample(), name)

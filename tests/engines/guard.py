@@ -66,7 +66,7 @@ def main(control: int, namespaces: str, command: list[str]) -> None:
 
 
 def guard(control: int, command: list[str]) -> int:
-    """Runs `command` to its end, and ends all that it left; returns its status as `waitpid` does."""
+    """Runs `command`, ends all processes that it left behind, and returns its status as `waitpid` does."""
     call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -100,7 +100,7 @@ def guard(control: int, command: list[str]) -> int:
 
 
 def run(command: list[str]) -> None:
-    """Becomes the program."""
+    """Replaces this process by the program."""
     try:
         call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         signal.set_wakeup_fd(-1)
@@ -130,7 +130,7 @@ def descendants() -> list[int]:
 
 
 def end_descendants() -> None:
-    """Kills until nothing is left, not even a zombie: what a dying process has just started becomes a child of ours."""
+    """Kills all descendants until not even a zombie is left: orphans of a dying process become our children."""
     try:
         while True:
             for pid in descendants():

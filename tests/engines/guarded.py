@@ -21,7 +21,7 @@ _TAIL_LINES = 30
 
 
 class EngineError(RuntimeError):
-    """An engine did not do what a test needs of it."""
+    """An engine failed to do what a test requires."""
 
 
 class EngineMissing(EngineError):

@@ -135,7 +135,7 @@ class KubernetesCluster(Network):
         return self.run("control", command)
 
     def objects(self) -> list[str]:
-        """What of farstep is there, however it is called."""
+        """All objects of farstep, with any name."""
         listed = self._kubectl("get", "jobs,deployments,secrets,pods", "-n", NAMESPACE, "-o", "name",
                                "-l", "app.kubernetes.io/managed-by=farstep")  # fmt: skip
         return listed.split()

@@ -12,7 +12,7 @@ from farstep.head.interrupts import Interrupts
 
 
 class Told(BaseException):
-    """What a handler raises."""
+    """The exception of a handler."""
 
 
 @pytest.fixture(params=["SIGINT", "SIGTERM", "SIGALRM"])

@@ -74,7 +74,7 @@ class Jobs(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
-        """A node daemon falls silent; with the last one, its job ends."""
+        """A node daemon is lost; with the last one, its job ends."""
         if (job := self.of(data, "RUNNING")) and job.connected:
             self.watched.left(job.connected.pop(data.draw(st.integers(0, len(job.connected) - 1))), for_good=True)
             self._maybe_end(job)

@@ -92,7 +92,7 @@ def make(engine: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...
 
 
 def stands(engine: Fake, job: int, nodes: int, pending: int = 0, ended: Mapping[str, str] | None = None) -> None:
-    """Let an engine say this, and be heard."""
+    """Let an engine report this status, and wait until it is read."""
     found = engine.jobs[job]
     found.stands = RequestStatus(found.stands.text, nodes, pending, ended)
     looks = found.looks
@@ -100,7 +100,7 @@ def stands(engine: Fake, job: int, nodes: int, pending: int = 0, ended: Mapping[
 
 
 def attempts(groups: Groups, engine: Fake, wanted: int, seconds: range) -> list[int]:
-    """The seconds at which nodes were asked for, and did not come."""
+    """The seconds at which nodes were requested that never joined."""
     found = []
     for now in seconds:
         before = len(groups)
@@ -251,7 +251,7 @@ def test_finished_group_is_removed_and_its_last_output_is_kept(make: Callable[..
 def test_engine_runs_one_command_at_a_time(
     make: Callable[..., Groups], engine: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replacements are asked for in threads, and `scale` asks in the caller's."""
+    """Replacements are requested in threads, and `scale` requests nodes in the caller's."""
     groups = make(2, here=2)
     asking: list[int] = []
     most = 0

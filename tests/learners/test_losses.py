@@ -39,7 +39,7 @@ def numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
 
 
 def random_rows(seed: int, scale: float = 0.5, size: int = 40) -> dict[str, Any]:
-    """Log-probabilities of three policies, advantages and a mask; masked rows hold what must not be looked at."""
+    """Log-probabilities of three policies, advantages and a mask; masked rows hold values that must not be used."""
     generator = torch.Generator().manual_seed(seed)
     behave = -torch.rand(size, generator=generator) * 3
     moves = [scale * torch.randn(size, generator=generator) for _ in range(2)]
@@ -61,7 +61,7 @@ def valid_rows(seed: int) -> dict[str, Any]:
 
 
 def plain_rows(rows: dict[str, Tensor]) -> dict[str, Any]:
-    """What plain PPO takes."""
+    """The arguments of plain PPO."""
     return {
         "logprob": rows["logprob"],
         "old_logprob": rows["behave_logprob"],

@@ -32,7 +32,7 @@ units = st.floats(0.0, 1.0)
 
 
 class Rollout(NamedTuple):
-    """Random rows with ends of both kinds; NaN wherever an entry must not be looked at."""
+    """Random rows with ends of both kinds; NaN in entries that must not be used."""
 
     rewards: Array
     values: Array

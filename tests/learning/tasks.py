@@ -40,7 +40,7 @@ LEARNERS: dict[type, Any] = {
 
 
 class Identity(gymnasium.Env[Any, Any]):
-    """Pays for doing what is shown: observations are drawn from the action space; ten steps long."""
+    """Rewards the action that equals the observation, which is drawn from the action space; ten steps long."""
 
     def __init__(self, kind: str = "discrete", length: int = 10) -> None:
         self.action_space = {

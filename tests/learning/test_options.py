@@ -78,7 +78,7 @@ def small_agent() -> Any:
 
 
 def test_agent_is_sent_without_its_optimizer() -> None:
-    """Whose one long vector of all parameters each of them is a view of."""
+    """All its parameters are views of one long vector."""
     agent = small_agent()
     before = len(pickle.dumps(agent))
     Optimizer(agent, 1e-3, 0.5, seed=0)

@@ -32,7 +32,7 @@ NETS = {
 
 
 def collected(env: Any, net: NetConfig, steps: int = 25, stale: bool = False) -> tuple[ActorCritic, Any, Rollout]:
-    """An agent, a batch of its own, and what is made of that; with `stale`, when the agent has changed since."""
+    """An agent, a batch of it, and the prepared rollout; with `stale`, the agent has changed in between."""
     with make_env(env, 6, launcher="in-process") as cluster:
         torch.manual_seed(0)
         agent = make_agent(*cluster.launch(), net, 0.99)
@@ -212,7 +212,7 @@ def test_step_with_nan_gradients_is_skipped() -> None:
 
 
 def reward_scale(batches: list[Batch]) -> tuple[float, float]:
-    """What discounted returns of these batches deviate by, and how many there are."""
+    """The standard deviation and the number of the discounted returns of these batches."""
     agent = make_agent(spaces.Box(-1, 1, (3,)), spaces.Discrete(2), NetConfig(normalize_reward=True), 0.9)
     statistics = Statistics(agent)
     for batch in batches:

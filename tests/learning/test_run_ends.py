@@ -29,7 +29,7 @@ CONFIG = PPOConfig(num_steps=8)
 
 
 class FakeEvaluator:
-    """Takes as long as it is waited for; notes what it was given, and what was saved by then."""
+    """Finishes when it is waited for; records the agents and the checkpoints that existed by then."""
 
     def __init__(self, checkpoints: Path) -> None:
         self.steps: list[int] = []

@@ -1,4 +1,4 @@
-"""What is no function of inputs, weights and torch's random numbers is refused, and not replayed wrongly."""
+"""An act that is not a function of inputs, weights and torch's random numbers is refused, not replayed wrongly."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Rows:
-    """The same rows again and again, from a seed."""
+    """Rows that depend on a seed only."""
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)

@@ -131,7 +131,7 @@ class Blocks(RuleBasedStateMachine):
     @precondition(lambda self: self.writers)
     @rule(data=st.data(), rows=st.integers(1, ROWS), written=st.integers(0, ROWS), keys=st.integers(0, 2))
     def crash(self, data: Any, rows: int, written: int, keys: int) -> None:
-        """It claimed, wrote some rows and perhaps committed some keys, and is never heard of again."""
+        """It claimed, wrote some rows and perhaps committed some keys, and died."""
         (first, count), writer = self.chosen(data)
         for columns, start in writer.claim(rows):
             for here, _ in spans(start % ROWS, min(rows, written), ROWS):
@@ -225,7 +225,7 @@ def test_a_reader_that_a_new_writer_overtook_gets_nothing() -> None:
     writer.commit(1, ["a"])
 
     class Meanwhile:
-        """The array as a slow reader sees it: between its two halves a writer dies and another one comes."""
+        """The array as a slow reader sees it: between its two halves a writer dies and another one joins."""
 
         def __getitem__(self, place: Any) -> np.ndarray:
             blocks.leave(0, 1)

@@ -55,7 +55,7 @@ def test_close_frees_the_memory() -> None:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from("aaald"), st.integers(1, 9)), min_size=1, max_size=40))
 def test_keys_are_never_reused(calls: list[tuple[str, int]]) -> None:
-    """However rows come: as arrays, which are written at once, or as lists, which are looked at more closely."""
+    """Rows may be arrays, which are written at once, or lists, which are converted."""
     named: dict[int, int] = {}  # row by key
     there: list[int] = []
     with Buffer(12, Uniform(), spec={"number": 0}, seed=21) as buffer:

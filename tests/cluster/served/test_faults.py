@@ -236,7 +236,7 @@ def close_when_acting(env: farstep.ClusterEnv) -> None:
 
 
 class BlockingEnv(CountingEnv):
-    """While there is a file `block`, the first environment that steps waits for its removal."""
+    """The first environment that steps while the file `block` exists waits for its removal."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()

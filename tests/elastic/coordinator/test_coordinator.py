@@ -76,7 +76,7 @@ class World:
         assert self.coordinator.save() == saved
 
     def check(self) -> None:
-        """The coordinator and the runs whose lease has not ended use no more than there is."""
+        """The coordinator and the runs whose lease has not ended use no more slots and devices than exist."""
         registered = {workload.id: workload for workload in self.coordinator.workloads}
         assert sum(workload.held for workload in registered.values()) <= self.slots
         used = [run for run in self.runs.values() if run.id in registered]

@@ -108,7 +108,7 @@ class World:
         assert not +tickets.dropped
 
     def starves(self) -> bool:
-        """Whether there is no batch although all workers that are not parked do all they may."""
+        """Whether there is no batch although all workers that are not parked roll all their tickets."""
         self.idle()
         before = self.batches
         for _ in range(3 * (self.num_chunks or 1) + 3):
@@ -184,7 +184,7 @@ def test_worker_that_is_unparked_during_an_update_rolls_no_rows_that_would_becom
     tickets.park(1)
 
     def roll(version: int, *workers: int) -> list[int]:
-        """Let workers roll everything that they may."""
+        """Let workers roll all their tickets."""
         rolled = tickets.grant(workers, version)
         for ticket in rolled:
             assert tickets.accept(ticket.worker, ticket.seq, version, None)

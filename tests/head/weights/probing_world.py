@@ -56,7 +56,7 @@ class JaxAgent(LinearAgent):
 
 
 class TorchAgent(torch.nn.Module):
-    """Would notice if it was asked in training mode: dropout, and statistics of batches."""
+    """Its results differ in training mode: dropout, and statistics of batches."""
 
     def __init__(self, weight: float = 0.0) -> None:
         super().__init__()

@@ -210,7 +210,7 @@ class CloningModule(Module):
 
 
 class DataModule(Module):
-    """Aliases whose version counters are their own."""
+    """Returns aliases with separate version counters."""
 
     def get_parameters(self) -> Any:
         return [parameter.data for parameter in self.parameters()]
@@ -269,7 +269,7 @@ class TensorWithCallback(torch.Tensor):
 
 @pytest.mark.parametrize("read", ["publish", "changed"])
 def test_a_change_while_parameters_are_read_is_noticed_later(read: str) -> None:
-    """Another thread trains on: what it changes after its values were read is a change still."""
+    """Another thread trains on: its changes after the values were read still count."""
     agent: Any = SetterAgent()
     first, last = torch.zeros(LARGE).add_(1), torch.zeros(1).add_(1).as_subclass(TensorWithCallback)
     agent.parameters, last.on_read = {"first": first, "last": last}, lambda: None

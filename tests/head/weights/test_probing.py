@@ -70,7 +70,7 @@ def test_probing_does_not_change_modes_and_generators() -> None:
 
 
 class OwnNamesAgent(TorchAgent):
-    """Whose parameters and modules are something else than torch's."""
+    """Its attributes `parameters` and `modules` are not those of torch."""
 
     def parameters(self) -> Any:  # type: ignore[override]
         return {"learning_rate": 0.1}
@@ -92,7 +92,7 @@ def test_the_same_weights_do_not_diverge() -> None:
 
 
 class LogProbAgent(LinearAgent):
-    """Knows nothing but probabilities of actions."""
+    """Returns only log-probabilities of actions."""
 
     distribution = None  # type: ignore[assignment]
 
@@ -135,7 +135,7 @@ def test_a_deterministic_policy_brings_its_own_measure() -> None:
 
 
 class OwnMeasureAgent(DeterministicAgent):
-    """Whose measure is just this, for each row."""
+    """Its measure returns `said` for each row."""
 
     said: Any = None
 
@@ -217,7 +217,7 @@ def test_a_description_that_takes_other_arguments_is_refused(kind: Any, state: A
 
 
 class LoudAgent(LinearAgent):
-    """Whose numbers are beyond all measure."""
+    """Its outputs overflow."""
 
     said: Any = None
 

@@ -260,7 +260,7 @@ def test_independent_causes_are_all_named_and_consequences_are_not() -> None:
 
 
 def test_a_bottleneck_is_named_before_it_is_a_problem() -> None:
-    """Something limits every run: a learner that is always busy is as it should be."""
+    """Something limits every run: a learner that is always busy is healthy."""
     limited = {"slow environment": stats([BUSY, BUSY], wait=0.85), "slow learner": stats([IDLE, IDLE], wait=0.02)}
     for cause, counters in limited.items():
         found = diagnose(window(counters))

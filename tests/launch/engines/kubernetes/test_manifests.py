@@ -120,7 +120,7 @@ def test_options_reach_the_pod() -> None:
 
 @pytest.mark.parametrize("shells", [["sh", "bash"], ["sh"]], ids=["bash", "no bash"])
 def test_setup_runs_before_the_daemon(shells: list[str], tmp_path: Path) -> None:
-    """With the commands as pods have them; `python` only says what it was given."""
+    """With the commands of pods; `python` only prints its arguments."""
     (tmp_path / "bin").mkdir()
     for shell in shells:
         (tmp_path / "bin" / shell).symlink_to(shutil.which(shell) or "")
