@@ -61,7 +61,7 @@ def test_no_cgroups_at_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("quotas", "cores"), [([], 8), ([2.5], 2), ([0.5], 1), ([16.0, 3.0], 3), ([100.0], 8)])
-def test_usable_cores_are_what_affinity_and_quota_leave(
+def test_affinity_and_quota_limit_the_usable_cores(
     monkeypatch: pytest.MonkeyPatch, quotas: list[float], cores: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
@@ -89,7 +89,7 @@ def test_request_for_more_than_the_available_memory_is_refused(monkeypatch: pyte
         check_memory(9 * 2**29, "steps=7 of 4 environments")
 
 
-def test_available_memory_is_what_machine_and_cgroup_leave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_available_memory_is_that_of_machine_and_cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  900 kB\nMemAvailable:     500 kB\n")
     monkeypatch.setattr(machine, "_cgroup_memory_limits", list)

@@ -125,7 +125,7 @@ def test_a_divergence_is_zero_for_equals_and_never_negative(seed: int, scale: fl
         assert (kl_divergence(flat_distribution(p), flat_distribution(q)) >= -1e-6).all()
 
 
-def test_masked_actions_and_impossible_ones() -> None:
+def test_divergence_of_masked_and_impossible_actions() -> None:
     p, q = {"logits": [[0.0, 0.0, -np.inf]]}, {"logits": [[0.0, 1.0, -np.inf]]}
     assert np.isfinite(kl_divergence(flat_distribution(p), flat_distribution(q))).all()
     never = {"logits": [[0.0, -np.inf, -np.inf]]}

@@ -44,7 +44,7 @@ from tests.agents.parameter_agents import (
 
 
 @pytest.mark.parametrize("make", AGENTS, ids=lambda make: make.__name__)
-def test_a_workers_copy_gets_the_learners_parameters(make: Callable[[], Any]) -> None:
+def test_worker_loads_the_parameters_of_the_learner(make: Callable[[], Any]) -> None:
     learner, worker = make(), make()
     for array in numbers(worker):
         if array.flags.writeable and array.shape:

@@ -107,7 +107,7 @@ def test_all_usable_starts_are_found_at_once(
 
 
 @pytest.mark.parametrize("share", [2, 20, 200, 2000])
-def test_probabilities_are_of_one_kind_however_rare_starts_are(share: int) -> None:
+def test_probabilities_are_consistent_for_rare_starts(share: int) -> None:
     """A row that nothing begins at has `share` times the priority of all others together."""
     terminated = np.arange(1000) % 10 == 9
     for seed in range(20):

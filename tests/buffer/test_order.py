@@ -178,7 +178,7 @@ def test_random_removers_remove_in_proportion() -> None:
     st.integers(1, 9),
     st.lists(st.tuples(st.integers(1, 25), st.lists(st.sampled_from([0.5, 1.0, 2.0]), max_size=9)), max_size=8),
 )
-def test_inserting_many_rows_leaves_what_single_rows_leave(
+def test_inserting_many_rows_equals_inserting_them_one_by_one(
     remover: Sampler, capacity: int, calls: list[tuple[int, list[float]]]
 ) -> None:
     first = 0

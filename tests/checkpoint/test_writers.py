@@ -153,7 +153,7 @@ def test_error_of_the_first_save_mentions_no_earlier_checkpoint(
         save(tmp_path, *content(1))
 
 
-def test_ctrl_c_leaves_nothing_half_done(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_leaves_the_old_checkpoints(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(folder: Path) -> None:
         raise KeyboardInterrupt
 

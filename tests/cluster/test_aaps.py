@@ -199,7 +199,7 @@ def test_a_hard_bound_on_lag_can_be_added() -> None:
         assert lags == [0, 1, 2, 0, 1, 2, 0, 1, 2]
 
 
-def test_a_worker_that_joins_late_starts_with_the_newest_weights() -> None:
+def test_worker_that_joins_late_starts_with_the_newest_weights() -> None:
     with cluster(never_ending, envs=4, workers=2, sync=AAPS(1e9)) as env:
         agent = CoinAgent()
         for _ in range(4):

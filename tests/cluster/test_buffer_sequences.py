@@ -325,7 +325,7 @@ def test_batches_with_another_remover(case: tuple[World, Any], rows: int) -> Non
         world.check(sampled["next_obs"], [after[number] for number in numbers])
 
 
-def test_filler_rows_take_the_place_of_older_ones_and_are_no_items() -> None:
+def test_filler_rows_evict_older_rows_and_are_not_sampled() -> None:
     world = World([2], seed=7, filler=True)
     for sampler in (Uniform(), Prioritized(), MinHeap(), NStep(), DPER()):
         with Buffer(16, sampler, seed=7) as buffer:
@@ -393,7 +393,7 @@ def test_a_batch_that_does_not_fit_is_refused() -> None:
         assert len(buffer) == 10
 
 
-def test_some_of_a_batch_s_arrays() -> None:
+def test_spec_selects_arrays_of_a_batch() -> None:
     """The spec selects them; `next_obs` is made of the successor of each row."""
     world = World([2], seed=9)
     batch, (first, second), _ = world.batch([0], 5)

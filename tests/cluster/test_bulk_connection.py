@@ -159,7 +159,7 @@ def test_a_worker_cannot_take_the_bulk_connection_of_another(hub: Hub, named: bo
             exchange(hub, link, 1)
 
 
-def test_a_bulk_connection_that_breaks_is_made_again_and_loses_nothing(hub: Hub) -> None:
+def test_broken_bulk_connection_is_reopened_without_loss(hub: Hub) -> None:
     with linked(hub) as (_, link):
         exchange(hub, link, 2)
         cuts: list[int] = []

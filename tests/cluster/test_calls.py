@@ -55,7 +55,7 @@ def test_a_cluster_is_usable_after_an_interrupted_call(config: LaunchConfig) -> 
 
 
 @BOTH
-def test_interrupts_at_any_moment_lose_nothing_and_count_nothing_twice(config: LaunchConfig) -> None:
+def test_interrupts_at_any_moment_neither_lose_nor_repeat_rows(config: LaunchConfig) -> None:
     rng = random.Random(1)
     with cluster(envs=4, config=config) as env:
         agent = TableAgent()
@@ -73,7 +73,7 @@ def test_interrupts_at_any_moment_lose_nothing_and_count_nothing_twice(config: L
         assert_sound(another.collect(agent, steps=2))
 
 
-def test_an_interrupted_launch_can_be_tried_again() -> None:
+def test_interrupted_launch_can_be_retried() -> None:
     kwargs = {"fault": "slow", "phase": "construct", "slow_s": 1.0}  # a launch may take less than 0.05 s
     with contextlib.closing(cluster(FaultyEnv, envs=2, workers=2, env_kwargs=kwargs)) as env:
         interrupted(0.05, env.launch)
@@ -83,7 +83,7 @@ def test_an_interrupted_launch_can_be_tried_again() -> None:
         env.launch()
 
 
-def test_an_interrupted_close_leaves_nothing_behind() -> None:
+def test_close_completes_after_an_interrupted_close() -> None:
     limits = farstep.Timeouts(close_s=60.0)
     env = cluster(FaultyEnv, envs=1, env_kwargs={"fault": "hang", "phase": "close"}, timeouts=limits)
     env.collect(TableAgent(), steps=1)
@@ -122,7 +122,7 @@ def test_a_publish_from_another_thread_reaches_a_call_that_waits() -> None:
 
 
 @TRANSPORTS
-def test_a_stream_that_starves_says_so_once(transport: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_stream_that_starves_warns_once(transport: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setattr("farstep.head.warnings.user_warnings._STARVED_S", 0.0)
     with cluster(FaultyEnv, envs=1, env_kwargs=SLOW, transport=transport) as env:
         agent = TableAgent()
@@ -208,7 +208,7 @@ EVERY = [in_process(2), *(farstep.LocalConfig(workers_per_node=2, transport=name
 
 
 @pytest.mark.parametrize("config", EVERY, ids=["in_process", "shm", "tcp"])
-def test_an_agent_that_is_refused_costs_nothing_but_a_clear_error(config: LaunchConfig) -> None:
+def test_refused_agent_has_no_effect_but_a_clear_error(config: LaunchConfig) -> None:
     with cluster(config=config) as env:
         with pytest.raises(farstep.AgentError, match=r"^act returned .* without 'action'"):
             env.collect(Stubborn(), steps=4)
@@ -348,7 +348,7 @@ class FinalAgent(TableAgent):
 
 
 @TRANSPORTS
-def test_outputs_of_an_agent_may_begin_as_our_own_do(transport: str) -> None:
+def test_names_of_outputs_may_start_like_those_of_farstep(transport: str) -> None:
     with cluster(transport=transport) as env:
         batch = env.collect(FinalAgent(), steps=12)
         np.testing.assert_array_equal(batch["final_obs_value"], batch["obs"][..., 0])

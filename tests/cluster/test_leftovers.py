@@ -131,7 +131,7 @@ env.collect(TableAgent(), steps=4)
 }
 
 
-def test_a_program_that_ends_without_close_says_nothing(tmp_path: Path) -> None:
+def test_program_that_ends_without_close_prints_nothing(tmp_path: Path) -> None:
     start = "import farstep\nfrom farstep.testing import CountingEnv, TableAgent\n"
     heads = {name: Head(tmp_path / name, "-c", start + script) for name, script in SCRIPTS.items()}
     for name, head in heads.items():

@@ -247,7 +247,7 @@ def test_a_learner_of_farstep_trains_on_ray(ray_cluster: RayCluster, tmp_path: P
 
 
 @pytest.mark.timeout(240)
-def test_the_example_of_the_page_prints_what_it_says(ray_cluster: RayCluster, tmp_path: Path) -> None:
+def test_example_of_the_page_prints_the_shown_output(ray_cluster: RayCluster, tmp_path: Path) -> None:
     """On the shared cluster, not on one that the example starts."""
     code, printed = example("docs/ray.md")
     assert code.count('address="local"') == 1

@@ -114,7 +114,7 @@ def test_workers_end_with_their_daemon_and_its_replacement_starts_new_ones(tmp_p
         assert_balanced(stats)
 
 
-def test_last_words_of_a_worker_arrive_before_the_report_of_its_end(tmp_path: Path) -> None:
+def test_last_output_of_a_worker_arrives_before_the_report_of_its_end(tmp_path: Path) -> None:
     """Also if they are long, so that they are sent over the bulk connection."""
     env = relayed(tmp_path, workers=1, restart_budget=0, raises="x" * 100_000)
     with env, pytest.raises(farstep.RemoteEnvError, match="x" * 1000):

@@ -114,7 +114,7 @@ def test_start_continues_without_a_thread_for_warnings(monkeypatch: pytest.Monke
         monkeypatch.undo()
 
 
-def test_a_start_that_ends_as_the_warning_is_due_is_not_warned_about(
+def test_start_that_ends_when_the_warning_is_due_causes_no_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An in-process worker builds its environments inside the head's event loop, longer than the warning waits."""

@@ -107,7 +107,7 @@ class OddKeysEnv(CountingEnv):
 
 
 @EVERYWHERE
-def test_keys_of_infos_that_are_no_strings_are_kept(config: LaunchConfig) -> None:
+def test_keys_of_infos_that_are_not_strings_are_kept(config: LaunchConfig) -> None:
     with cluster(OddKeysEnv, envs=2, config=config, env_kwargs={"length": None}) as env:
         info: Any = env.step(TableAgent())[-1]
     assert info[("arm", 1)].tolist() == [2, 2] and info[3].tolist() == [4.5, 4.5] and info[b"raw"].tolist() == [6, 6]

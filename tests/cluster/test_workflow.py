@@ -48,7 +48,7 @@ KINDS = {
 
 @TRANSPORTS
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_is_what_collect_returns(kind: str, transport: str) -> None:
+def test_batch_equals_that_of_collect(kind: str, transport: str) -> None:
     factory, make_agent = KINDS[kind]
     agent, rounds = make_agent(), 4
     with cluster(factory, envs=5, config=launch("in_process")) as env:
@@ -263,7 +263,7 @@ def test_dropped_rows_are_rolled_again_in_synchronous_workflows() -> None:
 
 
 @pytest.mark.parametrize("transport", ["in_process", "shm"])
-def test_a_limiter_holds_workers_back_and_loses_nothing(transport: str) -> None:
+def test_limiter_blocks_workers_without_loss(transport: str) -> None:
     limiter = SampleToInsertRatio(1.0, 32, 32.0)
     buffer = farstep.Buffer(256, Uniform(), limiter=limiter)
     with cluster(envs=2, config=launch(transport), env_kwargs=ENDLESS) as env, buffer:

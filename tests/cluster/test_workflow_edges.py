@@ -106,7 +106,7 @@ def test_a_missing_receiver_blocks_no_other() -> None:
         sender.close()
 
 
-def test_messages_that_were_not_handled_are_no_learner_steps() -> None:
+def test_unhandled_messages_do_not_count_as_learner_steps() -> None:
     with cluster(envs=2, config=in_process(1), env_kwargs=ENDLESS) as env:
         flow, queue = farstep.Workflow(env, TableAgent(), full(64)), LocalQueue()
         flow.on(DataKeyTrigger(n=1, size=8), queue)

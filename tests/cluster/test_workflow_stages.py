@@ -213,7 +213,7 @@ def test_queue_to_user_threads_gets_stages_early(fifos: Any) -> None:
 
 
 @pytest.mark.parametrize("size, steps", [(8, 4), (4, 8)])
-def test_windows_that_are_no_chunks_fire_when_they_are_whole(size: int, steps: int) -> None:
+def test_windows_that_are_not_chunks_fire_when_complete(size: int, steps: int) -> None:
     with cluster(envs=3, workers=2, transport="tcp", transfer=TransferTrigger.dual()) as env:
         flow = farstep.Workflow(env, TableAgent(), full(3 * 64), steps=steps)
         learner = Staged(flow)

@@ -465,7 +465,7 @@ def test_a_mode_may_be_given_by_name_or_value(mode: AutoresetMode) -> None:
             assert vector.metadata["autoreset_mode"] is vector.autoreset_mode is mode
 
 
-def test_closing_twice_is_fine_and_a_closed_vector_says_so() -> None:
+def test_close_may_be_called_twice_and_a_closed_vector_raises() -> None:
     vector = farstep.make_vec(InfosEnv, 2, IN_PROCESS)
     vector.reset()
     vector.close()

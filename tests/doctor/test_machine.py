@@ -41,7 +41,7 @@ def test_loopback_address_of_the_head_is_a_warning() -> None:
     assert "no other machine" in found[0].text
 
 
-def test_a_finding_of_several_lines_is_indented() -> None:
+def test_finding_of_several_lines_is_indented() -> None:
     assert str(problem("first\nsecond", "do it.")).splitlines() == [
         "  problem  first",
         "           second",

@@ -351,7 +351,7 @@ def test_daemons_that_were_not_needed_are_not_waited_for(make: Callable[..., Gro
     assert groups.expected() == 1
 
 
-def test_logs_that_cannot_be_read_hide_nothing(
+def test_unreadable_logs_do_not_hide_the_error(
     make: Callable[..., Groups], engine: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> str:

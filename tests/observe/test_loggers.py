@@ -75,7 +75,7 @@ def test_a_resume_leaves_only_whole_lines(rest: bytes, tmp_path: Path) -> None:
     assert file.read_bytes() == b'{"step": 10}\n'
 
 
-def test_a_crash_while_cutting_loses_nothing(tmp_path: Path, monkeypatch) -> None:
+def test_crash_while_dropping_metrics_loses_no_row(tmp_path: Path, monkeypatch) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(before := b'{"step": 10}\n{"step": 20}\n')
 

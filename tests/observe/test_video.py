@@ -57,7 +57,7 @@ class RenderFailed(Exception):
     pass
 
 
-def test_frames_that_raise_leave_nothing_and_the_old_video(tmp_path: Path) -> None:
+def test_failed_video_leaves_no_file_and_keeps_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "a.mp4"
     path.write_bytes(b"old")
 
@@ -121,7 +121,7 @@ def test_an_ffmpeg_that_hangs_is_ended(tmp_path: Path, monkeypatch) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["ffmpeg"]
 
 
-def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_file(tmp_path: Path) -> None:
     def frames() -> Iterator[np.ndarray]:
         yield from moving_square(5, 32, 32)
         os.kill(os.getpid(), 2)

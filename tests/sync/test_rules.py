@@ -159,7 +159,7 @@ def test_a_rule_pulls_when_it_should(rule: SyncRule, state: SyncState, pulls: bo
     assert rule.should_pull(state) is pulls
 
 
-def test_the_running_divergence_weighs_what_is_newer_more() -> None:
+def test_running_divergence_weighs_newer_probes_more() -> None:
     state = SyncState(0, 9, divergences=[1.0, 2.0, 4.0, 100.0])
     assert AAPS(1.0, window=3, decay=0.5).divergence(state) == pytest.approx((1 + 0.5 * 2 + 0.25 * 4) / 1.75)
     assert AAPS(1.0, window=3, decay=1.0).divergence(state) == pytest.approx(7 / 3)

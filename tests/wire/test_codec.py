@@ -85,7 +85,7 @@ def test_arrays_survive_a_round_trip(array: Any) -> None:
     assert got.flags.writeable
 
 
-def test_arrays_of_objects_keep_what_is_data() -> None:
+def test_arrays_of_objects_keep_their_data() -> None:
     array = np.empty((2, 2), object)
     array[:] = [[None, [1, 2]], [np.arange(3), [3, 4]]]
     got = unpack(pack(array))

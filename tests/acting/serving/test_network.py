@@ -67,7 +67,7 @@ def connected(listener: NetworkListener, pair: KeyPair) -> Iterator[DealerLink]:
         link.close(linger_ms=0)
 
 
-def test_only_a_worker_with_a_key_of_the_head_is_heard() -> None:
+def test_only_workers_with_a_key_of_the_head_are_accepted() -> None:
     known, unknown = KeyPair.fresh(), KeyPair.fresh()
     listener = NetworkListener(["tcp://127.0.0.1:*"], 10.0, encrypted=True)
     with contextlib.closing(listener), connected(listener, unknown) as stranger, connected(listener, known) as worker:

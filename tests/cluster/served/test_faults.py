@@ -126,7 +126,7 @@ class ExhaustingAgent(TableAgent):
 @pytest.mark.usefixtures("torch_in_workers")
 @pytest.mark.parametrize("memory", MEMORY_ERRORS)
 @pytest.mark.parametrize("methods", ["act", "act, load", "priorities"])
-def test_a_server_without_memory_says_so_and_is_replaced(methods: str, memory: str, tmp_path: Path) -> None:
+def test_server_without_memory_reports_it_and_is_replaced(methods: str, memory: str, tmp_path: Path) -> None:
     agent = ExhaustingAgent(memory, methods, str(tmp_path))
     with cluster(envs=4, workers=2, inference="served") as env:
         for _ in range(6):

@@ -136,7 +136,7 @@ def test_chunks_arrive_unchanged(transfer: TransferTrigger, answers: bool, ends:
     assert len(world.messages) == len(fragments) + stages
 
 
-def test_the_first_stage_of_dual_is_what_advantages_need() -> None:
+def test_first_stage_of_dual_has_the_arrays_for_advantages() -> None:
     first, second = TransferTrigger.dual().split(Layout(1, STEPS, 2, ROWS, STATE).names())
     assert second == [*OBS, "action"]
     assert {"reward", "terminated", "truncated", "valid", "episode_start", "version", "value", "state"} < set(first)
@@ -151,7 +151,7 @@ def test_most_specific_name_wins_and_other_arrays_are_sent_last() -> None:
     assert {"action", "value", "state", "final_obs.pose"} < set(third)
 
 
-def test_a_part_shows_the_columns_of_its_stage_and_nothing_else() -> None:
+def test_a_part_has_only_the_columns_of_its_stage() -> None:
     world = World(TransferTrigger.dual())
     (first, *_), _ = world.messages
     ends = world.give(first, world.messages[0][1])
@@ -337,12 +337,12 @@ def test_an_environment_configuration_takes_a_mapping() -> None:
     ],
     ids=lambda value: str(value),
 )
-def test_a_mistake_in_the_option_is_named(options: dict[str, Any], message: str) -> None:
+def test_invalid_transfer_option_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TransferTrigger.of(options)
 
 
-def test_a_name_that_no_array_has_is_refused_with_the_nearest() -> None:
+def test_unknown_array_name_is_refused_with_the_nearest() -> None:
     names = Layout(1, STEPS, 2, ROWS, STATE).names()
     TransferTrigger(keys=(("reward", "obs", "last_obs", "final_obs.pose", "*"), ("obs.camera",))).check(names)
     with pytest.raises(ConfigError, match=r"valu.*value"):

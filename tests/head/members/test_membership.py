@@ -54,7 +54,7 @@ def ready_worker(budget: int = 10) -> tuple[Membership, FakeClock]:
     return membership, clock
 
 
-def test_a_busy_worker_is_left_alone_however_long_it_works() -> None:
+def test_busy_worker_is_never_killed() -> None:
     membership, clock = ready_worker()
     for count in range(1000):
         membership.handle(Observed(0, "step", (count, 0)), clock())

@@ -219,7 +219,7 @@ class Retiring:
         return worker == 1 and self._tickets.must_finish(1)
 
 
-def test_worker_rolls_what_was_requested_before_it_is_parked() -> None:
+def test_worker_rolls_its_requested_chunks_before_it_is_parked() -> None:
     tickets = Tickets(2)
     tickets.open(None, 4, feed=FeedPlan(windows=None, chunks=2, invited={0: 2, 1: 2}))
     tickets.grant(range(2), 0)
@@ -278,7 +278,7 @@ def test_parked_worker_has_no_time_limit_and_gets_one_again_when_it_is_unparked(
     assert Lost(0) in membership.tick(1e6 + 11)
 
 
-def test_closed_connection_of_a_parked_worker_means_nothing() -> None:
+def test_closed_connection_of_a_parked_worker_is_ignored() -> None:
     membership = parked()
     assert membership.handle(Disconnected(0), 2.0) == []
     assert membership.members[0].state is State.PARKED

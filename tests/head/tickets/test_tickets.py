@@ -73,7 +73,7 @@ def test_synchronous_collection_is_one_ticket_each() -> None:
     assert granted(tickets) == []  # and there is no second batch
 
 
-def test_staleness_zero_gives_nothing_while_the_learner_learns() -> None:
+def test_staleness_zero_grants_no_ticket_during_an_update() -> None:
     tickets = Tickets(2)
     tickets.open(0)
     hand_over(tickets, granted(tickets), 0)

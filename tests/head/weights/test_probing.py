@@ -127,7 +127,7 @@ def test_an_estimate_looks_at_actions_of_the_weights_in_use_where_it_has_any() -
     assert both == pytest.approx((np.expm1(ratio) - ratio).mean(), rel=1e-4)
 
 
-def test_a_deterministic_policy_brings_its_own_measure() -> None:
+def test_deterministic_policy_is_compared_by_its_own_measure() -> None:
     world = World(DeterministicAgent(0.3), DeterministicAgent(0.1))
     world.roll()
     obs = world.worker.recent.all()[0].arrays["obs"]
@@ -181,7 +181,7 @@ class RecurrentAgent(LinearAgent):
         return {"logits": obs @ self.w + state.sum(axis=1, keepdims=True) * self.w[0]}
 
 
-def test_a_recurrent_policy_is_asked_where_its_state_is_known() -> None:
+def test_recurrent_policy_is_probed_at_rows_with_a_known_state() -> None:
     world = World(RecurrentAgent(0.3), RecurrentAgent(0.1))
     world.roll()
     pick = world.worker.recent.all()[0]
@@ -345,7 +345,7 @@ def test_a_description_without_a_row_per_observation_is_refused() -> None:
         world.probe()
 
 
-def test_sides_that_describe_themselves_differently_are_told_apart() -> None:
+def test_different_descriptions_of_learner_and_worker_are_reported() -> None:
     world = World(LinearAgent(), GaussianAgent())
     world.roll()
     with pytest.raises(AgentError, match="same arrays on both"):
@@ -407,7 +407,7 @@ def test_late_and_repeated_probes_are_harmless() -> None:
     assert world.worker.divergences == said
 
 
-def test_a_replaced_worker_is_not_asked_about_what_its_predecessor_sent() -> None:
+def test_replaced_worker_is_not_probed_about_rows_of_its_predecessor() -> None:
     world = World(LinearAgent(), LinearAgent())
     world.roll()
     world.records[0].incarnation += 1
@@ -417,7 +417,7 @@ def test_a_replaced_worker_is_not_asked_about_what_its_predecessor_sent() -> Non
     assert world.head.requests()[0].indices == [1]
 
 
-def test_all_workers_are_asked_about_in_one_evaluation() -> None:
+def test_probes_of_all_workers_take_one_evaluation() -> None:
     calls = []
 
     class Counting(LinearAgent):

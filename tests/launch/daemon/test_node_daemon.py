@@ -167,7 +167,7 @@ def test_heartbeat_with_too_many_workers_is_refused() -> None:
         n.decode_from_node([n.encode(n.NodeBeat("0" * 16, [*most, (0, 1)]))])
 
 
-def test_a_worker_that_closes_its_output_is_not_asked_for_it_again() -> None:
+def test_closed_output_of_a_worker_is_not_read_again() -> None:
     """Otherwise its daemon would poll a closed pipe in a busy loop."""
     starter = ProcessStarter(1)
     board = ProgressBoard(1, 1)

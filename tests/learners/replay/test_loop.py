@@ -134,7 +134,7 @@ class Endless:
 @pytest.mark.parametrize(
     "launch", [farstep.InProcessConfig(workers_per_node=2), farstep.LocalConfig(workers_per_node=2)]
 )
-def test_learner_stops_when_a_report_says_so(launch: Any) -> None:
+def test_learner_stops_when_a_report_ends_the_loop(launch: Any) -> None:
     loop: Any = Endless(reports=3)
     with make_env(launch) as env:
         TwinLearner(CONFIG).run(env, loop)

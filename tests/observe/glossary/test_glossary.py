@@ -234,7 +234,7 @@ def test_entries_refer_to_the_metrics_that_are_computed_from_them() -> None:
     assert {part: STATS[f"time/workers/{part}"].logged_as for part in WORKER_METRICS} == WORKER_METRICS
 
 
-def test_labels_are_what_the_parts_in_angle_brackets_stand_for() -> None:
+def test_labels_match_the_parts_in_angle_brackets() -> None:
     entry = STATS["time/per_worker/<worker>/env"]
     assert entry.labels("time/per_worker/12/env") == {"worker": "12"}
     assert entry.labels("time/per_worker/12/send") is None

@@ -387,7 +387,7 @@ def test_pipe_without_a_reader_does_not_end_the_training(
     assert warning == "the program that read the output of this run has ended; training continues without printing"
 
 
-def test_a_terminal_that_is_gone_does_not_end_the_training(caplog, capsys) -> None:
+def test_closed_terminal_does_not_end_the_training(caplog, capsys) -> None:
     streams = (sys.stdout, sys.stderr)
     live = LiveDisplay(100, "run", Console(file=Gone(), force_terminal=True))
     print("what is said is not lost")

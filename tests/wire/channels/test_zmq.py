@@ -421,7 +421,7 @@ def test_peers_connect_with_a_lease_of_days() -> None:
         hub.close()
 
 
-def test_a_hub_that_answers_no_handshake_counts_as_reached_and_a_closed_port_does_not() -> None:
+def test_hub_that_answers_no_handshake_counts_as_reached_and_a_closed_port_does_not() -> None:
     reliable = Hub("tcp://127.0.0.1:*", reliable=True)
     with contextlib.closing(reliable), socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # it does not listen

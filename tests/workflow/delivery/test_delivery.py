@@ -201,7 +201,7 @@ def test_another_process_takes_messages_and_says_when_it_is_done(endpoint: str |
     assert started[0]["versions"] == [[4, 5]]
 
 
-def test_a_dispatcher_notices_by_itself_when_another_process_is_done() -> None:
+def test_dispatcher_learns_that_another_process_is_done() -> None:
     state, dispatcher = Ledger(), Dispatcher()
     with contextlib.closing(ZmqSender(connect_s=PATIENCE_S)) as sender:
         receiver = ZmqReceiver(sender.invitation)
@@ -293,7 +293,7 @@ def test_closed_sender_raises() -> None:
                 act()
 
 
-def test_a_receiver_that_closes_leaves_nothing_pending() -> None:
+def test_closed_receiver_leaves_no_message_pending() -> None:
     with contextlib.closing(ZmqSender(connect_s=PATIENCE_S)) as sender:
         with contextlib.closing(ZmqReceiver(sender.invitation)) as receiver:
             sender(message())
@@ -332,7 +332,7 @@ def test_invalid_reports_are_refused(said: bytes) -> None:
             sender.finished(PATIENCE_S)
 
 
-def test_a_receiver_that_is_replaced_leaves_nothing_pending() -> None:
+def test_replaced_receiver_leaves_no_message_pending() -> None:
     with contextlib.closing(ZmqSender(connect_s=PATIENCE_S)) as sender, contextlib.closing(guest(sender)) as link:
         link.send([msgspec.msgpack.encode(["s", "hello"])])
         sender(message())
@@ -383,7 +383,7 @@ def test_an_endpoint_that_is_taken_is_named() -> None:
         ZmqSender(sender.invitation["address"])
 
 
-def test_closing_twice_does_nothing_more() -> None:
+def test_closing_twice_has_no_effect() -> None:
     sender = ZmqSender()
     receiver = ZmqReceiver(sender.invitation)
     for end in (receiver, sender, receiver, sender):

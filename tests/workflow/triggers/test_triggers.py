@@ -94,11 +94,11 @@ def wrote(actor: str, steps: int, version: Any = 0, keys: Any = None) -> Callabl
         ),
     ],
 )
-def test_data_that_is_taken_once(trigger: Trigger, changes: Any, fired: list[str]) -> None:
+def test_consuming_trigger_takes_each_step_once(trigger: Trigger, changes: Any, fired: list[str]) -> None:
     assert short(fire(trigger, *changes)) == fired
 
 
-def test_the_message_of_data() -> None:
+def test_message_of_a_data_trigger_names_its_rows() -> None:
     trigger = DataKeyTrigger(n=2, size=4)
     changes = [wrote("a", 1, 3), wrote("a", 2, 5), wrote("b", 4, (6, 8)), wrote("a", 2, 7), wrote("a", 3, 9)]
     assert fire(trigger, *changes, wrote("b", 4, 1))[0] == {
