@@ -14,7 +14,7 @@ import pytest
 from farstep.errors import ConfigError, RunError
 from farstep.observe.curves import Run, read_groups, smoothed, stacked
 from farstep.observe.loggers import JsonlLogger
-from farstep.observe.plots import _round_step, _thousands, plot
+from farstep.observe.plots import plot
 from farstep.observe.run_folder import RunFolder
 
 if importlib.util.find_spec("matplotlib") is None:  # imported when a test needs it, not by every process
@@ -237,6 +237,22 @@ def test_a_missing_package_is_named_with_its_command(tmp_path: Path, monkeypatch
         plot([make_run(tmp_path, updates=1)], tmp_path / "a.png")
 
 
-def test_axes_have_short_numbers() -> None:
-    assert [_thousands(value) for value in (0, 500, 2000, 1.5e6, 2e9)] == ["0", "500", "2k", "1.5M", "2G"]
-    assert [_round_step(rough) for rough in (0.7, 1.0, 1.2, 3.0, 60.0)] == [1.0, 1.0, 2.0, 5.0, 100.0]
+def test_axes_have_short_numbers(tmp_path: Path, monkeypatch) -> None:
+    figures = as_drawn(monkeypatch)
+    plot([make_run(tmp_path)], tmp_path / "a.png")
+    by_steps, _, speed, _ = figures[0].axes
+    for axis in (by_steps.xaxis, speed.xaxis, speed.yaxis):
+        written = axis.get_major_formatter().format_ticks([0, 500, 2000, 1.5e6, 2e9])
+        assert written == ["0", "500", "2k", "1.5M", "2G"]
+
+
+def test_ticks_of_the_time_axis_are_round(tmp_path: Path, monkeypatch) -> None:
+    figures = as_drawn(monkeypatch)
+    minute, hour = 60, 3600
+    for seconds in (4.2 * minute, 6 * minute, 7.2 * minute, 18 * minute, 360 * hour):
+        run = RunFolder.create(tmp_path, "run", {})
+        rows = [{"step": 1, "seconds": share * seconds, "env/return_mean": 0.0} for share in (0.5, 1.0)]
+        run.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        plot([run.path], tmp_path / "a.png")
+    steps = [np.diff(figure.axes[1].get_xticks())[0] for figure in figures]
+    np.testing.assert_allclose(steps, [1 * minute, 1 * minute, 2 * minute, 5 * minute, 100 * hour])
