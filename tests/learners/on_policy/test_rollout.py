@@ -22,6 +22,7 @@ from farstep.learners.on_policy.rollout import Minibatch, Rollout, minibatches, 
 from farstep.learners.ppo import PPO, PPOConfig
 from tests.learning.tasks import Identity, make_env, make_training
 
+pytestmark = pytest.mark.slow  # learning
 CPU = torch.device("cpu")
 KINDS = ["discrete", "multi-discrete", "binary", "continuous", "dict"]
 NETS = {
