@@ -1,4 +1,4 @@
-"""The public names, and what importing them costs."""
+"""The public names, and the modules that importing them loads."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "nested rows": (lambda: filled(Uniform()).insert({"obs": {"x": np.zeros(2)}}), r"'obs' as a mapping; .*obs\.x"),  # type: ignore[dict-item]
     "all rows as remover": (lambda: Buffer(4, Uniform(), remover=FullBatch()), "leave out remover"),
     "an object of no numbers": (lambda: ModelBlock().publish("x", object()), "cannot be published; expected a number"),
-    "an object that is not there": (lambda: ModelBlock().path("x"), "no object 'x'; published objects: none"),
+    "a missing object": (lambda: ModelBlock().path("x"), "no object 'x'; published objects: none"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The rate limiter: Reverb's vectors, its presets, what is refused, and what always holds."""
+"""The rate limiter: Reverb's test vectors, presets, refused values, and invariants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line's words: help that teaches, and mistakes that end in one sentence."""
+"""The command line: help, and one-sentence errors for wrong use."""
 
 from __future__ import annotations
 

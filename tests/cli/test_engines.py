@@ -1,4 +1,4 @@
-"""Engines on the command line: what they would be asked for, and their help."""
+"""Engines on the command line: the printed jobs and manifests, and the help."""
 
 from __future__ import annotations
 

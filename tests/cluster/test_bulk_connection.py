@@ -1,4 +1,4 @@
-"""The bulk connection: what is shown there in clear text opens it once, and it may break at any time."""
+"""The bulk connection: a token in clear text opens it only once, and it may break at any time."""
 
 from __future__ import annotations
 

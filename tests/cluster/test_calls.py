@@ -1,4 +1,4 @@
-"""What happens around a call: Ctrl-C, other threads, forks, other agents, and agents that cannot be used."""
+"""Calls of a cluster: Ctrl-C, concurrent threads, forks, other agents, and agents that cannot be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a learner gets: the contract of batches, streams, `step` and counters."""
+"""The contract of batches, streams, `step` and counters."""
 
 from __future__ import annotations
 

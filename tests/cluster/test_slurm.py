@@ -1,4 +1,4 @@
-"""Against a real SLURM of four nodes: the contract, and what SLURM does to jobs."""
+"""Workers on a real SLURM cluster of four nodes: the contract of launchers, and lost, requeued and cancelled jobs."""
 
 from __future__ import annotations
 

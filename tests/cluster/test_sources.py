@@ -1,4 +1,4 @@
-"""Where environments come from: vectors, envpool, factories and ids."""
+"""Sources of environments: vectors, envpool, factories and ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Against real sshd: the contract, hosts that do not answer, keys that stay secret."""
+"""Workers over a real sshd: the contract of launchers, unreachable hosts, and secret keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages of engines: commands and code are what they say, every word is there, every promise has its test."""
+"""The pages of engines: commands and code work, every option is described, and every promise names its test."""
 
 from __future__ import annotations
 

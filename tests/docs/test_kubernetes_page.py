@@ -1,4 +1,4 @@
-"""The page of Kubernetes: its commands, its code and its YAML are what they say."""
+"""The page of Kubernetes: its commands, code and YAML are valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What joins the hosts of a `namespaces.Network`: the kernel's bridge, or a switch in user space that can delay."""
+"""Switches between the hosts of a `namespaces.Network`: the kernel's bridge, or a delaying switch in user space."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs one program and lets nothing of it outlive it: `python guard.py CONTROL NAMESPACES COMMAND...`.
+"""Runs one program, none of whose processes outlives it: `python guard.py CONTROL NAMESPACES COMMAND...`.
 
 CONTROL is the reading end of a pipe. A byte in it is a signal for the program (SIGKILL, SIGSTOP and SIGCONT: for all
 that it started, daemons too); its end, when the process with the other end dies, is SIGKILL. NAMESPACES is "-", or

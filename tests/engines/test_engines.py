@@ -1,4 +1,4 @@
-"""The engines that other tests run on: they start, do what they are for, break on demand, and leave nothing behind."""
+"""The engines of other tests: they start, work, fail on demand, and leave no process or file behind."""
 
 from __future__ import annotations
 

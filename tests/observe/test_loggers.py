@@ -1,4 +1,4 @@
-"""Loggers: what is written can be read again, also after a crash and a resume."""
+"""Loggers: written metrics can be read again, also after a crash and a resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of a run: made once, found again, written by one process at a time."""
+"""The folder of a run: creation, reading, and a lock for one writing process."""
 
 from __future__ import annotations
 

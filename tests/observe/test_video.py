@@ -1,4 +1,4 @@
-"""Videos: what was rendered is in the file, and nothing is left of a failure."""
+"""Videos: the file has the rendered frames, and a failure leaves no file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replayed act gives what the eager one gives."""
+"""A replayed act equals the eager one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The items of a buffer: their keys, how many there is room for, and their memory."""
+"""The items of a buffer: their keys, the capacity, and their memory."""
 
 from __future__ import annotations
 

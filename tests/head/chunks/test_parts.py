@@ -236,7 +236,7 @@ MALFORMED: dict[str, tuple[int, Callable[[Message], Message]]] = {
     "a-stage-without-an-array": (2, without("reward")),
     "a-stage-without-final-observations": (2, frame("final_obs.pose", lambda f: b"")),
     "a-stage-before-its-turn": (2, changed(stage=1)),
-    "a-stage-that-there-is-not": (2, changed(stage=7)),
+    "a-missing-stage": (2, changed(stage=7)),
     "rows-of-a-negative-stage": (0, changed(stage=-2)),
     "ends-with-rows": (0, ends(lambda f: AN_END)),
     "half-an-end": (2, ends(lambda f: f[:-1])),

@@ -1,4 +1,4 @@
-"""A-RIDE: what its critics learn, which steps train the actor, priorities of episodes, and penalties."""
+"""A-RIDE: values of its critics, steps that train the actor, priorities of episodes, and penalties."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each rule fires on the counters of its cause, and only there; the rules see nothing but two snapshots."""
+"""Each rule of the diagnosis fires on the counters of its cause, and on no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the status page computes from counters, metrics and events."""
+"""The data of the status page, computed from counters, metrics and events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triggers: when they fire and on what, by the tables of ARTOS, joined, and over long random histories."""
+"""Triggers: when they fire and on which rows, by the tables of ARTOS, combined, and over long random histories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The image's recipe names things that are there (no test builds it: base images come from a registry)."""
+"""The Dockerfile names existing files and extras (no test builds it: base images come from a registry)."""
 
 from __future__ import annotations
 
