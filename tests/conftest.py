@@ -1,4 +1,4 @@
-"""What all tests share; the leak check comes from `farstep.testing.leaks`."""
+"""Fixtures and options of all tests; the leak check comes from `farstep.testing.leaks`."""
 
 import os
 import resource

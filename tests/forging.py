@@ -35,7 +35,7 @@ def fields(value: Any, way: Way = ()) -> Iterator[tuple[Way, Any]]:
 
 
 def changed(value: Any, way: Way, new: Any) -> Any:
-    """A copy with another value there; what lies beside the way is shared."""
+    """A copy with another value at a path; all other parts are shared."""
     if not way:
         return new
     value, key = copy.copy(value), way[0]
@@ -47,7 +47,7 @@ def changed(value: Any, way: Way, new: Any) -> Any:
 
 
 def forgeries(value: Any) -> dict[str, Any]:
-    """What can be wrong with a value."""
+    """Wrong values in place of a value."""
     found: dict[str, Any] = {"removed": REMOVED, "text": "x"} | ({} if value is None else {"none": None})
     if isinstance(value, np.ndarray):
         return found | forged_arrays(value)

@@ -155,7 +155,7 @@ def recording(package: Path, records: Path) -> Iterator[dict[str, dict[int, Stat
         tree.body[start:start] = insertion(opening, 1)
     written, sys.dont_write_bytecode = sys.dont_write_bytecode, False
     with records.open() as locked:
-        fcntl.flock(locked, fcntl.LOCK_EX)  # tells `remove_leftovers` that this process runs
+        fcntl.flock(locked, fcntl.LOCK_EX)  # marks the process as running for `remove_leftovers`
         try:
             remove_bytecode(package)  # of all modules first: numbers of two runs must not be mixed
             for path, tree in trees.items():
@@ -185,7 +185,7 @@ def remove_leftovers(package: Path = PACKAGE, records: Path = RECORDS) -> None:
 
 
 def not_run(statements: dict[int, Statement], records: bytes) -> list[Statement]:
-    """The statements that were not recorded, neighbours joined."""
+    """The statements that were not recorded, neighbors joined."""
     ordered = sorted(statements.items(), key=lambda item: item[1])
     missing = []
     for is_recorded, group in groupby(ordered, key=lambda item: bool(records[item[0]])):

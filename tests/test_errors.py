@@ -1,4 +1,4 @@
-"""The tree of errors: as drawn, so it is."""
+"""The tree of errors matches its drawing in the docstring."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def test_the_drawn_tree_equals_the_classes() -> None:
     assert drawn_tree() == real
 
 
-def test_what_the_drawing_says_of_builtins_is_so() -> None:
+def test_builtin_bases_in_the_drawing_are_correct() -> None:
     for name, builtin in re.findall(r"(\w+) .*\(also an? (\w+)\)", errors.__doc__ or ""):
         assert issubclass(getattr(errors, name), getattr(__import__("builtins"), builtin)), name
 
 
-def test_a_workers_error_says_where_and_shows_what_it_said() -> None:
+def test_error_of_a_worker_names_its_place_and_quotes_its_output() -> None:
     error = WorkerDied("a worker was killed by SIGKILL", WHERE, output="last line\n")
     for part in ("worker 3 (restart 1)", "host n7", "pid 12", "phase step", "slot 5", "seed 9", "step 4", "version 2"):
         assert part in str(error)
@@ -63,7 +63,7 @@ def test_a_preface_stands_before_the_message(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ValueError", "KeyError", "AssertionError", "ZeroDivisionError"])
-def test_what_python_raised_over_there_can_be_caught_here(kind: str) -> None:
+def test_builtin_exceptions_of_workers_can_be_caught_by_type(kind: str) -> None:
     error = remote_error(kind, f"the environment raised {kind}: x", WHERE, "Traceback ...")
     assert isinstance(error, RemoteEnvError) and isinstance(error, getattr(__import__("builtins"), kind))
     assert str(error).startswith("the environment raised") and str(error).endswith("Traceback ...")

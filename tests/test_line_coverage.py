@@ -84,7 +84,7 @@ def test_lines_of_workers_and_of_forks_that_were_killed_are_counted(
     ]
 
 
-def test_afterwards_the_package_is_as_it_was_before(tmp_path: Path) -> None:
+def test_package_is_unchanged_afterwards(tmp_path: Path) -> None:
     records = tmp_path / "records"
     with recording(package(tmp_path), records):
         pass
@@ -92,7 +92,7 @@ def test_afterwards_the_package_is_as_it_was_before(tmp_path: Path) -> None:
     assert not any(records.read_bytes())
 
 
-def test_what_cannot_be_recorded_runs_nevertheless(tmp_path: Path) -> None:
+def test_code_that_cannot_be_recorded_still_runs(tmp_path: Path) -> None:
     records = tmp_path / "records"
     with recording(package(tmp_path), records):
         records.unlink()
@@ -129,7 +129,7 @@ def test_run_that_is_interrupted_leaves_nothing_behind(tmp_path: Path, number: s
     assert not list(tmp_path.rglob("*.pyc"))
 
 
-def test_what_a_killed_run_leaves_is_harmless_and_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_run_are_harmless_and_removed(tmp_path: Path) -> None:
     records = killed(tmp_path, signal.SIGKILL)
     cached = sorted(tmp_path.rglob("*.pyc"))
     assert len(cached) == 2

@@ -1,4 +1,4 @@
-"""The public names, and what importing them costs."""
+"""The public names, and the modules that importing them loads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_there_are_few_public_names() -> None:
 
 
 @pytest.mark.parametrize("name", farstep.__all__)
-def test_each_name_is_there_and_says_what_it_is(name: str) -> None:
+def test_each_public_name_exists_and_has_a_docstring(name: str) -> None:
     thing = getattr(farstep, name)
     assert thing.__name__ == name
     assert (thing.__doc__ or "").strip()

@@ -1,4 +1,4 @@
-"""How many cores there are, and how much memory."""
+"""The cores and the memory that a process may use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from farstep.resources import (
 
 
 def made_up_cgroup(tmp_path: Path, membership: str, files: dict[str, str]) -> tuple[Path, Path]:
-    """What stands for /sys/fs/cgroup and /proc/self/cgroup."""
+    """Fakes of /sys/fs/cgroup and /proc/self/cgroup."""
     for name, content in files.items():
         (tmp_path / "sys" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "sys" / name).write_text(content)
@@ -61,7 +61,7 @@ def test_no_cgroups_at_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("quotas", "cores"), [([], 8), ([2.5], 2), ([0.5], 1), ([16.0, 3.0], 3), ([100.0], 8)])
-def test_usable_cores_are_what_affinity_and_quota_leave(
+def test_affinity_and_quota_limit_the_usable_cores(
     monkeypatch: pytest.MonkeyPatch, quotas: list[float], cores: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
@@ -81,7 +81,7 @@ def test_affinity_is_respected() -> None:
 # ---- memory ----
 
 
-def test_what_needs_more_memory_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_for_more_than_the_available_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "available_memory", lambda: 3 * 2**30)
     check_memory(3 * 2**30, "steps=3 of 4 environments")
     words = r"steps=7 of 4 environments need 4\.5 GiB; this machine has 3\.0 GiB available\. Lower steps"
@@ -89,7 +89,7 @@ def test_what_needs_more_memory_than_there_is_is_refused(monkeypatch: pytest.Mon
         check_memory(9 * 2**29, "steps=7 of 4 environments")
 
 
-def test_available_memory_is_what_machine_and_cgroup_leave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_available_memory_is_that_of_machine_and_cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  900 kB\nMemAvailable:     500 kB\n")
     monkeypatch.setattr(machine, "_cgroup_memory_limits", list)
@@ -127,7 +127,7 @@ def test_use_of_a_process_is_that_of_its_threads(tmp_path: Path) -> None:
 
 
 def test_use_of_this_machine() -> None:
-    found = machine_use({"me": os.getpid(), "nobody": 2**22 + 1})
+    found = machine_use({"me": os.getpid(), "no process": 2**22 + 1})
     assert list(found.processes) == [("me", os.getpid())]
     assert found.processes["me", os.getpid()].anonymous_bytes > 2**20
     assert found.cores == usable_cpus() and 0 < found.memory_left_bytes <= found.memory_bytes

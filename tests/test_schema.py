@@ -71,7 +71,7 @@ def test_nested_spaces_are_arrays_named_by_path() -> None:
     assert sorted(leaf_names(structure)) == sorted(schema)
 
 
-def test_a_value_is_taken_apart_and_put_together_again() -> None:
+def test_values_survive_flattening_and_unflattening() -> None:
     structure, schema = space_schema(NESTED, "obs")
     sample = NESTED.sample()
     arrays = dict(leaves(structure, sample))
@@ -92,7 +92,7 @@ def test_a_value_is_taken_apart_and_put_together_again() -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_has_no_fixed_layout_is_refused_with_the_reason(space: spaces.Space[Any], reason: str) -> None:
+def test_spaces_without_a_fixed_layout_are_refused_with_the_reason(space: spaces.Space[Any], reason: str) -> None:
     nested = spaces.Dict(ok=spaces.Discrete(2), bad=spaces.Tuple([space]))
     with pytest.raises(
         SpaceError, match=f"obs.bad.0: {type(space).__name__} spaces .* since {reason}.*wrapper"
@@ -101,7 +101,7 @@ def test_what_has_no_fixed_layout_is_refused_with_the_reason(space: spaces.Space
     assert isinstance(caught.value, ConfigError)
 
 
-def test_a_space_of_ones_own_is_refused() -> None:
+def test_custom_spaces_are_refused() -> None:
     class Odd(spaces.Space[Any]):
         pass
 
@@ -128,7 +128,7 @@ def test_an_agents_output_has_a_structure_too() -> None:
     [(None, "NoneType"), (np.array([{}]), "dict"), (np.array(["left"]), "<U4"), (np.zeros(2, "V2"), r"\|V2")],
     ids=["nothing", "objects", "text", "bytes"],
 )
-def test_what_an_agent_returns_must_be_numbers(value: Any, got: str) -> None:
+def test_agent_outputs_must_be_numbers(value: Any, got: str) -> None:
     with pytest.raises(AgentError, match=f"x.a: the agent returned {got}; arrays of numbers are expected"):
         value_structure({"a": value}, "x", {})
 

@@ -144,7 +144,7 @@ def answer(words: memoryview) -> None:
     words[ANSWER] = words[REQUEST]
 
 
-def test_a_worker_says_that_it_waits_while_it_waits() -> None:
+def test_worker_sets_its_flag_while_it_waits() -> None:
     seen: list[int] = []
 
     def on_wait(words: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""Agents of every kind, and what a worker of this host does with their parameters."""
+"""Agents of every kind, and the loading of their parameters as by a worker of this host."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ MAKERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", list(MAKERS))
-def test_torch_agrees(name: str, seed: int) -> None:
+def test_divergences_agree_with_torch(name: str, seed: int) -> None:
     p, q = random_pair(MAKERS[name], seed)
     expected = td.kl_divergence(p, q).numpy()
     np.testing.assert_allclose(
@@ -84,7 +84,7 @@ def test_hand_worked_numbers() -> None:
     np.testing.assert_allclose(kl_divergence(*map(flat_distribution, wider)), [np.log(2) - 0.375], rtol=1e-6)
 
 
-def test_a_squashed_gaussian_is_as_far_as_the_gaussian() -> None:
+def test_squashing_does_not_change_the_divergence_of_gaussians() -> None:
     def narrow(g: torch.Generator) -> Any:  # or the ends of the interval are hit, where float32 ends too
         return td.Independent(td.Normal(0.3 * normal((3,), g), 0.4 * (0.3 * normal((3,), g)).exp()), 1)
 
@@ -102,7 +102,7 @@ def test_a_squashed_gaussian_is_as_far_as_the_gaussian() -> None:
     assert np.all(np.abs(estimate.numpy() - exact) < 0.1 * (1 + exact))
 
 
-def test_parts_add_up() -> None:
+def test_divergences_of_nested_parts_add_up() -> None:
     p = {"arm": MAKERS["normal"], "hand": {"grip": MAKERS["bernoulli"], "tool": MAKERS["categorical"]}}
     generators = [torch.Generator().manual_seed(k) for k in (1, 2)]
     one, other = ({"arm": p["arm"](g), "hand": {k: make(g) for k, make in p["hand"].items()}} for g in generators)
@@ -125,7 +125,7 @@ def test_a_divergence_is_zero_for_equals_and_never_negative(seed: int, scale: fl
         assert (kl_divergence(flat_distribution(p), flat_distribution(q)) >= -1e-6).all()
 
 
-def test_masked_actions_and_impossible_ones() -> None:
+def test_divergence_of_masked_and_impossible_actions() -> None:
     p, q = {"logits": [[0.0, 0.0, -np.inf]]}, {"logits": [[0.0, 1.0, -np.inf]]}
     assert np.isfinite(kl_divergence(flat_distribution(p), flat_distribution(q))).all()
     never = {"logits": [[0.0, -np.inf, -np.inf]]}
@@ -177,7 +177,7 @@ MIXTURE = td.MixtureSameFamily(td.Categorical(torch.ones(N, 2)), td.Normal(torch
     [{}, (), 3, {"logits": "text"}, {"a.b": {"logits": [[0.0]]}}, MIXTURE],
     ids=["mapping", "tuple", "number", "text", "dot", "mixture"],
 )
-def test_what_is_no_distribution_is_refused_with_advice(wrong: Any) -> None:
+def test_invalid_distributions_are_refused_with_advice(wrong: Any) -> None:
     with pytest.raises(AgentError, match=r"distribution|the policy's logits"):
         flat_distribution(wrong)
 
@@ -200,7 +200,7 @@ def test_a_single_deviation_is_refused_with_the_shapes_it_may_have() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("make", [list, np.array, torch.tensor], ids=["list", "array", "tensor"])
-def test_keys_of_other_names_are_refused_with_the_ones_that_are_meant(make: Any, keys: list[str], words: str) -> None:
+def test_unknown_keys_are_refused_with_the_expected_names(make: Any, keys: list[str], words: str) -> None:
     arrays = {key: make([[0.5, 0.5]]) for key in keys}
     with pytest.raises(AgentError, match=words) as caught:
         flat_distribution(arrays)

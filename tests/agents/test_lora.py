@@ -144,7 +144,7 @@ def test_workers_copy_has_no_peft_layers_and_acts_equally() -> None:
     assert list(copy.get_parameters()) == list(policy.get_parameters()) and base_hash(copy) == base_hash(policy)
 
 
-def test_base_has_the_same_hash_whatever_its_adapters_are() -> None:
+def test_hash_of_the_base_does_not_depend_on_its_adapters() -> None:
     policies = make_policy(), make_policy(r=2), make_policy(targets=("q", "v"))
     assert len({base_hash(policy) for policy in policies}) == 1
     assert base_hash(policies[0]) != base_hash(make_policy(seed=2))
@@ -376,7 +376,7 @@ def test_learners_refuse_agents_that_they_cannot_train() -> None:
             learner(OwnAgent(), config, seed=1)  # type: ignore[arg-type]
 
 
-def test_an_agent_of_ones_own_loop_has_adapters() -> None:
+def test_adapters_work_in_a_custom_training_loop() -> None:
     agent = OwnAgent()
     agent.add_adapters(r=1, alpha=1, targets=("q",))
     with cluster(config=in_process(1), inference="eager") as env:

@@ -44,7 +44,7 @@ from tests.agents.parameter_agents import (
 
 
 @pytest.mark.parametrize("make", AGENTS, ids=lambda make: make.__name__)
-def test_a_workers_copy_gets_the_learners_parameters(make: Callable[[], Any]) -> None:
+def test_worker_loads_the_parameters_of_the_learner(make: Callable[[], Any]) -> None:
     learner, worker = make(), make()
     for array in numbers(worker):
         if array.flags.writeable and array.shape:
@@ -56,19 +56,19 @@ def test_a_workers_copy_gets_the_learners_parameters(make: Callable[[], Any]) ->
         np.testing.assert_array_equal(mine, theirs)
 
 
-def test_a_setter_gets_the_types_it_gave() -> None:
+def test_set_parameters_gets_the_types_that_get_parameters_returned() -> None:
     learner, worker = SetterAgent(), SetterAgent()
     learner.parameters["w"] = torch.tensor([7.0, 8.0, 9.0])
     learner.parameters["count"] = 11
     with store_of(learner) as store:
         pulled(store, worker)
-        store.publish(SetterAgent())  # the buffer goes on to other versions; the worker's copy does not
+        store.publish(SetterAgent())  # the buffer gets another version; the worker's copy keeps its own
     assert torch.equal(worker.parameters["w"], learner.parameters["w"])
     assert isinstance(worker.parameters["n"], tuple) and type(worker.parameters["count"]) is int
     assert worker.parameters["count"] == 11
 
 
-def test_bfloat16_travels_as_its_bits() -> None:
+def test_bfloat16_parameters_are_sent_bit_for_bit() -> None:
     learner, worker = Module().to(torch.bfloat16), Module().to(torch.bfloat16)
     with store_of(learner) as store:
         pulled(store, worker)
@@ -122,7 +122,7 @@ class TensorSetterAgent(TensorAgent, SetterAgent):
 
 @pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS.keys())
 @pytest.mark.parametrize("kind", [TensorAgent, TensorSetterAgent], ids=lambda kind: kind.__name__)
-def test_tensors_of_every_sort(kind: Callable[[Any], Any], make: Callable[[], torch.Tensor]) -> None:
+def test_tensors_of_every_kind_are_loaded(kind: Callable[[Any], Any], make: Callable[[], torch.Tensor]) -> None:
     tensor = make()
     learner, worker = kind(torch.zeros_like(tensor)), kind(tensor)
     learner.parameters["last"] += 7
@@ -185,7 +185,7 @@ def test_tied_tensors() -> None:
     assert worker.again.weight is worker.net.weight and torch.equal(worker.net.weight, learner.net.weight)
 
 
-def test_an_empty_array_is_no_copy() -> None:
+def test_empty_arrays_are_accepted() -> None:
     learner, worker = NumpyAgent(), NumpyAgent()
     for agent in (learner, worker):
         agent.weights["none"] = np.zeros((0, 2))
@@ -207,14 +207,14 @@ UNFIT: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize(("make", "words"), UNFIT.values(), ids=UNFIT.keys())
-def test_what_has_no_plain_numbers_is_refused_by_name(make: Callable[[], Any], words: str) -> None:
+def test_parameters_without_plain_numbers_are_refused_by_name(make: Callable[[], Any], words: str) -> None:
     for refuse in (lambda agent: ParameterStore(agent, 1, 1), ParameterLoader):
         with pytest.raises(AgentError, match=f"parameter 'tensor'.*{words}") as caught:
             refuse(TensorSetterAgent(make()))
         assert type(caught.value) is AgentError
 
 
-def test_a_tensor_without_memory_may_travel_if_it_is_no_parameter() -> None:
+def test_meta_tensor_that_is_not_a_parameter_can_be_pickled() -> None:
     agent = Module()
     agent.shape_only = torch.zeros(2, device="meta")
     assert cloudpickle.loads(ship(agent)).shape_only.device.type == "meta"
@@ -223,7 +223,7 @@ def test_a_tensor_without_memory_may_travel_if_it_is_no_parameter() -> None:
 # ---- the memory that workers read from ----
 
 
-def test_a_worker_can_read_the_memory_and_not_write_it() -> None:
+def test_worker_cannot_write_to_the_memory_of_parameters() -> None:
     with store_of(Module()) as store:
         with pytest.raises(PermissionError):
             mmap.mmap(store.memory.fd, store.memory.nbytes)
@@ -238,7 +238,7 @@ def mappings(fd: int) -> Counter[str]:
     return Counter(permissions for _, permissions, _, _, inode, *_ in lines if int(inode) == os.fstat(fd).st_ino)
 
 
-def test_a_kernel_without_the_seal_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_work_on_a_kernel_without_the_future_write_seal(monkeypatch: pytest.MonkeyPatch) -> None:
     real, future_write = fcntl.fcntl, 0x0010
 
     def old_kernel(fd: int, command: int, argument: Any = 0) -> Any:
@@ -292,7 +292,7 @@ SharedWeights(*map(int, sys.argv[1:])).load(Loader())
 """
 
 
-def test_a_buffer_is_left_alone_while_a_worker_reads_it_and_used_again_when_that_is_killed() -> None:
+def test_buffer_is_reused_only_when_the_worker_that_reads_it_has_ended() -> None:
     agent = NumpyAgent()
     with store_of(agent) as store:
         message, fd = store.message(), store.memory.fd
@@ -372,14 +372,14 @@ def test_a_copy_with_other_parameters_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("parameters", "words"), [(None, "NoneType"), ({"net": {"w": "text"}}, "str at 'net.w'")])
-def test_what_are_no_parameters_is_refused(parameters: Any, words: str) -> None:
+def test_invalid_parameters_are_refused(parameters: Any, words: str) -> None:
     agent = SetterAgent()
     agent.parameters = parameters
     with pytest.raises(AgentError, match=words):
         ParameterStore(agent, 1, 1)
 
 
-def test_a_module_that_keeps_its_parameters_to_itself_is_refused() -> None:
+def test_module_whose_get_parameters_returns_nothing_is_refused() -> None:
     class Secretive(Module):
         def get_parameters(self) -> Any:
             return {}

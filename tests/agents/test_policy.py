@@ -1,4 +1,4 @@
-"""The agent's copy on a worker: what `act` gets, on which path it is called, and what is refused."""
+"""The agent's copy on a worker: the arguments of `act`, its paths, and refused results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STARTS = np.array([True, False, True])
 
 
 class Module(torch.nn.Module):
-    """A module with one parameter, which is given to whoever asks."""
+    """A module with one parameter, which `get_parameters` returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def test_a_recurrent_module_has_a_fast_path_too() -> None:
 
 def test_an_attribute_that_cannot_be_pickled_keeps_the_agent_eager() -> None:
     class Locked(Module):
-        """Travels without its lock."""
+        """Pickled without its lock."""
 
         def __getstate__(self) -> Any:
             return {key: value for key, value in vars(self).items() if key != "lock"}
@@ -195,7 +195,7 @@ def actor_of(agent: Any) -> tuple[Actor, Any]:
 
 
 class Doubting(Module):
-    """Its newest weights make it look at what it computed."""
+    """Its newest weights make it read a computed value."""
 
     doubts = False
 
@@ -211,7 +211,7 @@ class Doubting(Module):
         return {"action": -action if self.doubts and action.sum() > 100 else action}
 
 
-def test_a_path_given_up_after_a_load_is_told_once() -> None:
+def test_loss_of_the_fast_path_after_a_load_is_reported_once() -> None:
     actor, probe = actor_of(Doubting())
     probe()
     assert actor.policy.note == FAST and actor.take_note() == ""
@@ -247,7 +247,7 @@ WEIGHTS = np.zeros(1)
 
 
 def returning(out: Any, **methods: Any) -> Any:
-    """An agent whose act returns just this."""
+    """An agent whose act returns `out`."""
 
     def act(self: Any, *_: Any) -> Any:
         return out
@@ -282,7 +282,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("agent", "words"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_act_must_not_return_is_refused_with_advice(agent: Any, words: str) -> None:
+def test_invalid_results_of_act_are_refused_with_advice(agent: Any, words: str) -> None:
     _, probe = actor_of(agent)
     with pytest.raises(AgentError, match=words) as caught:
         probe()
@@ -294,12 +294,12 @@ class Amnesiac(Module):
         return {**super().act(obs), "state": state}
 
 
-def test_an_act_that_asks_for_a_state_needs_an_initial_one() -> None:
+def test_act_with_a_state_requires_initial_state() -> None:
     with pytest.raises(AgentError, match=r"act requires \['state'\] beside obs.*add initial_state\(n\)"):
         actor_of(Amnesiac())
 
 
-def test_the_class_of_an_agent_is_no_agent() -> None:
+def test_agent_class_in_place_of_an_instance_is_refused() -> None:
     with pytest.raises(AgentError, match=r"the agent is the class Module; pass an instance, e.g. Module\(\)"):
         ship(Module)
 

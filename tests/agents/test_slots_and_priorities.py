@@ -61,7 +61,7 @@ def test_every_worker_passes_the_slots_that_it_hosts(agent: Any) -> None:
 
 
 class Prioritizes(BySlotNumpy):
-    """The priority of a row is its position: 10 * slot + row; checks what it is given."""
+    """The priority of a row is its position: 10 * slot + row; checks its arguments."""
 
     def act(self, obs: Any, slots: Any) -> Any:  # type: ignore[override]
         return {"action": slots % 2, "slot": slots}

@@ -87,7 +87,7 @@ def test_messages_that_one_publication_answers_are_all_done() -> None:
     assert publisher.finished() == []
 
 
-def test_updates_of_another_agent_hold_nothing_up() -> None:
+def test_updates_of_another_agent_do_not_delay_publishing() -> None:
     """A consumer that outlives its workflow must not block the next one, which has an agent of its own."""
     gate, begun, returns = UpdateGate(), threading.Event(), threading.Event()
     gate.limit_s = 0.0

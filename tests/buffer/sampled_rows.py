@@ -12,7 +12,7 @@ def rows(first: int, n: int) -> dict[str, np.ndarray]:
 
 
 def assert_frequencies(observed: np.ndarray, expected: np.ndarray) -> None:
-    """A chi-square test at about one in ten thousand; what has no probability never happens."""
+    """A chi-square test at about one in ten thousand; outcomes without probability must not occur."""
     expected = expected / expected.sum() * observed.sum()
     assert not observed[expected == 0].any()
     observed, expected = observed[expected > 0], expected[expected > 0]

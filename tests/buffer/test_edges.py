@@ -1,4 +1,4 @@
-"""Buffers at their edges: forks, starts that are rare, mistakes and what is said of them."""
+"""Edge cases of buffers: forks, rare starts, and the errors for wrong use."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_all_usable_starts_are_found_at_once(
 
 
 @pytest.mark.parametrize("share", [2, 20, 200, 2000])
-def test_probabilities_are_of_one_kind_however_rare_starts_are(share: int) -> None:
+def test_probabilities_are_consistent_for_rare_starts(share: int) -> None:
     """A row that nothing begins at has `share` times the priority of all others together."""
     terminated = np.arange(1000) % 10 == 9
     for seed in range(20):
@@ -134,8 +134,8 @@ def test_starts_are_drawn_in_proportion(by: Sampler, episode: int) -> None:
     assert abs(counts - 500).max() < 5 * np.sqrt(500), counts
 
 
-def test_looking_for_rare_starts_is_bounded() -> None:
-    """Whatever part of rows something begins at: no more than some looks at each, none of them along a sequence."""
+def test_search_for_rare_starts_is_bounded() -> None:
+    """However rare starts are, each row is checked a bounded number of times, and never along a whole sequence."""
     looked = 0
 
     class Watched(Sequence):
@@ -162,7 +162,7 @@ def test_a_sequence_longer_than_the_buffer_is_refused() -> None:
         Buffer(8, Sequence(length=5)).bind({"a": ArraySpec((), "<f8")}, columns=2)
 
 
-def test_who_waits_in_vain_is_told_what_is_missing() -> None:
+def test_timeout_says_why_no_item_can_be_sampled() -> None:
     with Buffer(20, Sequence(length=5), seed=0) as buffer:
         buffer.insert({"obs": np.arange(20.0), "terminated": np.arange(20) % 4 == 3})
         with pytest.raises(BufferTimeout, match=r"0 of the 20 items .* can be sampled: .* end of an episode"):
@@ -230,7 +230,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "nested rows": (lambda: filled(Uniform()).insert({"obs": {"x": np.zeros(2)}}), r"'obs' as a mapping; .*obs\.x"),  # type: ignore[dict-item]
     "all rows as remover": (lambda: Buffer(4, Uniform(), remover=FullBatch()), "leave out remover"),
     "an object of no numbers": (lambda: ModelBlock().publish("x", object()), "cannot be published; expected a number"),
-    "an object that is not there": (lambda: ModelBlock().path("x"), "no object 'x'; published objects: none"),
+    "a missing object": (lambda: ModelBlock().path("x"), "no object 'x'; published objects: none"),
 }
 
 
@@ -250,7 +250,7 @@ def test_a_limiter_counts_in_whole_numbers(method: str, n: Any) -> None:
     getattr(limiter, method)(np.int64(1))
 
 
-def test_samplers_of_others_are_named_without_internals(tmp_path: Path) -> None:
+def test_custom_samplers_are_named_without_internals(tmp_path: Path) -> None:
     with filled(Mine()) as buffer:
         buffer.checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="unknown sampler 'Mine'") as caught:

@@ -1,4 +1,4 @@
-"""The rate limiter: Reverb's vectors, its presets, what is refused, and what always holds."""
+"""The rate limiter: Reverb's test vectors, presets, refused values, and invariants."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_fill_is_the_place_of_diff_between_its_bounds() -> None:
     assert MinSize(4).fill is None
 
 
-def test_several_at_once() -> None:
+def test_inserts_of_several_rows_are_checked_as_a_whole() -> None:
     limiter = RateLimiter(1.5, 2, 0, 5)
     assert [limiter.can_insert(n) for n in (1, 2, 3, 4)] == [True, True, True, False]
     limiter.insert(3)
@@ -109,7 +109,7 @@ def test_presets(limiter: RateLimiter, options: tuple[float, int, float, float])
     assert (limiter.inserts, limiter.samples, limiter.deletes, limiter.size, limiter.diff) == (0, 0, 0, 0, 0)
 
 
-def test_min_size_never_stops_who_inserts() -> None:
+def test_min_size_never_blocks_inserts() -> None:
     limiter = MinSize(3)
     assert limiter.can_insert(10**12)
     limiter.insert(2)
@@ -164,7 +164,7 @@ def test_a_queue_takes_as_many_rows_as_it_has_places() -> None:
         (lambda: MinSize(-1), "min_size is -1"),
     ],
 )
-def test_refusals(make: Callable[[], RateLimiter], said: str) -> None:
+def test_invalid_options_are_refused(make: Callable[[], RateLimiter], said: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(ConfigError, match=said):
@@ -181,7 +181,7 @@ def test_refusals(make: Callable[[], RateLimiter], said: str) -> None:
         lambda: SampleToInsertRatio(256, 1000, 0.1 * 256 * 1000),
     ],
 )
-def test_what_works_is_accepted_without_a_warning(make: Callable[[], RateLimiter]) -> None:
+def test_valid_limiters_are_accepted_without_a_warning(make: Callable[[], RateLimiter]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make()
@@ -214,7 +214,7 @@ def rows(n: int) -> dict[str, np.ndarray]:
     return {"a": np.arange(n, dtype=np.float32)}
 
 
-def test_a_limit_that_changes_wakes_who_waits() -> None:
+def test_changed_limit_wakes_waiting_threads() -> None:
     with Buffer(100, FIFO(), limiter=Queue(4)) as buffer, ThreadPoolExecutor() as pool:
         buffer.insert(rows(4))
         inserting = pool.submit(buffer.insert, rows(50), timeout_s=30)
@@ -223,7 +223,7 @@ def test_a_limit_that_changes_wakes_who_waits() -> None:
         assert len(buffer) == 54
 
 
-def test_a_smaller_min_size_wakes_who_samples() -> None:
+def test_smaller_min_size_wakes_sampling_threads() -> None:
     with Buffer(100, Uniform(), limiter=MinSize(90)) as buffer, ThreadPoolExecutor() as pool:
         buffer.insert(rows(4))
         sampling = pool.submit(buffer.sample, 3, timeout_s=30)
@@ -231,7 +231,7 @@ def test_a_smaller_min_size_wakes_who_samples() -> None:
         assert len(sampling.result(30)[0]["a"]) == 3
 
 
-def test_rows_go_in_while_others_come_out() -> None:
+def test_rows_are_inserted_while_others_are_sampled() -> None:
     """A queue of 4 places: 200 rows pass, all of them once and in order."""
     with Buffer(8, FIFO(), limiter=Queue(4)) as buffer, ThreadPoolExecutor() as pool:
         inserting = pool.submit(buffer.insert, rows(200), timeout_s=30)
@@ -269,8 +269,8 @@ def test_a_limit_that_would_deadlock_changes_nothing() -> None:
     ids=repr,
 )
 @pytest.mark.parametrize("ratio", [0.5, 3.0])
-def test_the_ratio_is_of_rows_whatever_the_sampler_gives(sampler: Sampler, ratio: float) -> None:
-    """A writer and a reader that both run as far as they may: episodes of 5 to 7 steps."""
+def test_ratio_counts_rows_for_every_sampler(sampler: Sampler, ratio: float) -> None:
+    """A writer and a reader that both run up to their limits: episodes of 5 to 7 steps."""
     inserted = returned = 0
     slack = 40.0
     with Buffer(200, sampler, limiter=SampleToInsertRatio(ratio, 20, slack), seed=0) as buffer:
@@ -343,8 +343,8 @@ def test_the_difference_stays_within_its_bounds(limiter: RateLimiter, wishes: li
 
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(RATIOS, st.integers(1, 6), st.integers(-6, 6), st.integers(0, 16), st.randoms(use_true_random=False))
-def test_what_is_accepted_never_stands_still(spi: float, first: int, low: int, halves: int, rnd) -> None:
-    """One by one, somebody can always go on; and what is refused for that reason does stand still."""
+def test_accepted_limiters_never_deadlock(spi: float, first: int, low: int, halves: int, rnd) -> None:
+    """With single rows, an insert or a sample is always possible; limiters refused for this reason do deadlock."""
     high = low + halves / 2
     assume(low <= spi * first)
     with warnings.catch_warnings():
@@ -370,7 +370,7 @@ def test_what_is_accepted_never_stands_still(spi: float, first: int, low: int, h
             inserts += 1
         else:
             return
-    # In exact arithmetic it would go on; a bound is met exactly and floats decide otherwise, as the limiter would.
+    # Exact arithmetic does not deadlock: a bound is met exactly, where rounding decides otherwise.
     assert any(abs(diff - bound) < Fraction(1, 10**9) for diff in seen for bound in (low + 1, high - exact))
 
 

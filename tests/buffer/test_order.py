@@ -1,4 +1,4 @@
-"""Rows that come in order, of time or of priority; and who goes when a buffer is full."""
+"""Samplers that return rows in order of time or priority, and the rows that a full buffer evicts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_priorities_do_not_count_for_fifo() -> None:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.booleans(), st.lists(st.tuples(st.sampled_from("ird"), st.integers(1, 9)), max_size=40))
 def test_order_against_a_plain_list(newest: bool, calls: list[tuple[str, int]]) -> None:
-    """Insertions into a cyclic table, removals of what was selected and of random items."""
+    """Insertions into a cyclic table, and removals of selected and of random items."""
     table, rng = Table(12, 1), np.random.default_rng(15)
     selector, written = OrderSelector(table, newest), 0
     plain: list[Any] = []
@@ -155,8 +155,8 @@ def test_removing_by_priority() -> None:
         assert (buffer.limiter.inserts, buffer.limiter.deletes) == (5, 2)
 
 
-def test_who_is_removed_by_chance() -> None:
-    """One of four goes, the new row included, each as often; or in proportion to its priority."""
+def test_random_removers_remove_in_proportion() -> None:
+    """One of four rows, maybe the new one, is removed: each equally often, or in proportion to its priority."""
     counts: dict[str, Counter[int]] = {"uniform": Counter(), "prioritized": Counter()}
     for seed in range(250):
         for name, remover in (("uniform", Uniform()), ("prioritized", Prioritized(alpha=1))):
@@ -178,7 +178,7 @@ def test_who_is_removed_by_chance() -> None:
     st.integers(1, 9),
     st.lists(st.tuples(st.integers(1, 25), st.lists(st.sampled_from([0.5, 1.0, 2.0]), max_size=9)), max_size=8),
 )
-def test_inserting_many_rows_leaves_what_single_rows_leave(
+def test_inserting_many_rows_equals_inserting_them_one_by_one(
     remover: Sampler, capacity: int, calls: list[tuple[int, list[float]]]
 ) -> None:
     first = 0
@@ -199,7 +199,7 @@ def test_inserting_many_rows_leaves_what_single_rows_leave(
 
 
 def survivors(weights: dict[int, float], new: list[int], weight: float) -> Counter[frozenset[int]]:
-    """The exact probability of each set of rows that is left, when rows come singly and one goes after each."""
+    """The exact probability of each set of rows that is left, when one row is removed after each insert."""
     if not new:
         return Counter({frozenset(weights): cast(Any, 1.0)})
     pool = {**weights, new[0]: weight}

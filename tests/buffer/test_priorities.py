@@ -69,7 +69,7 @@ def test_prioritized_after_updates_evictions_and_deletions() -> None:
         assert_frequencies(frequencies(buffer, 62), weights)
 
 
-def test_of_a_key_that_is_named_twice_the_last_priority_counts() -> None:
+def test_last_priority_of_a_repeated_key_counts() -> None:
     with Buffer(4, Prioritized(alpha=1), seed=7) as buffer:
         keys = buffer.insert(rows(0, 2))
         assert buffer.update_priorities(*cast(Any, ([keys[0], keys[1], keys[0]], [7.0, 1.0, 0.0]))) == 3

@@ -1,4 +1,4 @@
-"""Which rows are sampled, how often, and by whom."""
+"""Which rows are sampled, how often, and from which threads."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_uniform_after_deletions(left: int) -> None:
         (lambda: Buffer(4, Uniform(), spec={"a": (3, object)}), r"spec\['a'\]"),
     ],
 )
-def test_refusals(make, said: str) -> None:
+def test_invalid_options_are_refused(make, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         make()
 
@@ -159,7 +159,7 @@ def test_too_few_sequences_are_waited_for() -> None:
         assert buffer.sample(1, timeout_s=0)[0]["number"].tolist() == [[0, 1, 2]]
 
 
-def test_more_than_there_can_ever_be_is_refused() -> None:
+def test_sample_of_more_items_than_the_capacity_is_refused() -> None:
     for sampler in (MinHeap(), LIFO(), FullBatch()):
         with Buffer(4, sampler, max_times_sampled=0) as buffer:
             buffer.insert(rows(0, 4))

@@ -18,12 +18,12 @@ FILES = ["obs.npy", "reward.npy", "meta.json", "manifest.json", "DONE"]
 
 
 def content(value: int) -> tuple[dict[str, np.ndarray], dict[str, object]]:
-    """Arrays and meta of which each says `value`."""
+    """Arrays and meta that all contain `value`."""
     return {"obs": np.full((3, 4), value, np.float32), "reward": np.full(5, value, np.int16)}, {"value": value}
 
 
 def value_of(loaded: checkpoint.Loaded) -> int:
-    """The one that all of the content says."""
+    """The value that all of the content has."""
     arrays, meta = content(int(loaded.meta["value"]))  # type: ignore[call-overload]
     assert meta == loaded.meta and arrays.keys() == loaded.arrays.keys()
     for name, array in arrays.items():
@@ -32,7 +32,7 @@ def value_of(loaded: checkpoint.Loaded) -> int:
 
 
 def fork(work: Callable[[], object]) -> int:
-    """Do the work in a forked process."""
+    """Run the function in a forked process."""
     pid = os.fork()
     if pid == 0:
         try:

@@ -92,13 +92,13 @@ def test_damage_is_named_and_the_previous_one_used(
     assert file in record.getMessage()
 
 
-def test_the_sentence_says_got_and_expected(two: Path) -> None:
+def test_error_has_the_actual_and_the_expected_value(two: Path) -> None:
     size = (two / "000002" / "obs.npy").stat().st_size
     os.truncate(two / "000002" / "obs.npy", 100)
     assert load(two).refused == (f"{two / '000002'} is not used: obs.npy has 100 bytes, {size} expected",)
 
 
-def test_every_single_byte_counts(two: Path) -> None:
+def test_change_of_any_byte_is_detected(two: Path) -> None:
     """Each byte of each file flipped, and each file cut at each length."""
     for name in FILES:
         file = two / "000002" / name
@@ -154,7 +154,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_manifest_that_lies_is_refused(two: Path, lie: str) -> None:
+def test_inconsistent_manifest_is_refused(two: Path, lie: str) -> None:
     forge(two / "000002", LIES[lie])
     loaded = load(two)
     assert value_of(loaded) == 1 and loaded.refused[0].startswith(f"{two / '000002'} is not used: ")
@@ -181,8 +181,8 @@ HEADERS = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mmap", [False, True], ids=["read", "mapped"])
 @pytest.mark.parametrize("header", HEADERS)
-def test_a_header_that_lies_is_refused(two: Path, header: str, mmap: bool) -> None:
-    """Also where manifest, checksums and DONE agree with it."""
+def test_inconsistent_header_is_refused(two: Path, header: str, mmap: bool) -> None:
+    """Also if manifest, checksums and DONE match it."""
     text, dtype, shape = HEADERS[header]
     forge_file(two / "000002", "obs.npy", npy_file(text, b"1234"))
     forge(two / "000002", lambda manifest: manifest["arrays"]["obs"].update(dtype=dtype, shape=shape))
@@ -197,7 +197,7 @@ def test_a_sealed_meta_of_garbage_is_refused(two: Path, text: bytes) -> None:
     assert value_of(loaded) == 1 and "meta.json" in loaded.refused[0]
 
 
-def test_if_none_is_left_all_are_named(two: Path) -> None:
+def test_error_names_all_damaged_checkpoints(two: Path) -> None:
     (two / "000001" / "DONE").unlink()
     damage("flipped last", two / "000002" / "reward.npy")
     with pytest.raises(CheckpointError) as caught:
@@ -205,10 +205,10 @@ def test_if_none_is_left_all_are_named(two: Path) -> None:
     assert isinstance(caught.value, FarstepError) and isinstance(caught.value, OSError)
     for part in ("000001 is not used: DONE is missing", "000002 is not used: reward.npy differs from what was saved"):
         assert part in str(caught.value)
-    assert names(two) == [".lock", "000001", "000002"]  # nothing is thrown away: somebody may want to look
+    assert names(two) == [".lock", "000001", "000002"]  # damaged checkpoints are kept for inspection
 
 
-def test_where_there_is_none_it_says_so(tmp_path: Path, two: Path) -> None:
+def test_error_says_why_a_folder_has_no_checkpoint(tmp_path: Path, two: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     assert numbered(tmp_path / "empty") == numbered(tmp_path / "nowhere") == []

@@ -1,4 +1,4 @@
-"""Checkpoints: what was saved comes back, the newest are kept."""
+"""Checkpoints survive a round trip, and the newest are kept."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.samp
 
 @settings(max_examples=150, deadline=None)
 @given(st.dictionaries(NAMES, views(), max_size=3), st.booleans(), st.sampled_from([1, 7, 2**24]))
-def test_arrays_come_back_as_they_were(arrays: dict[str, np.ndarray], mmap: bool, slice_bytes: int) -> None:
+def test_arrays_survive_a_round_trip(arrays: dict[str, np.ndarray], mmap: bool, slice_bytes: int) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "_SLICE_BYTES", slice_bytes)
         written = save(folder, arrays, {})
@@ -83,14 +83,14 @@ JSON = st.recursive(
 
 @settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.text(), JSON, max_size=4))
-def test_meta_comes_back_as_it_was(meta: dict[str, object]) -> None:
+def test_meta_survives_a_round_trip(meta: dict[str, object]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         save(folder, {}, meta)
         loaded = load(folder)
         assert loaded.meta == meta and loaded.arrays == {} and list(loaded.meta) == list(meta)
 
 
-def test_a_generator_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_restored_generator_continues_its_sequence(tmp_path: Path) -> None:
     rng = np.random.default_rng(7)
     rng.random(3)
     save(tmp_path, {}, {"rng": rng.bit_generator.state, "size": np.int64(3), "share": np.float32(0.1), "on": np.True_})
@@ -151,7 +151,7 @@ def test_strings_of_any_length_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [3, "\ud800"], ids=["number", "surrogate"])
-def test_names_that_are_no_text_are_refused(tmp_path: Path, name: str) -> None:
+def test_names_that_are_not_strings_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="a string as name"):
         save(tmp_path, {name: np.zeros(1)}, {})
 
@@ -204,7 +204,7 @@ def test_a_damaged_checkpoint_replaces_no_other(two: Path) -> None:
     assert names(two) == [".lock", "000003", "000004"]
 
 
-def test_what_others_put_there_stays(two: Path) -> None:
+def test_foreign_files_are_kept(two: Path) -> None:
     (two / "notes.txt").write_text("mine")
     (two / "12").mkdir()
     save(two, *content(3))
@@ -212,7 +212,7 @@ def test_what_others_put_there_stays(two: Path) -> None:
     assert value_of(load(two)) == 3
 
 
-def test_a_file_with_a_number_for_a_name_is_no_checkpoint(two: Path) -> None:
+def test_file_with_a_numeric_name_is_not_a_checkpoint(two: Path) -> None:
     (two / "000007").write_text("")
     assert value_of(load(two)) == 2
     assert save(two, *content(3)).name == "000008"
@@ -221,7 +221,7 @@ def test_a_file_with_a_number_for_a_name_is_no_checkpoint(two: Path) -> None:
     assert names(two) == [".lock", "000009", "000010"]
 
 
-def test_an_old_one_that_cannot_be_removed_is_told(
+def test_old_checkpoint_that_cannot_be_removed_is_reported(
     two: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rmtree(folder: Path) -> None:

@@ -142,7 +142,9 @@ def test_a_disk_that_fails_at_any_sync_leaves_the_old_ones(
     assert failing == len(FILES) + 3  # each file, the folder, the folder it is in; then none fails
 
 
-def test_where_there_was_none_before_none_is_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_the_first_save_mentions_no_earlier_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fsync(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -151,7 +153,7 @@ def test_where_there_was_none_before_none_is_promised(tmp_path: Path, monkeypatc
         save(tmp_path, *content(1))
 
 
-def test_ctrl_c_leaves_nothing_half_done(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_leaves_the_old_checkpoints(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(folder: Path) -> None:
         raise KeyboardInterrupt
 

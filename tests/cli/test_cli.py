@@ -1,4 +1,4 @@
-"""The command line's words: help that teaches, and mistakes that end in one sentence."""
+"""The command line: help, and one-sentence errors for wrong use."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class OddActions(CountingEnv):
 
 
 class Broken(CountingEnv):
-    """Raises what a wrong argument does, by a mistake of its own."""
+    """Raises the exception of a wrong argument because of a bug inside the environment."""
 
     def __init__(self) -> None:
         super().__init__(size=3)  # type: ignore[call-arg]
@@ -51,7 +51,7 @@ def passes_all(**kwargs: Any) -> CountingEnv:
 
 
 def outdated() -> gymnasium.Env[Any, Any]:
-    """Makes an environment that is not there."""
+    """Makes an environment that is not registered."""
     return gymnasium.make("NoSuchEnv-v0")
 
 
@@ -189,13 +189,13 @@ def test_a_video_without_its_encoder_is_refused_first(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_wrong_with_options_on_a_worker_needs_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_about_options_on_workers_have_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, error = said(capsys, "train", "ppo", "--env", "tests.cli.test_cli:NoSpace", *INSIDE)
     assert status == 1 and "Traceback" not in error and "On the worker" not in error
     assert "worker 0" in error
 
 
-def test_what_is_wrong_inside_an_environment_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_inside_environments_keep_their_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     for name, line in (("Broken", "super().__init__(size=3)"), ("outdated", 'gymnasium.make("NoSuchEnv-v0")')):
         status, _, error = said(capsys, "train", "ppo", "--env", f"tests.cli.test_cli:{name}", *INSIDE)
         assert status == 1 and "Traceback" in error and line in error
@@ -283,7 +283,7 @@ def test_workers_without_an_environment_are_named(
         assert (line in output) == (wanted == 20) and ("workers:" in output) == (wanted == 20), output
 
 
-def test_to_train_needs_a_learner(capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_requires_a_learner(capsys: pytest.CaptureFixture[str]) -> None:
     needed = "farstep: 'farstep train' needs a learner: ppo, async-ppo, impala, dqn, apex, sac, aride.\n"
     assert said(capsys, "train") == (1, "", needed)
 
@@ -378,7 +378,7 @@ def test_run_that_does_not_start_names_no_folder_that_it_removes(
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "watch"])
-def test_what_torch_is_needed_for_says_so(
+def test_commands_that_need_torch_name_the_missing_package(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)

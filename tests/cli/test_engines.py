@@ -1,4 +1,4 @@
-"""Engines on the command line: what they would be asked for, and their help."""
+"""Engines on the command line: the printed jobs and manifests, and the help."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_nodes_that_may_come_later_are_jobs_of_their_own(capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("command", ["slurm", "doctor"])
-def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_the_command_and_its_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, output, _ = said(capsys, command, "--help")
     assert status == 0 and f"farstep {command}" in output
     assert {"slurm": "--partition", "doctor": "--wait-s"}[command] in output

@@ -1,4 +1,4 @@
-"""`farstep eval`: measures the stored policy, repeatably, and says what to do if it cannot."""
+"""`farstep eval`: repeatable evaluations of the stored policy, and errors."""
 
 from __future__ import annotations
 

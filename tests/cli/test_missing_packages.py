@@ -40,7 +40,7 @@ def block(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
 
 
 def only_line(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What a command that fails says."""
+    """The error message of a command that fails."""
     assert main(arguments) == 1
     error = capsys.readouterr().err
     assert error.startswith("farstep: ") and error.count("\n") == 1, error

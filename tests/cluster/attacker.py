@@ -1,4 +1,4 @@
-"""Whoever can reach a head's sockets, as a process of its own: `python attacker.py < what-it-knows.json`.
+"""An attacker that can reach a head's sockets, as a process of its own: `python attacker.py < what-it-knows.json`.
 
 It knows addresses, and as much as its JSON says: tokens and packets of workers, keys of a worker or node that
 it holds. Prints how many messages of each kind it sent.
@@ -68,7 +68,7 @@ def dial(address: str) -> socket.socket:
 
 
 def nonsense() -> tuple[str, bytes]:
-    """What somebody may say who has just connected."""
+    """A random message of a peer that has just connected, with its kind."""
     mechanism = chance.choice(MECHANISMS)
     match chance.randrange(9):
         case 0:
@@ -103,7 +103,7 @@ def strangers(addresses: list[str], count: int) -> None:
 
 
 def guessers(bulk: str, names: list[bytes], count: int) -> None:
-    """Of the bulk connection: a known name, and a guess of what is to be shown with it."""
+    """Guess tokens of the bulk connection, with a known name."""
     for _ in range(count):
         with contextlib.suppress(OSError), dial(bulk) as sock:
             user = chance.choice([*names, b"", chance.randbytes(40)])
@@ -116,7 +116,7 @@ def guessers(bulk: str, names: list[bytes], count: int) -> None:
 
 @contextlib.contextmanager
 def half_open(addresses: list[str], count: int) -> Iterator[None]:
-    """Connections that never finish what they began."""
+    """Open connections that never complete their handshake."""
     with contextlib.ExitStack() as stack:
         for i in range(count):
             sock = stack.enter_context(dial(addresses[i % len(addresses)]))
@@ -153,7 +153,7 @@ def unknown_keys(address: str, server_key: bytes, count: int) -> None:
 
 
 def in_between(bulk: str, name: bytes, tokens: list[bytes], packets: list[list[bytes]], count: int) -> None:
-    """Somebody who holds back what a worker shows to be let in, and shows it himself, and has packets that went by."""
+    """A man in the middle: uses tokens that it kept from the head, and packets that it overheard."""
     for token in tokens:
         options = {"plain_username": name, "plain_password": token}
         with dealer(bulk, **options) as sock, contextlib.suppress(zmq.Again):
@@ -181,7 +181,7 @@ def _abuse(sock: zmq.Socket[bytes], packets: list[list[bytes]], count: int) -> N
 
 
 def mad_node(control: str, server_key: bytes, keys: list[bytes], messages: list[bytes], count: int) -> None:
-    """A node daemon with a key of its own, which knows more than it can know."""
+    """A malicious node daemon with a key of its own."""
     public, secret = keys
     options = {"curve_serverkey": server_key, "curve_publickey": public, "curve_secretkey": secret}
     with dealer(control, routing_id=b"ffffffffffffffffnode", **options) as sock, contextlib.suppress(zmq.Again):
@@ -219,7 +219,7 @@ def _bytes(value: dict[str, Any]) -> Any:
 
 
 def told(known: dict[str, Any]) -> bytes:
-    """What `main` reads."""
+    """The JSON that `main` reads."""
     return json.dumps(known, default=lambda text: {"bytes": base64.b64encode(bytes(text)).decode()}).encode()
 
 

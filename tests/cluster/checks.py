@@ -1,4 +1,4 @@
-"""What the tests of a running cluster share: deadlines, and what must hold for every batch and all counters."""
+"""Deadlines, and the invariants of every batch and of all counters, for tests with a running cluster."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ DEADLINE_S = 60.0
 
 
 def within(call: Callable[[], Any], seconds: float = DEADLINE_S) -> Any:
-    """The result of `call`, which must come (or raise) before the deadline."""
+    """The result of `call`, which must return or raise before the deadline."""
     return together({"call": call}, seconds)["call"].get()
 
 
 class Outcome:
-    """What a call came to."""
+    """The result or the exception of a call."""
 
     def __init__(self) -> None:
         self.value: Any = None
@@ -39,7 +39,7 @@ class Outcome:
 
 
 def together(calls: Mapping[str, Callable[[], Any]], seconds: float = DEADLINE_S) -> dict[str, Outcome]:
-    """Run calls at the same time, each in a thread; a call that does not come back in time fails the test."""
+    """Run calls at the same time, each in a thread; a call that does not return in time fails the test."""
     outcomes = {name: Outcome() for name in calls}
 
     def run(name: str) -> None:
@@ -112,7 +112,7 @@ BOTH = pytest.mark.parametrize(
 
 
 def assert_sound(batch: farstep.Batch) -> None:
-    """A batch of `CountingEnv`: every row follows from the one before, or begins an episode and says so."""
+    """A batch of `CountingEnv`: every row follows from the one before, or is marked as the start of an episode."""
     obs, following = batch["obs"], np.concatenate([batch["obs"][1:], batch.last_obs[None]])
     ended = batch["terminated"] | batch["truncated"]
     final = batch.final_obs
@@ -127,13 +127,13 @@ def assert_sound(batch: farstep.Batch) -> None:
 
 
 def assert_balanced(stats: Mapping[str, Any]) -> None:
-    """Nothing lost, nothing twice."""
+    """No row is lost or counted twice."""
     rest = sum(stats["dropped"].values()) + stats["buffered"] + stats["in_flight"]
     assert stats["rolled"] == stats["delivered"] + rest, stats
 
 
 def arrays_of(batch: farstep.Batch) -> dict[str, np.ndarray]:
-    """Everything in a batch that is promised to be reproducible, ended episodes in order of slot and row."""
+    """All arrays of a batch that are reproducible, with ended episodes in order of slot and row."""
     order = np.lexsort((batch.final_obs.row, batch.final_obs.slot))
     episodes = {f"episodes {key}": batch.episodes[key][order] for key in ("return", "length", "slot")}
     final = {"final row": batch.final_obs.row, "final slot": batch.final_obs.slot, "final obs": batch.final_obs.obs}
@@ -151,7 +151,7 @@ def assert_same(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) 
 
 @contextlib.contextmanager
 def without_programs() -> Iterator[None]:
-    """Nothing that this machine has installed is found."""
+    """Hide all installed programs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", "")
         yield

@@ -1,4 +1,4 @@
-"""What tests of clusters share."""
+"""Fixtures for tests of clusters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from farstep.wire.keys import KeyPair
 
 @pytest.fixture
 def issued(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], KeyPair]:
-    """All keys that heads have given away, by the number and incarnation of the worker (or below zero, of nodes)."""
+    """All keys that heads have issued, by number and incarnation of the worker (nodes have numbers below zero)."""
     pairs: dict[tuple[int, int], KeyPair] = {}
     admit = Hub.admit
 

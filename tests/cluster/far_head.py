@@ -1,4 +1,4 @@
-"""A head that a test runs on one host of a network: collects until it is told to stop, and says what it saw.
+"""A head that a test runs on one host of a network: collects until it is stopped, and prints what it saw.
 
     python far_head.py '{"hosts": [...], "ssh": [...], "options": {...}, "steps": 16, "size": 0, "inference": "local"}'
 

@@ -27,7 +27,7 @@ from farstep.wire.codec import frame_lengths
 
 
 def once(marker: str) -> bool:
-    """True for the first process that asks, on the whole machine."""
+    """True for the first call with this marker, among all processes of the machine."""
     try:
         os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -110,7 +110,7 @@ class OddRewardEnv(CountingEnv):
 
 
 class OldGymEnv(CountingEnv):
-    """Returns what environments of the old Gym did: four values."""
+    """Returns four values, as environments of the old Gym did."""
 
     def step(self, action: Any) -> Any:
         obs, reward, terminated, _, info = super().step(action)
@@ -176,7 +176,7 @@ def poisoned_vector(num_envs: int, seeds: list[int]) -> SyncVectorEnv:
 
 
 class SelfNamingEnv(CountingEnv):
-    """Tells the process it lives in."""
+    """Its info has the id of its process."""
 
     def reset(self, **kwargs: Any) -> Any:
         obs, info = super().reset(**kwargs)
@@ -198,7 +198,7 @@ class OnceOnlyEnv(CountingEnv):
 
 
 def with_a_child(env: Any) -> Any:
-    """A wrapper whose environment starts a process and tells of it."""
+    """A wrapper whose environment starts a process and has its id in the info."""
     child = subprocess.Popen(["sleep", "1000"])
     reset = env.reset
 
@@ -258,13 +258,13 @@ class FaultyAgent(TableAgent):
 
 
 def wait_for_byte(fifo: str) -> None:
-    """Until the test says so."""
+    """Wait until the test writes a byte."""
     with Path(fifo).open("rb", buffering=0) as file:
         file.read(1)
 
 
 class CutOffEnv(CountingEnv):
-    """Kills its worker in its `at`-th step, once, when the test says that it has seen what was sent before."""
+    """Kills its worker in its `at`-th step, once, after the test confirmed the rows that were sent before."""
 
     def __init__(self, marker: str, fifo: str, at: int) -> None:
         super().__init__(length=4)
@@ -279,7 +279,7 @@ class CutOffEnv(CountingEnv):
 
 
 class StageCutOffEnv(CountingEnv):
-    """Its worker is killed instead of sending its second chunk, once, when the test has seen what came ahead of it."""
+    """Its worker is killed instead of sending its second chunk, once, after the test has received its first parts."""
 
     def __init__(self, marker: str, fifo: str) -> None:
         super().__init__(length=4)
@@ -296,8 +296,7 @@ class StageCutOffEnv(CountingEnv):
 
 
 class HeldBackEnv(CountingEnv):
-    """Its worker sends what comes last of each chunk when the test says so, by a byte for each; workers have one of
-    `fifos` each."""
+    """Its worker sends the last part of each chunk when the test writes a byte; each worker has one of `fifos`."""
 
     def __init__(self, fifos: list[str]) -> None:
         super().__init__(length=4)
@@ -343,7 +342,7 @@ class RogueEnv(CountingEnv):
         return super().step(action)
 
     def _holes(self) -> None:
-        """Four gigabytes that were never written, behind the valid header of a reply."""
+        """A valid header of a reply, followed by four gigabytes of unwritten memory."""
         size, header = 4 << 30, messages.encode(messages.Reply(0))
         fd = os.memfd_create("holes", os.MFD_ALLOW_SEALING)
         os.write(fd, header)
@@ -365,7 +364,7 @@ class RogueEnv(CountingEnv):
             socket.send_fds(sock, [b"I" + frame_lengths([1]) + b"x"], [0])
 
     def _endless_phase(self) -> None:
-        """Words that say it is queued, which has no time limit, and no answer ever."""
+        """Report the phase `queued`, which has no time limit, and never answer."""
         frame: Any = inspect.currentframe()
         while "words" not in frame.f_locals:  # the frame of the worker's rollout loop
             frame = frame.f_back
@@ -377,7 +376,7 @@ class RogueEnv(CountingEnv):
 
 
 class MuteError(Exception):
-    """Cannot be shown."""
+    """Its text cannot be formatted."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
@@ -414,7 +413,7 @@ class MuteAgent(TableAgent):
 
 
 class SlowToCloseEnv(CountingEnv):
-    """Its close() takes until the file `gate` is there, and says in `closing` that it has begun."""
+    """Its close() creates the file `closing` and waits for the file `gate`."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()

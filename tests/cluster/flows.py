@@ -1,4 +1,4 @@
-"""What the tests of workflows share; workers and other processes import this module by its name."""
+"""Buffers, consumers and helpers for tests of workflows; workers and other processes import this module by its name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.cluster.faulty import once
 
 
 class GatedEnv(CountingEnv):
-    """Never ends; the first one of the machine stands in its third step until the file `gate` is there."""
+    """Never ends; the first one of the machine waits in its third step for the file `gate`."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(length=None)
@@ -30,12 +30,12 @@ class GatedEnv(CountingEnv):
 
 
 def full(rows: int, **options: Any) -> farstep.Buffer:
-    """A buffer for on-policy learners, of so many transitions."""
+    """A buffer for on-policy learners with the given capacity in transitions."""
     return farstep.Buffer(capacity=rows, sampler=farstep.FullBatch(), **options)
 
 
 def everything(batch: farstep.Batch) -> dict[str, np.ndarray]:
-    """All that is in a batch and the same whenever it is rolled, as copies by name."""
+    """All reproducible contents of a batch, as copies by name."""
     found: dict[str, np.ndarray] = {f"array {name}": array for name, array in batch.arrays.items()}
     found |= _flat("last", batch.last_obs) | _flat("final", batch.final_obs.obs) | _flat("state", batch.initial_state)
     found |= {"final row": batch.final_obs.row, "final slot": batch.final_obs.slot}

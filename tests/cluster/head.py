@@ -1,4 +1,4 @@
-"""A head to be ended: `python head.py PHASE END FOLDER`. A file in FOLDER says that it is there; SIGUSR1 ends it."""
+"""A head to be ended: `python head.py PHASE END FOLDER`. A file in FOLDER marks it as ready; SIGUSR1 ends it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes that are almost right: the fuzz tests' mutations."""
+"""Mutations of valid messages for the fuzz tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INTERESTING = [0, 1, 2, 0x7F, 0x80, 0x90, 0xC1, 0xC4, 0xC7, 0xDC, 0xDD, 0xDF, 0x
 
 
 def mutated(chance: random.Random, valid: bytes, others: Sequence[bytes] = ()) -> bytes:
-    """A few changes to something valid; now and then nothing but noise."""
+    """A few random changes to a valid message; sometimes only noise."""
     if chance.random() < 0.03:
         return chance.randbytes(chance.randrange(64))
     text = bytearray(valid)

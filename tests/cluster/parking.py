@@ -1,4 +1,4 @@
-"""What the tests of parked workers share: heads to kill, scaling at random, and a check that no step is lost."""
+"""Helpers for tests of parked workers: heads to kill, scaling at random, and a check that no step is lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Trajectories:
     """Checks that each slot of an endless `CountingEnv` continues exactly where its last batch ended.
 
     Args:
-        may_restart: Whether a slot may start a new episode, because its worker was replaced; the batch must say so.
+        may_restart: Whether a slot may start a new episode, because its worker was replaced; the batch must mark it.
     """
 
     def __init__(self, may_restart: bool = False) -> None:

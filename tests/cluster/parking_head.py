@@ -20,7 +20,7 @@ from tests.cluster.parking import settled, state_of
 
 
 class TellingEnv(CountingEnv):
-    """Says in which process it is."""
+    """Its info has the id of its process."""
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         *rest, _ = super().step(action)

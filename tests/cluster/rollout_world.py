@@ -83,7 +83,7 @@ class World:
         self._nested = nested
 
     def lose(self, worker: int, steps: int) -> None:
-        """A chunk that nobody is given."""
+        """Step the environments without a chunk for the learner."""
         for slot in self.workers[worker]:
             for _ in range(steps):
                 self.slots[slot].step()
@@ -147,7 +147,7 @@ class World:
 
 @dataclass
 class Held:
-    """What a buffer holds, column by column."""
+    """The rows in a buffer, by column."""
 
     rows: int
     columns: list[list[Row]]
@@ -170,7 +170,7 @@ class Held:
         return {row.obs: (c, i) for c, column in enumerate(self.columns) for i, row in enumerate(column) if row.valid}
 
     def path(self, column: int, i: int, most: int) -> list[Row]:
-        """At most so many rows of one episode that follow each other."""
+        """At most `most` consecutive rows of one episode."""
         rows = self.columns[column]
         found = [rows[i]]
         while len(found) < most and not found[-1].ended and i + 1 < len(rows):
@@ -181,6 +181,6 @@ class Held:
         return found
 
     def episodes(self) -> dict[int, list[Row]]:
-        """Whole ones, by their first observation."""
+        """Complete episodes, by their first observation."""
         paths = [self.path(*place, 10**6) for place in self.items().values()]
         return {path[0].obs: path for path in paths if path[0].start and path[-1].ended}

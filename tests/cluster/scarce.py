@@ -1,6 +1,6 @@
 """A head that may open only a few more files: `python scarce.py launch|replace local|in_process|tcp COUNT...`.
 
-Prints a JSON object: for each number of descriptors that were left, what came of it.
+Prints a JSON object: the outcome for each number of descriptors that were left.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def launch(config: str, count: int) -> str:
 
 
 class Retries(logging.Handler):
-    """Raises the limit again once a start has been tried in vain."""
+    """Raises the limit again after a failed start."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tables and consumers that the tests of workflows share, and what must hold for what they were given."""
+"""Trigger tables and consumers for tests of workflows, and the invariants of their messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["in_process", "shm", "tcp"])
 
 
 class Recorder:
-    """A consumer that keeps what it is given."""
+    """A consumer that keeps its messages and batches."""
 
     def __init__(self, flow: farstep.Workflow, then: Callable[[], object] = lambda: None) -> None:
         self.flow, self.then = flow, then
@@ -60,7 +60,7 @@ def ppo(env: farstep.ClusterEnv, agent: Any, buffer: farstep.Buffer, size: int, 
 
 
 def fifo(env: farstep.ClusterEnv, agent: Any, rows: int = 256, n: int = 1, size: int = 8, **options: Any) -> Any:
-    """The table of a learner that takes what comes."""
+    """The table of a learner that takes windows in order of arrival."""
     flow = farstep.Workflow(env, agent, full(rows), **options)
     learner = Recorder(flow)
     flow.on(DataKeyTrigger(n=n, size=size), learner)
@@ -68,7 +68,7 @@ def fifo(env: farstep.ClusterEnv, agent: Any, rows: int = 256, n: int = 1, size:
 
 
 def assert_in_order(learner: Recorder, size: int) -> None:
-    """Of `CountingEnv`s that never end: each actor's steps from the first on, none missing, none twice."""
+    """Of `CountingEnv`s that never end: each actor's steps are consecutive from the first on."""
     for windows in learner.by_actor.values():
         assert [start for start, _ in windows] == list(range(0, size * len(windows), size))
         counts = np.concatenate([batch["obs"][:, :, 1] for _, batch in windows])

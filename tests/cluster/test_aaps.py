@@ -1,4 +1,4 @@
-"""Adaptive synchronization on running clusters: who pulls when, what it costs, and what it means for staleness."""
+"""Adaptive synchronization on running clusters: when workers pull, what it costs, and how it bounds staleness."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVERYWHERE = pytest.mark.parametrize(
 
 
 class CoinAgent(TableAgent):
-    """Says yes with a probability of its own; the divergence between two such agents is known."""
+    """Takes action 1 with its own probability; the divergence between two such agents is known."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def test_a_version_that_could_not_be_compared_is_pulled() -> None:
 
 @EVERYWHERE
 def test_weights_that_passed_a_probe_are_not_too_old_for_a_stream(config: LaunchConfig) -> None:
-    """With hardly any change, `max_staleness=0` is kept by the first weights for ever; `version` says who acted."""
+    """With tiny updates, the first weights satisfy `max_staleness=0` forever; `version` is that which acted."""
     with cluster(never_ending, envs=4, sync=AAPS(0.05), config=config) as env:
         agent = CoinAgent()
         for k, batch in enumerate(env.stream(agent, steps=4, max_staleness=0)):
@@ -172,7 +172,7 @@ def test_weights_that_passed_a_probe_are_not_too_old_for_a_stream(config: Launch
 def test_a_stream_yields_only_rows_close_to_a_version_within_its_bound(
     config: LaunchConfig, max_staleness: int, num_chunks: int | None
 ) -> None:
-    """Steps of a learner that sometimes matter and sometimes do not: some probes pass, some do not."""
+    """Learning steps of different size: some probes pass, others fail."""
     delta, generator = 0.05, np.random.default_rng(3)
     with cluster(never_ending, envs=4, sync=AAPS(delta, window=1), config=config) as env:
         agent, logits, kept = CoinAgent(), [0.0], 0
@@ -199,7 +199,7 @@ def test_a_hard_bound_on_lag_can_be_added() -> None:
         assert lags == [0, 1, 2, 0, 1, 2, 0, 1, 2]
 
 
-def test_a_worker_that_joins_late_starts_with_the_newest_weights() -> None:
+def test_worker_that_joins_late_starts_with_the_newest_weights() -> None:
     with cluster(never_ending, envs=4, workers=2, sync=AAPS(1e9)) as env:
         agent = CoinAgent()
         for _ in range(4):
@@ -228,7 +228,7 @@ class NanAgent(CoinAgent):
 
 @EVERYWHERE
 @pytest.mark.parametrize("own", [False, True], ids=["logits", "divergence"])
-def test_a_policy_that_cannot_be_measured_is_told_once(config: LaunchConfig, own: bool, caplog: Any) -> None:
+def test_policy_that_cannot_be_measured_is_reported_once(config: LaunchConfig, own: bool, caplog: Any) -> None:
     with cluster(envs=4, sync=AAPS(0.1), config=config) as env:
         agent = NanAgent(own)
         for k in range(4):
@@ -240,7 +240,7 @@ def test_a_policy_that_cannot_be_measured_is_told_once(config: LaunchConfig, own
 
 
 class TwoHeadedAgent(CoinAgent):
-    """Describes itself by a parameter that may not travel, and by an attribute that never does."""
+    """Describes itself by a parameter that may not be sent, and by an attribute that never is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ class TwoHeadedAgent(CoinAgent):
     ],
     ids=["only", "half", "both", "attribute", "all"],
 )
-def test_what_is_left_after_a_pull_is_told_once(
+def test_divergence_left_by_a_pull_is_reported_once(
     config: LaunchConfig, weights: dict[str, Any], learned: dict[str, float], cause: str, caplog: Any
 ) -> None:
     with cluster(envs=4, sync=AAPS(0.001, window=1) | MaxLag(50), weights=weights, config=config) as env:
@@ -348,7 +348,7 @@ class BusyAgent(CoinAgent):
         return super().distribution(obs)
 
 
-def test_a_publish_that_meets_a_close_of_another_thread_says_so() -> None:
+def test_publish_raises_if_another_thread_closes_the_cluster() -> None:
     with cluster(envs=4, sync=AAPS(0.1), config=in_process(2)) as env:
         agent = BusyAgent()
         env.collect(agent, steps=3)
@@ -362,7 +362,7 @@ class MuteAgent(CoinAgent):
         raise ZeroDivisionError("deliberate")
 
 
-def test_an_agent_that_never_could_describe_itself_is_refused() -> None:
+def test_agent_whose_first_description_raises_is_refused() -> None:
     with cluster(envs=4, sync=AAPS(0.1), config=in_process(2)) as env:
         with pytest.raises(farstep.WorkerError, match="deliberate"):
             env.collect(MuteAgent(), steps=3)
@@ -436,7 +436,7 @@ def test_every_kind_of_agent_can_be_compared(config: LaunchConfig, kind: Any) ->
         assert (env.collect(agent, steps=16)["version"] == 2).all()
 
 
-# ---- what travels ----
+# ---- parameters that are sent ----
 
 
 class ActorCriticAgent(CoinAgent):
@@ -458,12 +458,12 @@ class ActorCriticAgent(CoinAgent):
 
 @pytest.mark.parametrize("only", ["actor.*", ["actor.logit", "a*"], lambda name: name.startswith("actor")])
 @EVERYWHERE
-def test_a_part_of_the_parameters_may_travel(config: LaunchConfig, only: Any) -> None:
+def test_some_of_the_parameters_can_be_selected_for_sending(config: LaunchConfig, only: Any) -> None:
     with cluster(envs=4, weights={"only": only}, config=config) as env:
         agent = ActorCriticAgent()
         env.collect(agent, steps=2)
         agent.critic[:] = 7
-        assert (env.collect(agent, steps=2)["version"] == 0).all()  # what does not travel makes no version
+        assert (env.collect(agent, steps=2)["version"] == 0).all()  # parameters that are not sent make no version
         agent.logit[:] = 3
         batch = env.collect(agent, steps=2)
         assert (batch["logit"] == 3).all() and (batch["value"] == 0).all() and (batch["version"] == 1).all()
@@ -479,7 +479,7 @@ class SetterAgent(ActorCriticAgent):
 
 
 @pytest.mark.parametrize("weights", [{"only": "actor.*"}, {"half": True}, {"only": "critic.0", "half": True}], ids=repr)
-def test_a_setter_gets_everything_with_new_values_where_they_travel(weights: dict[str, Any]) -> None:
+def test_set_parameters_gets_all_parameters_with_new_values_of_those_sent(weights: dict[str, Any]) -> None:
     with cluster(envs=4, weights=weights, config=in_process(2)) as env:
         agent = SetterAgent()
         env.collect(agent, steps=2)
@@ -490,7 +490,7 @@ def test_a_setter_gets_everything_with_new_values_where_they_travel(weights: dic
         assert (batch["value"] == (0 if only == "actor.*" else 5)).all()
 
 
-def test_a_choice_of_parameters_that_chooses_none_is_refused_by_name() -> None:
+def test_selection_of_no_parameters_is_refused_by_name() -> None:
     with (
         cluster(envs=4, weights={"only": lambda name: False}, config=in_process(1)) as env,
         pytest.raises(farstep.AgentError, match=r"none of the agent's.*The agent has actor\.logit, critic\.0"),
@@ -499,7 +499,7 @@ def test_a_choice_of_parameters_that_chooses_none_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("only", ["actr.*", ["critic.*", "actr.*"]], ids=repr)
-def test_a_pattern_that_chooses_no_parameter_is_refused_with_the_nearest_names(only: Any) -> None:
+def test_pattern_that_selects_no_parameter_is_refused_with_the_nearest_names(only: Any) -> None:
     said = r"the pattern 'actr\.\*', which matches none.*The nearest are actor\.logit"
     with (
         cluster(envs=4, weights={"only": only}, config=in_process(1)) as env,
@@ -520,7 +520,7 @@ def test_a_predicate_that_raises_is_named() -> None:
 
 
 @EVERYWHERE
-def test_weights_may_travel_in_half_precision(config: LaunchConfig) -> None:
+def test_weights_can_be_sent_in_half_precision(config: LaunchConfig) -> None:
     with cluster(envs=4, weights={"half": True}, config=config) as env:
         agent = ActorCriticAgent()
         agent.critic[:] = 0.1
@@ -569,7 +569,7 @@ def test_differences_arrive_exactly_and_take_less(half: bool | str) -> None:
         assert 0 < later < 0.75 * whole
         os.kill(worker_pids()[1], signal.SIGKILL)
         eventually(lambda: env.stats()["workers"]["restarts"] == 1 and env.stats()["workers"]["alive"] == 2)
-        agent.critic += 1  # a worker without a version gets it whole, the other the difference
+        agent.critic += 1  # a worker without a version gets all weights, the other one the delta
         batch = env.collect(agent, steps=2)
         exact = as_sent(agent.critic[0], half)
         assert (batch["value"] == np.float32(exact)).all()

@@ -177,7 +177,7 @@ def test_sequences_of_rows(
 
 @st.composite
 def arrivals(draw: st.DrawFn) -> tuple[World, list[tuple[str, Any, int]]]:
-    """Workers' chunks: which of them come together, in which order, how long they are, and which get lost."""
+    """Random arrivals of chunks: their batches, order, lengths and losses."""
     slots_of = draw(st.lists(st.integers(1, 2), min_size=1, max_size=3))
     world = World(slots_of, draw(st.integers(0, 10**6)), filler=draw(st.booleans()), nested=draw(st.booleans()))
     workers = list(range(len(slots_of)))
@@ -193,7 +193,7 @@ def arrivals(draw: st.DrawFn) -> tuple[World, list[tuple[str, Any, int]]]:
 
 
 def play(buffer: Buffer, world: World, events: list[tuple[str, Any, int]]) -> Held:
-    """Insert what comes; what the buffer must hold then."""
+    """Insert the arrivals, and return what the buffer must hold then."""
     held: Held | None = None
     for kind, who, steps in events:
         if kind == "lose":
@@ -223,7 +223,7 @@ def capacity_for(world: World, draw_rows: int) -> int:
 
 @quick
 @given(arrivals(), st.integers(0, 20))
-def test_every_row_of_a_batch_has_what_came_after_it(case: tuple[World, Any], rows: int) -> None:
+def test_every_row_of_a_batch_has_its_successor(case: tuple[World, Any], rows: int) -> None:
     world, events = case
     with Buffer(capacity_for(world, rows), Uniform(), seed=2) as buffer:
         held = play(buffer, world, events)
@@ -244,7 +244,7 @@ def test_every_row_of_a_batch_has_what_came_after_it(case: tuple[World, Any], ro
 @quick
 @given(arrivals(), st.integers(0, 20), st.integers(1, 4))
 def test_n_steps_of_batches(case: tuple[World, Any], rows: int, n: int) -> None:
-    """Every row counts at once: what came after the newest one is known, too."""
+    """Every row counts at once: the successor of the newest one is known, too."""
     world, events = case
     with Buffer(capacity_for(world, rows), NStep(n, 0.5, by=FIFO()), seed=3) as buffer:
         held = play(buffer, world, events)
@@ -325,7 +325,7 @@ def test_batches_with_another_remover(case: tuple[World, Any], rows: int) -> Non
         world.check(sampled["next_obs"], [after[number] for number in numbers])
 
 
-def test_filler_rows_take_the_place_of_older_ones_and_are_no_items() -> None:
+def test_filler_rows_evict_older_rows_and_are_not_sampled() -> None:
     world = World([2], seed=7, filler=True)
     for sampler in (Uniform(), Prioritized(), MinHeap(), NStep(), DPER()):
         with Buffer(16, sampler, seed=7) as buffer:
@@ -393,8 +393,8 @@ def test_a_batch_that_does_not_fit_is_refused() -> None:
         assert len(buffer) == 10
 
 
-def test_some_of_a_batch_s_arrays() -> None:
-    """A spec chooses; `next_obs` among them is made of what came after each row."""
+def test_spec_selects_arrays_of_a_batch() -> None:
+    """The spec selects them; `next_obs` is made of the successor of each row."""
     world = World([2], seed=9)
     batch, (first, second), _ = world.batch([0], 5)
     with Buffer(20, FIFO(), spec={"obs": 1, "reward": np.float32(0), "next_obs": 1}) as buffer:
@@ -410,7 +410,7 @@ def test_some_of_a_batch_s_arrays() -> None:
 
 
 def assert_counting(batch: dict[str, Any]) -> None:
-    """Rows of `CountingEnv`: what came after each follows from it."""
+    """Rows of `CountingEnv`: each successor follows from its row."""
     obs, after = batch["obs"], batch["next_obs"]
     expected = np.stack([obs[..., 0], obs[..., 1] + 1, batch["action"]], axis=-1)
     np.testing.assert_array_equal(after, expected)
@@ -455,7 +455,7 @@ def test_rows_of_a_vector_environment(mode: str) -> None:
 
 
 def test_rows_of_a_stream_of_chunks() -> None:
-    """The first chunks to arrive, whoever sent them; slots that were not there at first share columns."""
+    """The first chunks to arrive, of any worker; slots that are absent at first share columns."""
     with cluster(CountingEnv, envs=4, config=in_process(2)) as env, Buffer(80, Uniform(), seed=3) as buffer:
         for k, batch in enumerate(env.stream(TableAgent(), steps=6, num_chunks=1)):
             with warnings.catch_warnings():

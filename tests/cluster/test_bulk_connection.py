@@ -1,4 +1,4 @@
-"""The bulk connection: what is shown there in clear text opens it once, and it may break at any time."""
+"""The bulk connection: a token in clear text opens it only once, and it may break at any time."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def greet(hub: Hub, link: DealerLink) -> Peer:
 
 
 def is_let_in(hub: Hub, name: bytes, token: bytes, route: bytes = b"") -> bool:
-    """Try to get a bulk connection and to say something there."""
+    """Try to open a bulk connection and to send a message over it."""
     with attacker.dial(f"tcp://127.0.0.1:{hub.bulk_port}") as raw:
         raw.sendall(attacker.greeting(b"PLAIN") + attacker.plain_hello(name, token))
         raw.settimeout(0.02)
@@ -153,13 +153,13 @@ def test_a_worker_cannot_take_the_bulk_connection_of_another(hub: Hub, named: bo
     with linked(hub) as (_, link):
         exchange(hub, link, 2)
         route = greet(hub, link).bulk_route
-        assert route[:1] == b"\0"  # nobody can choose such a name
+        assert route[:1] == b"\0"  # peers cannot choose such a name
         for _ in range(3):
             assert is_let_in(hub, liar.public, tokens.fresh(), route if named else b"liar")
             exchange(hub, link, 1)
 
 
-def test_a_bulk_connection_that_breaks_is_made_again_and_loses_nothing(hub: Hub) -> None:
+def test_broken_bulk_connection_is_reopened_without_loss(hub: Hub) -> None:
     with linked(hub) as (_, link):
         exchange(hub, link, 2)
         cuts: list[int] = []

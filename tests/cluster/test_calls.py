@@ -1,4 +1,4 @@
-"""What happens around a call: Ctrl-C, other threads, forks, other agents, and agents that cannot be used."""
+"""Calls of a cluster: Ctrl-C, concurrent threads, forks, other agents, and agents that cannot be used."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_cluster_is_usable_after_an_interrupted_call(config: LaunchConfig) -> 
 
 
 @BOTH
-def test_interrupts_at_any_moment_lose_nothing_and_count_nothing_twice(config: LaunchConfig) -> None:
+def test_interrupts_at_any_moment_neither_lose_nor_repeat_rows(config: LaunchConfig) -> None:
     rng = random.Random(1)
     with cluster(envs=4, config=config) as env:
         agent = TableAgent()
@@ -73,7 +73,7 @@ def test_interrupts_at_any_moment_lose_nothing_and_count_nothing_twice(config: L
         assert_sound(another.collect(agent, steps=2))
 
 
-def test_an_interrupted_launch_can_be_tried_again() -> None:
+def test_interrupted_launch_can_be_retried() -> None:
     kwargs = {"fault": "slow", "phase": "construct", "slow_s": 1.0}  # a launch may take less than 0.05 s
     with contextlib.closing(cluster(FaultyEnv, envs=2, workers=2, env_kwargs=kwargs)) as env:
         interrupted(0.05, env.launch)
@@ -83,7 +83,7 @@ def test_an_interrupted_launch_can_be_tried_again() -> None:
         env.launch()
 
 
-def test_an_interrupted_close_leaves_nothing_behind() -> None:
+def test_close_completes_after_an_interrupted_close() -> None:
     limits = farstep.Timeouts(close_s=60.0)
     env = cluster(FaultyEnv, envs=1, env_kwargs={"fault": "hang", "phase": "close"}, timeouts=limits)
     env.collect(TableAgent(), steps=1)
@@ -122,7 +122,7 @@ def test_a_publish_from_another_thread_reaches_a_call_that_waits() -> None:
 
 
 @TRANSPORTS
-def test_a_stream_that_starves_says_so_once(transport: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_stream_that_starves_warns_once(transport: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setattr("farstep.head.warnings.user_warnings._STARVED_S", 0.0)
     with cluster(FaultyEnv, envs=1, env_kwargs=SLOW, transport=transport) as env:
         agent = TableAgent()
@@ -208,7 +208,7 @@ EVERY = [in_process(2), *(farstep.LocalConfig(workers_per_node=2, transport=name
 
 
 @pytest.mark.parametrize("config", EVERY, ids=["in_process", "shm", "tcp"])
-def test_an_agent_that_is_refused_costs_nothing_but_a_clear_error(config: LaunchConfig) -> None:
+def test_refused_agent_has_no_effect_but_a_clear_error(config: LaunchConfig) -> None:
     with cluster(config=config) as env:
         with pytest.raises(farstep.AgentError, match=r"^act returned .* without 'action'"):
             env.collect(Stubborn(), steps=4)
@@ -227,7 +227,7 @@ def test_an_agent_that_is_refused_costs_nothing_but_a_clear_error(config: Launch
 
 
 class Fickle(TableAgent):
-    """Gives one value for all environments from the second call on."""
+    """Returns one value for all environments from the second call on."""
 
     calls = 0
 
@@ -237,13 +237,13 @@ class Fickle(TableAgent):
 
 
 @BOTH
-def test_an_agent_that_returns_other_shapes_later_on_is_told(config: LaunchConfig) -> None:
+def test_agent_whose_outputs_change_their_shape_is_an_error(config: LaunchConfig) -> None:
     with cluster(config=config, envs=4) as env, pytest.raises(farstep.AgentError, match="in its first call"):
         env.collect(Fickle(), steps=4)
 
 
 class CountedEnv(CountingEnv):
-    """Knows how often it was stepped, over all episodes."""
+    """Counts its steps over all episodes."""
 
     steps = 0
 
@@ -268,7 +268,7 @@ def test_a_worker_drops_a_reclaimed_ticket(transport: str) -> None:
 
 
 @TRANSPORTS
-def test_large_answers_travel(transport: Any) -> None:
+def test_large_answers_arrive(transport: Any) -> None:
     config = farstep.LocalConfig(workers_per_node=1, transport=transport)
     vec = farstep.make_vec("CartPole-v1", 32, config, env_kwargs={"render_mode": "rgb_array"})
     try:
@@ -318,7 +318,7 @@ def test_continues_says_where_rows_are_missing(config: LaunchConfig) -> None:
 
 
 @BOTH
-def test_a_rollout_that_does_not_fit_leaves_a_cluster_that_goes_on(config: LaunchConfig) -> None:
+def test_cluster_is_usable_after_a_rollout_that_does_not_fit(config: LaunchConfig) -> None:
     with cluster(config=config) as env:
         agent = TableAgent()
         assert_sound(env.collect(agent, steps=2))
@@ -348,7 +348,7 @@ class FinalAgent(TableAgent):
 
 
 @TRANSPORTS
-def test_outputs_of_an_agent_may_begin_as_our_own_do(transport: str) -> None:
+def test_names_of_outputs_may_start_like_those_of_farstep(transport: str) -> None:
     with cluster(transport=transport) as env:
         batch = env.collect(FinalAgent(), steps=12)
         np.testing.assert_array_equal(batch["final_obs_value"], batch["obs"][..., 0])
@@ -395,7 +395,7 @@ def test_a_head_in_a_process_that_multiprocessing_started_uses_classes_of_the_sc
     assert (done.returncode, done.stdout) == (0, "(3, 2)\n"), done.stderr
 
 
-def test_a_worker_that_ends_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_error_says_why_a_worker_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """Its connection closes before its process ends; what it prints in between must not be cut off."""
     (tmp_path / "late.py").write_text(
         "from farstep.testing import CountingEnv\nimport os, sys, time\n"
@@ -415,7 +415,7 @@ def test_a_worker_that_ends_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 @pytest.mark.parametrize("offset_s", [0.0, 0.001])
-def test_threads_that_bring_an_agent_at_once_leave_a_working_cluster(offset_s: float) -> None:
+def test_cluster_works_after_threads_set_agents_at_the_same_time(offset_s: float) -> None:
     for _ in range(3):
         with cluster(envs=4, workers=2) as env:
             agent = TableAgent()
@@ -470,7 +470,7 @@ class RootedRule(FailingRule):
         self.lock = threading.Lock()
 
 
-def test_what_cannot_be_sent_is_named() -> None:
+def test_objects_that_cannot_be_sent_are_named() -> None:
     lock = threading.Lock()
     with pytest.raises(farstep.ConfigError, match=r"^the sync rule RootedRule cannot be sent to workers: TypeError"):
         cluster(sync=RootedRule(), config=in_process(1)).launch()
@@ -480,11 +480,11 @@ def test_what_cannot_be_sent_is_named() -> None:
         cluster(lambda: lock, config=in_process(1)).launch()
 
 
-def test_no_agent_is_refused() -> None:
+def test_none_in_place_of_an_agent_is_refused() -> None:
     with cluster(config=in_process(1)) as env, pytest.raises(farstep.AgentError, match=r"NoneType has no act\(\)"):
         env.collect(None, steps=2)  # type: ignore[arg-type]
 
 
-def test_a_staleness_beyond_all_measure_is_refused() -> None:
+def test_excessive_staleness_is_refused() -> None:
     with cluster(config=in_process(1)) as env, pytest.raises(farstep.ConfigError, match="at most 1000"):
         env.stream(TableAgent(), steps=2, max_staleness=10**6)

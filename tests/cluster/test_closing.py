@@ -1,4 +1,4 @@
-"""close() leaves nothing behind and concurrent calls wait for it; exceptions that cannot be formatted are reported."""
+"""close() releases all resources and concurrent calls wait for it; exceptions that cannot be formatted are reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.cluster.nodes import node_config
 
 
 def descriptors() -> dict[str, str]:
-    """What this process has open."""
+    """The open descriptors of this process."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the one that lists them
@@ -132,7 +132,7 @@ ONCE: dict[str, Any] = {"restart_budget": 0}
         ("step", MUTE, farstep.LocalConfig(**ONCE)),
     ],
 )
-def test_an_environments_exception_is_reported_whatever_its_text(
+def test_environment_exception_that_cannot_be_formatted_is_reported(
     phase: str, error: tuple[str, str], config: Any
 ) -> None:
     kind, said = error
@@ -143,12 +143,12 @@ def test_an_environments_exception_is_reported_whatever_its_text(
     assert caught.value.where.phase == phase
 
 
-def test_an_agents_exception_is_reported_whatever_its_text() -> None:
+def test_agent_exception_that_cannot_be_formatted_is_reported() -> None:
     with cluster(config=in_process()) as env, pytest.raises(RemoteEnvError, match="MuteError: <its __str__ raised"):
         env.collect(MuteAgent(), steps=4)
 
 
-def test_a_factorys_exception_is_reported_whatever_its_text() -> None:
+def test_factory_exception_that_cannot_be_formatted_is_reported() -> None:
     def factory() -> Any:
         raise MuteError
 
@@ -157,7 +157,7 @@ def test_a_factorys_exception_is_reported_whatever_its_text() -> None:
 
 
 @pytest.mark.parametrize("thread", [False, True], ids=["caller", "thread"])
-def test_a_consumers_exception_is_raised_whatever_its_text(thread: bool) -> None:
+def test_consumer_exception_that_cannot_be_formatted_is_raised(thread: bool) -> None:
     def consumer(message: Any) -> None:
         if thread:  # the second one's error becomes a note of the first one's
             both.wait()

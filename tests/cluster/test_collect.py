@@ -1,4 +1,4 @@
-"""What a learner gets: the contract of batches, streams, `step` and counters."""
+"""The contract of batches, streams, `step` and counters."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_an_unknown_array_lists_the_known_ones() -> None:
 # ---- agents ----
 
 
-def test_an_agent_that_cannot_be_used_leaves_the_other_one_in_force() -> None:
+def test_refused_agent_does_not_replace_the_current_one() -> None:
     class Broken(TableAgent):
         def get_parameters(self) -> Any:
             return {"table": np.array([np.nan])}
@@ -134,7 +134,7 @@ def test_an_agent_that_cannot_be_used_leaves_the_other_one_in_force() -> None:
 
 
 class NormalizingAgent(TableAgent):
-    """Changes what it gets, before and after it acts on it."""
+    """Changes its observations in place, before and after it acts on them."""
 
     def act(self, obs: Any) -> dict[str, Any]:
         obs *= 2
@@ -291,7 +291,7 @@ def test_the_first_chunks_to_arrive_come_as_copies(num_chunks: int) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])  # over tcp, a chunk under way is finished and comes too late
-def test_leaving_the_loop_cancels_what_is_under_way(transport: str) -> None:
+def test_leaving_the_loop_cancels_open_tickets(transport: str) -> None:
     with cluster(envs=3, workers=3, transport=transport) as env:
         agent = TableAgent()
         for _ in range(3):
@@ -338,7 +338,7 @@ def test_step_returns_gymnasiums_five_values(config: LaunchConfig) -> None:
         assert info["episode"]["l"].tolist() == [3] * 3
 
 
-def test_a_cluster_says_in_a_line_what_it_is() -> None:
+def test_repr_of_a_cluster_is_one_line() -> None:
     env = cluster(envs=4, config=in_process(2))
     assert repr(env) == "<ClusterEnv CountingEnv: num_envs=4 on 2 workers, not launched>"
     with env:

@@ -53,7 +53,7 @@ def diagnosed(env: farstep.ClusterEnv, cause: str, step: Callable[[], object]) -
     return found
 
 
-def test_a_run_that_has_just_begun_says_so() -> None:
+def test_run_that_has_just_started_is_diagnosed_as_such() -> None:
     with cluster(envs=1, config=in_process(), env_kwargs=ENDLESS) as env:
         env.collect(TableAgent(), steps=4)
         found = env.diagnose()

@@ -137,7 +137,7 @@ def stand_in(folder: Path, *lines: str) -> list[str]:
     return ["--launcher", "ssh", "--ssh", str(folder / "shell"), "--hosts", "one"]
 
 
-def test_nodes_that_came_with_slow_workers_are_not_said_to_be_missing(
+def test_nodes_with_slow_workers_are_not_reported_as_missing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     slow = "import sys, time\nif 'farstep.worker' in sys.orig_argv: time.sleep(60)\n"

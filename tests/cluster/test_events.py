@@ -1,4 +1,4 @@
-"""What happens in a run is told by `env.events()`: with worker, host and, for failures, the traceback or the output."""
+"""`env.events()` has what happens in a run: with worker, host and, for failures, the traceback or the output."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_failure_that_ends_a_run_is_its_last_event(caplog: pytest.LogCapture
     env.close()
     assert env.events()[-1].text.startswith("the run failed: the environment raised")
     assert "in do_fault" in env.events()[-1].traceback
-    assert "the environment raised" not in caplog.text  # the exception tells it
+    assert "the environment raised" not in caplog.text  # the exception has it
 
 
 def test_an_agent_that_raises_later_has_its_traceback() -> None:

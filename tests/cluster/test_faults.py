@@ -1,4 +1,4 @@
-"""The fault matrix: whatever happens to a worker, a call returns a full batch or raises the right error in time.
+"""The fault matrix: after any fault of a worker, a call returns a full batch or raises the right error in time.
 
 Faults: an exception, a process that ends (SIGKILL, SIGSEGV, `os._exit`), one that is stopped, one that hangs, one
 that hangs and keeps the interpreter. Phases: connect, construct, reset, step, load (of weights), act, close.
@@ -85,8 +85,8 @@ def before_hello(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return misbehave
 
 
-def goes_on(env: farstep.ClusterEnv, agent: TableAgent, faults: list[str], folder: Path) -> None:
-    """Every fault happens, every batch is whole all the same."""
+def assert_continues(env: farstep.ClusterEnv, agent: TableAgent, faults: list[str], folder: Path) -> None:
+    """Every fault happens, and every batch is complete nevertheless."""
     with env:
         for _ in range(20):
             batch = within(lambda: env.collect(agent, steps=6))
@@ -102,20 +102,20 @@ def goes_on(env: farstep.ClusterEnv, agent: TableAgent, faults: list[str], folde
         assert_balanced(stats)
 
 
-# Not here: an exception while the first environments are built, which is a mistake in the program and is said at
-# once (below); a fault in close, after which there is nothing to go on with (below).
+# Not here: an exception while the first environments are built, which is a mistake in the program and raised at
+# once (below); a fault in close, after which there is no environment left (below).
 @pytest.mark.parametrize("phase, faults", [("construct", SILENT), ("reset", ALL), ("step", ALL)])
-def test_an_environment_that_fails_once_is_gone_on_from(phase: str, faults: list[str], tmp_path: Path) -> None:
+def test_run_continues_after_an_environment_fails_once(phase: str, faults: list[str], tmp_path: Path) -> None:
     kwargs = {"faults": faults, "phase": phase, "folder": str(tmp_path)}
     env = cluster(EachOnceEnv, envs=4, workers=4, env_kwargs=kwargs, timeouts=LIMITS, restart_budget=20)
-    goes_on(env, TableAgent(), faults, tmp_path)
+    assert_continues(env, TableAgent(), faults, tmp_path)
 
 
 # An agent that raises is not tried again: it would raise again (below).
 @pytest.mark.parametrize("phase", ["load", "act"])
-def test_an_agent_that_fails_once_is_gone_on_from(phase: str, tmp_path: Path) -> None:
+def test_run_continues_after_an_agent_fails_once(phase: str, tmp_path: Path) -> None:
     agent = FaultyAgent(SILENT, str(tmp_path), phase)
-    goes_on(cluster(envs=4, workers=4, timeouts=LIMITS, restart_budget=20), agent, SILENT, tmp_path)
+    assert_continues(cluster(envs=4, workers=4, timeouts=LIMITS, restart_budget=20), agent, SILENT, tmp_path)
 
 
 # Nothing of the user's runs before hello, so nothing can raise there.
@@ -124,11 +124,11 @@ def test_a_worker_that_fails_to_connect_is_started_again(before_hello, tmp_path_
     before_hello(SILENT, str(folder))
     limits = farstep.Timeouts(connect_s=4.0)
     env = cluster(envs=6, workers=6, timeouts=limits, restart_budget=20, start_method="cold")
-    goes_on(env, TableAgent(), SILENT, folder)
+    assert_continues(env, TableAgent(), SILENT, folder)
 
 
 def failure(fault: str, phase: str) -> WorkerError:
-    """The error of a call with a fault that happens always, and nothing allowed to fail."""
+    """The error of a call with a permanent fault and a restart budget of 0."""
     agent = FaultyAgent([fault], where=phase)
     kwargs = {"fault": fault, "phase": phase}
     connect = {"timeouts": farstep.Timeouts(connect_s=3.0), "start_method": "cold"}
@@ -178,7 +178,7 @@ def test_a_worker_that_never_says_hello_is_raised(before_hello, tmp_path_factory
     before_hello(SILENT, str(folder))
     outcomes = together({f"cluster {k}": lambda: failure("", "connect") for k in range(len(SILENT))})
     errors = [outcome.get() for outcome in outcomes.values()]
-    for fault, ending in DEATHS.items():  # who got which fault is chance
+    for fault, ending in DEATHS.items():  # which cluster got which fault is random
         (died,) = (error for error in errors if ending in str(error))
         assert_says_all(died, fault, "connect")
     stuck = [error for error in errors if isinstance(error, WorkerStuck)]
@@ -187,7 +187,7 @@ def test_a_worker_that_never_says_hello_is_raised(before_hello, tmp_path_factory
         assert_says_all(error, "hang", "connect")
 
 
-def test_close_comes_back_whatever_environments_do_in_it() -> None:
+def test_close_returns_after_any_fault_in_the_close_of_environments() -> None:
     def closed(fault: str) -> None:
         env = cluster(FaultyEnv, envs=1, env_kwargs={"fault": fault, "phase": "close"}, timeouts=LIMITS)
         assert_sound(env.collect(TableAgent(), steps=4))
@@ -228,7 +228,7 @@ def test_an_exception_says_how_far_its_episode_was(steps: int) -> None:
 
 
 @pytest.mark.parametrize("reward", [None, "1.5", 1j, np.ones(2)], ids=repr)
-def test_a_reward_that_is_no_number_is_raised(reward: Any) -> None:
+def test_reward_that_is_not_a_number_is_an_error(reward: Any) -> None:
     seed = episode_seed(5, 1, 0)
     kwargs = {"reward": reward, "seed": seed}
     env = cluster(OddRewardEnv, envs=3, env_kwargs=kwargs, config=in_process(restart_budget=0))
@@ -239,7 +239,7 @@ def test_a_reward_that_is_no_number_is_raised(reward: Any) -> None:
 
 
 @pytest.mark.parametrize("reward", [float("nan"), 2, True, np.float32(2), np.array(2.0)], ids=repr)
-def test_a_reward_that_is_some_number_is_kept(reward: Any) -> None:
+def test_reward_of_any_numeric_type_is_kept(reward: Any) -> None:
     kwargs = {"reward": reward, "seed": episode_seed(5, 1, 0)}
     with cluster(OddRewardEnv, envs=3, env_kwargs=kwargs, config=in_process()) as env:
         np.testing.assert_array_equal(env.collect(TableAgent(), steps=4)["reward"][2], [3, float(reward), 3])
@@ -256,10 +256,10 @@ def test_an_action_outside_its_space_is_the_agents_mistake(kind: str, action: fl
         with pytest.raises(farstep.AgentError, match=f"the agent's {words}") as caught:
             env.collect(SevenAgent(action), steps=2)
         assert "in environment slot 0; the step raised AssertionError" in str(caught.value)
-        assert str(caught.value).startswith("the agent's")  # and not that somebody raised it
+        assert str(caught.value).startswith("the agent's")  # without the prefix of exceptions of environments
 
 
-def test_a_number_outside_a_box_is_noted_only() -> None:
+def test_action_outside_a_box_is_mentioned_in_the_error_of_the_environment() -> None:
     with (
         cluster(FussyBoxEnv, envs=1, config=in_process(restart_budget=0)) as env,
         pytest.raises(RemoteEnvError, match=r"of its own(?s:.*)The agent's action \[0. 3.\] is outside Box"),
@@ -267,7 +267,7 @@ def test_a_number_outside_a_box_is_noted_only() -> None:
         env.collect(SevenAgent([0.0, 3.0]), steps=2)
 
 
-def test_make_vec_notes_an_action_outside_its_space() -> None:
+def test_make_vec_mentions_an_action_outside_its_space() -> None:
     with contextlib.closing(farstep.make_vec(CountingEnv, 2, in_process())) as vector:
         vector.reset(seed=7)
         with pytest.raises(AssertionError, match=r"The action 7 is outside Discrete\(3\)"):
@@ -279,7 +279,7 @@ def limited(env: Any) -> Any:
 
 
 @pytest.mark.parametrize("wrappers", [[], [limited]], ids=["bare", "wrapped"])
-def test_environments_of_the_old_gym_are_told_so(wrappers: list[Any]) -> None:
+def test_environments_with_the_old_gym_api_are_recognized(wrappers: list[Any]) -> None:
     with (
         cluster(OldGymEnv, wrappers=wrappers, config=in_process(restart_budget=0)) as env,
         pytest.raises(ValueError, match="a step returned 4 values, as in the old Gym API"),
@@ -297,7 +297,7 @@ def test_environments_of_the_old_gym_are_told_so(wrappers: list[Any]) -> None:
         env.collect(TableAgent(), steps=2)
 
 
-def test_an_info_that_is_none_is_an_empty_one() -> None:
+def test_info_none_counts_as_empty() -> None:
     with cluster(NoInfoEnv, config=in_process()) as env:
         assert env.reset()[1] == {}
         assert env.step(TableAgent())[4].keys() == {"action", "value", "version", "valid", "episode_start"}
@@ -334,7 +334,7 @@ def test_an_exception_in_a_vector_names_no_slot(phase: str) -> None:
     assert (where.phase, where.slot, where.seed, where.episode_step) == (phase, None, None, None)
 
 
-def test_a_vector_goes_on_after_an_episode_that_always_raises() -> None:
+def test_vector_continues_after_an_episode_that_always_raises() -> None:
     poison = [episode_seed(5, 1, 0)]
     options: Any = {"type": "vector", "env_kwargs": {"seeds": poison}, "config": in_process(restart_budget=1)}
     with cluster(poisoned_vector, envs=2, **options) as env:
@@ -346,9 +346,7 @@ def test_a_vector_goes_on_after_an_episode_that_always_raises() -> None:
 @pytest.mark.parametrize(
     ("how", "said"), [("sys.exit", "SystemExit: 3"), ("KeyboardInterrupt", r"KeyboardInterrupt \[")]
 )
-def test_what_an_environment_ends_its_process_with_is_an_exception_like_any_other(
-    phase: str, how: str, said: str
-) -> None:
+def test_exceptions_that_end_a_process_are_reported_like_others(phase: str, how: str, said: str) -> None:
     kwargs = {"seeds": [episode_seed(5, 1, 0)], "phase": phase, "how": how}
     with cluster(PoisonEnv, envs=2, env_kwargs=kwargs, restart_budget=1) as env:
         assert_sound(env.collect(TableAgent(), steps=4))
@@ -385,7 +383,7 @@ def test_an_episode_that_kills_or_stalls_its_worker_is_named_and_tried_twice_onl
     assert (where.phase, where.slot, where.seed) == (phase, 1, poison)
 
 
-def test_a_slow_environment_is_left_alone() -> None:
+def test_slow_environment_is_not_killed() -> None:
     def batch(transport: str) -> farstep.Batch:
         kwargs = {"fault": "slow", "phase": "step", "at": 0, "slow_s": 0.2}
         limits = farstep.Timeouts(step_s=0.9, act_s=0.9)  # less than the time between two heartbeats
@@ -401,7 +399,9 @@ def test_faults_are_found_without_shared_memory(tmp_path: Path) -> None:
     faults = [fault for fault in ALL if fault != "raise"]  # its report is lost if the next fault stops the same process
     kwargs = {"faults": faults, "phase": "step", "folder": str(tmp_path)}
     options = {"timeouts": LIMITS, "restart_budget": 20, "transport": "tcp"}
-    goes_on(cluster(EachOnceEnv, envs=4, workers=4, env_kwargs=kwargs, **options), TableAgent(), faults, tmp_path)
+    assert_continues(
+        cluster(EachOnceEnv, envs=4, workers=4, env_kwargs=kwargs, **options), TableAgent(), faults, tmp_path
+    )
 
 
 def test_a_later_death_is_not_blamed_on_an_earlier_exception(tmp_path: Path) -> None:
@@ -421,13 +421,13 @@ def test_a_worker_that_is_stopped_between_two_calls_is_replaced() -> None:
         assert_sound(within(lambda: env.collect(agent, steps=4)))
         assert env.stats()["workers"]["restarts"] == 1
         _, info = env.reset()
-        os.kill(info["pid"][1], signal.SIGSTOP)  # and close() does not wait for it for ever
+        os.kill(info["pid"][1], signal.SIGSTOP)  # and close() does not wait for it forever
 
 
 def test_a_worker_that_died_between_two_calls_is_replaced() -> None:
     with cluster(SelfNamingEnv, envs=2, workers=2) as env:
         first, second = TableAgent(), TableAgent()
-        for agent in (first, second, first):  # the new worker must be told of all that came before
+        for agent in (first, second, first):  # the new worker must get the agent and the layout from before
             _, info = env.reset()
             os.kill(info["pid"][0], signal.SIGKILL)
             assert_sound(within(partial(env.collect, agent, steps=4)))
@@ -444,7 +444,7 @@ def test_an_environment_that_cannot_be_built_again_is_raised(config: Any, tmp_pa
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_what_an_environment_started_dies_with_its_worker(transport: str) -> None:
+def test_processes_of_an_environment_end_with_its_worker(transport: str) -> None:
     with cluster(SelfNamingEnv, envs=1, wrappers=["tests.cluster.faulty:with_a_child"], transport=transport) as env:
         _, info = env.reset()
         os.kill(info["pid"][0], signal.SIGKILL)
@@ -455,7 +455,7 @@ def test_what_an_environment_started_dies_with_its_worker(transport: str) -> Non
 
 @pytest.mark.parametrize("fault", ["raise", "sigkill"])
 def test_batches_of_a_stream_follow_each_other_after_a_fault(fault: str, tmp_path: Path) -> None:
-    """A row that does not go on where the batch before ended begins an episode, and says so."""
+    """A row that does not continue the batch before is marked as the start of an episode."""
     kwargs = {"faults": [fault], "phase": "step", "folder": str(tmp_path), "at": 6}
     with cluster(EachOnceEnv, envs=2, workers=2, env_kwargs=kwargs) as env:
         last, cuts = None, 0

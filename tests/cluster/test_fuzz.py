@@ -1,7 +1,7 @@
-"""Whatever is thrown at the sockets of a head: no crash, no hang, flat memory, and training goes on.
+"""Fuzzed messages on the sockets of a head cause no crash, hang or memory growth, and training continues.
 
-First what reads messages, without sockets; then a head with its sockets, attacked by another process (`attacker.py`)
-while it collects.
+The first tests decode messages without sockets. The others attack a head that collects, from another process
+(`attacker.py`).
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ VALUES = [
 
 
 def survives(read: Callable[[bytes], Any], valid: Sequence[bytes], seed: int) -> None:
-    """`read` either takes what it is given, or says with a `WireError` that it does not."""
+    """`read` either accepts its input or raises a `WireError`."""
     chance = random.Random(seed)
     refused = 0
     for _ in range(CASES):
@@ -166,7 +166,7 @@ def conversation(key: bytes, messages: Sequence[bytes]) -> list[Packet]:
 
 
 def test_changed_and_replayed_bulk_segments_do_not_alter_messages(small_segments: None) -> None:
-    """Segments that were overheard, changed, mixed up and sent again: what comes out is what the worker sent."""
+    """Overheard segments that are changed, reordered and replayed do not alter the worker's messages."""
     key, chance = os.urandom(32), random.Random(4)
     sent = [bytes([i]) * (9 + 37 * i) for i in range(40)]
     packets = [packet for packet in conversation(key, sent) if packet.bulk and not packet.opens_bulk]
@@ -193,7 +193,7 @@ def test_changed_and_replayed_bulk_segments_do_not_alter_messages(small_segments
 
 
 def test_random_packets_with_a_valid_key_take_bounded_memory(small_segments: None) -> None:
-    """It has the key: it can only say nonsense, and have the head keep so much of it."""
+    """It has the key: it can only send garbage, of which the head keeps a bounded amount."""
     key, chance = os.urandom(32), random.Random(5)
     most = 100_000
     for _ in range(10):
@@ -255,7 +255,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.filterwarnings("ignore")
 def test_messages_of_an_admitted_worker_raise_nothing_but_wire_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every message of a run, and many like it, into a head that goes on; what they say is not judged here."""
+    """A running head gets every message of a run and many mutations; their effects are not checked here."""
     with cluster(CountingEnv, workers=2, transport="tcp") as env:
         server, chance = collector_for(env, TableAgent()).server, random.Random(6)
         heard: list[list[bytes]] = []
@@ -302,8 +302,8 @@ MISDEEDS = {
 
 
 @pytest.mark.timeout(300)
-def test_stream_survives_whatever_a_local_worker_sends(tmp_path: Path, caplog: Any) -> None:
-    """A worker on this host is replaced at its first message that has no business there, and never stalls the head."""
+def test_stream_survives_arbitrary_messages_of_a_local_worker(tmp_path: Path, caplog: Any) -> None:
+    """A worker on this host is replaced at its first invalid message, and never stalls the head."""
     kwargs = {"misdeeds": list(MISDEEDS), "folder": str(tmp_path)}
     options: Any = {"env_kwargs": kwargs, "restart_budget": len(MISDEEDS)}
     before, peak = resident_bytes(), 0
@@ -322,7 +322,7 @@ def test_stream_survives_whatever_a_local_worker_sends(tmp_path: Path, caplog: A
     assert len(refusals) == len(MISDEEDS)
 
 
-def test_make_vec_says_what_a_worker_sent_that_cannot_be_accepted(tmp_path: Path) -> None:
+def test_make_vec_describes_an_invalid_message_of_a_worker(tmp_path: Path) -> None:
     kwargs = {"misdeeds": ["progress"], "folder": str(tmp_path)}
     vector = farstep.make_vec(RogueEnv, 1, env_kwargs=kwargs)
     with contextlib.closing(vector), pytest.raises(farstep.WorkerError, match="cannot be accepted: Progress from a"):
@@ -366,11 +366,11 @@ def test_a_worker_without_shared_memory_is_held_to_its_channels(monkeypatch: pyt
         assert_sound(env.collect(TableAgent(), steps=4))
 
 
-# ---- sockets, while a run goes on ----
+# ---- sockets, during a run ----
 
 
 class Attack:
-    """Another process, which says what it sent when it is done."""
+    """Another process, which finally prints how much it sent."""
 
     def __init__(self, known: dict[str, Any]) -> None:
         self._process = subprocess.Popen(
@@ -400,7 +400,7 @@ class Attack:
 
 
 class Run:
-    """Collects, and looks whether each row follows the one before."""
+    """Collects, and checks that each row follows the one before."""
 
     def __init__(self, env: farstep.ClusterEnv) -> None:
         self._env, self._last = env, {}  # type: ignore[var-annotated]
@@ -447,7 +447,7 @@ def overhear(hub: Hub, run: Run) -> list[tuple[bytes, list[bytes], list[Sequence
 
 
 def withstand(env: farstep.ClusterEnv, known: dict[str, Any]) -> Counter[str]:
-    """Go on collecting under attack, and a while after; memory stays as it is and nobody is replaced."""
+    """Collect during an attack and some time after; memory does not grow and no worker is replaced."""
     run, hub = Run(env), hub_of(env)
     for _ in range(20):
         run.collect()
@@ -527,7 +527,7 @@ def test_a_run_on_nodes_survives_strangers_and_a_malicious_daemon(
 
 @pytest.mark.timeout(300)
 def test_a_malicious_worker_is_replaced_and_the_others_continue(issued: dict[tuple[int, int], KeyPair]) -> None:
-    """Its key lets it say what it likes, for itself only, and only once."""
+    """With its key it can send any message, but only for itself and only once."""
     chance = random.Random(7)
     with wide(farstep.LocalConfig(workers_per_node=2, transport="tcp")) as env:
         env.launch()

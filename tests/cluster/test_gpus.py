@@ -1,4 +1,4 @@
-"""Workers that are given a GPU see that one and act on it; without one to see they say so and act on the CPU."""
+"""Workers with a GPU see only that one and act on it; without a visible GPU they log a warning and act on the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from farstep.testing import CountingEnv
 
 
 class SeeingEnv(CountingEnv):
-    """Tells which GPUs its process may see."""
+    """Its info has the GPUs that its process may see."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         obs, info = super().reset(seed=seed, options=options)

@@ -56,7 +56,7 @@ def test_entries_of_every_step_are_recorded(source: str) -> None:
     assert not batch["info.count"][~valid].any()
 
 
-def test_entries_travel_without_shared_memory() -> None:
+def test_entries_are_sent_without_shared_memory() -> None:
     batch = collect(farstep.LocalConfig(workers_per_node=1, transport="tcp"), info_keys=["count"], **SOURCES["single"])
     np.testing.assert_array_equal(batch["info.count"], batch["reward"])
 

@@ -1,4 +1,4 @@
-"""Pods for real: podman runs the manifests that Kubernetes would get. A real cluster: `make test-kubernetes`."""
+"""Workers in pods: podman runs the manifests that Kubernetes would get. A real cluster: `make test-kubernetes`."""
 
 from __future__ import annotations
 

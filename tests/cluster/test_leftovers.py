@@ -1,4 +1,4 @@
-"""Nothing is left behind, however the head ends: no process, no shared memory, no temporary file."""
+"""No process, shared memory or temporary file outlives a head, however it ends."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Head:
         assert "sleep 1000" in names
 
     def end(self, how: str) -> None:
-        if how == "SIGINT":  # somebody impatient
+        if how == "SIGINT":  # an impatient user
             while self.process.poll() is None:
                 self.process.send_signal(signal.SIGINT)
                 try:
@@ -87,7 +87,7 @@ class Head:
 
 
 @pytest.mark.parametrize("phase", ["launch", "collect", "stream", "idle", "gil"])
-def test_the_head_ends(phase: str, tmp_path: Path) -> None:
+def test_nothing_outlives_a_head_that_ends(phase: str, tmp_path: Path) -> None:
     shared = set(Path("/dev/shm").iterdir())
     ends = {"gil": ["SIGKILL", "SIGTERM"], "collect": [*ENDS, "sys.exit"]}.get(phase, ENDS)
     heads = {end: Head(tmp_path / end, "-m", "tests.cluster.head", phase, end, str(tmp_path / end)) for end in ends}
@@ -131,7 +131,7 @@ env.collect(TableAgent(), steps=4)
 }
 
 
-def test_a_program_that_ends_without_close_says_nothing(tmp_path: Path) -> None:
+def test_program_that_ends_without_close_prints_nothing(tmp_path: Path) -> None:
     start = "import farstep\nfrom farstep.testing import CountingEnv, TableAgent\n"
     heads = {name: Head(tmp_path / name, "-c", start + script) for name, script in SCRIPTS.items()}
     for name, head in heads.items():

@@ -29,7 +29,7 @@ MODES = pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mo
 
 
 class QuietEnv(CountingEnv):
-    """No infos, and attributes that a test can set: what the next step does, and where it says that it began."""
+    """No infos, and attributes that a test can set: the fault of the next step, and the file that marks its begin."""
 
     fault, marker, huge = "", "", 0
 
@@ -229,10 +229,10 @@ def test_recv_returns_the_others_while_one_environment_is_busy(tmp_path: Path) -
         received = [set(ours.recv()[4]["env_id"].tolist()) for _ in range(2)]
         assert set.union(*received) == {0, 1, 2, 3}
         ours.send(actions(4), np.arange(4))
-        for _ in range(3):  # worker 1 goes on, while worker 0 is in its first environment
+        for _ in range(3):  # worker 1 continues, while worker 0 is in its first environment
             assert sorted(ours.recv()[4]["env_id"].tolist()) == [2, 3]
             ours.send(actions(2))
-        (tmp_path / "began.fifo").write_text("go on")
+        (tmp_path / "began.fifo").write_text("continue")
         ids = {i for _ in range(2) for i in ours.recv()[4]["env_id"].tolist()}
         assert ids == {0, 1, 2, 3}
 
@@ -263,7 +263,7 @@ def test_wrong_use_of_send_and_recv_is_refused() -> None:
         assert ours.step(actions())[1].tolist() in ([2.0, 2.0, 1.0, 1.0], [1.0, 1.0, 2.0, 2.0])
 
 
-def test_error_in_recv_names_the_environment_and_reset_goes_on() -> None:
+def test_error_in_recv_names_the_environment_and_reset_recovers() -> None:
     with vector(batch_size=4) as ours:
         ours.set_attr("fault", ["", "", "", "raise"])
         ours.async_reset(seed=1)
@@ -371,7 +371,7 @@ def test_worker_that_has_stepped_may_be_idle_while_another_one_steps(tmp_path: P
 
     def go_on() -> None:
         time.sleep(2 * limits["idle_s"])
-        (tmp_path / "began.fifo").write_text("go on")
+        (tmp_path / "began.fifo").write_text("continue")
 
     with vector(config=farstep.LocalConfig(workers_per_node=2, timeouts=cast(Any, limits))) as ours:
         with blocked_step(ours, tmp_path, go_on):
@@ -379,13 +379,13 @@ def test_worker_that_has_stepped_may_be_idle_while_another_one_steps(tmp_path: P
         assert not ours.events(["stuck", "lost"])
 
 
-def test_ctrl_c_in_a_step_leaves_a_vector_that_can_go_on(tmp_path: Path) -> None:
+def test_vector_is_usable_after_ctrl_c_in_a_step(tmp_path: Path) -> None:
     with vector() as ours:
         ours.step(actions())
         interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
         with blocked_step(ours, tmp_path, interrupt), pytest.raises(KeyboardInterrupt):
             ours.step(actions())
-        (tmp_path / "began.fifo").write_text("go on")
+        (tmp_path / "began.fifo").write_text("continue")
         ours.set_attr("fault", "")
         assert ours.step(actions())[1].tolist() == [3.0] * 4  # the interrupted step was finished first
         ours.reset(seed=1)
@@ -407,7 +407,7 @@ def test_messages_of_a_step_that_raised_do_not_reach_the_next_call(left_over: st
         stepper = ours._stepper  # noqa: SLF001 - only its lock keeps the head from reading the messages early
         board = stepper.lock_step.board
         with stepper.server.locked():  # so that nothing reads the messages of worker 1 before the next call does
-            (tmp_path / "began.fifo").write_text("go on")
+            (tmp_path / "began.fifo").write_text("continue")
             deadline = time.monotonic() + 60
             while board.done != board.requested_step:
                 assert time.monotonic() < deadline
@@ -433,9 +433,7 @@ def interrupt_ring(worker: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("worker", [0, 1])
-def test_ctrl_c_before_a_worker_is_rung_leaves_a_vector_that_can_go_on(
-    worker: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vector_is_usable_after_ctrl_c_before_a_worker_is_woken(worker: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with vector(config=short(), batch_size=4) as ours:
         ours.step(actions())
         interrupt_ring(worker, monkeypatch)

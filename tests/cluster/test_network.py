@@ -1,4 +1,4 @@
-"""Head and workers on hosts of their own, with everything that happens to networks between them."""
+"""Head and workers on separate hosts: broken and slow links, partitions, and address translation."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class FarHead:
         self.process.wait(30)
 
     def wait_for(self, batches: int, columns: int, seconds: float = 90.0) -> None:
-        """Until so many more batches came of that width; all rows follow each other."""
+        """Wait for `batches` more batches of that width, and check that all rows are consecutive."""
         first = len(self.batches)
         try:
             eventually(lambda: sum(b["columns"] == columns for b in self.batches[first:]) >= batches, seconds)
@@ -137,7 +137,7 @@ def test_a_host_that_is_cut_off_for_longer_is_lost_and_joins_again(tmp_path: Pat
     with far_head(tmp_path, min_nodes=1, lease_s=4, relay=relay) as (net, head):
         head.wait_for(5, columns=4)
         net.cut("h3")
-        head.wait_for(3, columns=2)  # the others go on
+        head.wait_for(3, columns=2)  # the others continue
         net.heal("h3")
         head.wait_for(3, columns=4)
         net.crash("h3")
@@ -146,7 +146,7 @@ def test_a_host_that_is_cut_off_for_longer_is_lost_and_joins_again(tmp_path: Pat
 
 
 def test_a_node_behind_a_router_that_translates_addresses(tmp_path: Path) -> None:
-    """Between h1 and h2 is h3; nobody can connect to h2 from outside, but for the ssh that starts its node daemon."""
+    """h3 is a router between h1 and h2; only the ssh that starts the node daemon can connect to h2 from outside."""
     with Network(["h1", "h2", "h3"]) as net, SshServer(network=net) as server:
         for key, value in (("ip_forward", 1), ("conf/all/send_redirects", 0), ("conf/eth0/send_redirects", 0)):
             net.run("h3", ["sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{key}"])

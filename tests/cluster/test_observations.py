@@ -1,4 +1,4 @@
-"""Observations that do not fit: of another shape or type than their space says, or no numbers at all."""
+"""Observations of another shape or type than their space has, or that are not numbers."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class RecurrentWitness(WitnessAgent):
 
 
 class Witness:
-    """Checks every row that a learner is given against what was published and what came before in its slot."""
+    """Checks every row of a learner against the published versions and the row before in its slot."""
 
     def __init__(self, env: farstep.ClusterEnv, agent: WitnessAgent, chosen: set[str]) -> None:
         self.env, self.agent, self.chosen = env, agent, chosen

@@ -1,4 +1,4 @@
-"""What parked workers leave to others: memory for parameters, and capacity of a pooled replay buffer."""
+"""Memory for parameters, and capacity of a pooled replay buffer, while workers are parked."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Column:
 @pytest.mark.parametrize("size", [4, 8], ids=["one chunk", "two chunks"])
 @pytest.mark.parametrize("max_staleness", [None, 1])
 def test_workflow_continues_while_workers_are_parked_and_unparked(size: int, max_staleness: int | None) -> None:
-    """Also in the middle of windows of several chunks, which are completed first if rows could become too old."""
+    """Also within windows of several chunks, which are completed first if rows could become too old."""
     with endless() as env:
         seen, lags = Trajectories(), list[int]()
         flow = farstep.Workflow(env, TableAgent(), full(4 * 64), steps=4, max_staleness=max_staleness)
@@ -203,7 +203,7 @@ def test_worker_that_is_parked_in_the_middle_of_a_step_delivers_its_chunk_and_ot
 
 
 class Held(CountingEnv):
-    """Stands in one step of one episode until the file `gate` is there."""
+    """Waits in one step of one episode for the file `gate`."""
 
     def __init__(self, episode: int, folder: str, at: int = 2) -> None:
         super().__init__(length=None)
@@ -261,7 +261,7 @@ def test_few_workers_fill_large_batches_in_order_of_arrival() -> None:
     [("tcp", {}), ("shm", {}), ("shm", {"kl_threshold": 0.05}), ("in_process", {"kl_threshold": float("inf")})],
 )
 def test_unparked_worker_pulls_missed_versions_before_it_acts(transport: str, options: dict[str, Any]) -> None:
-    """Unless the sync rule never pulls: what no probe has measured counts as far away."""
+    """Unless the sync rule never pulls: versions without a probe count as too far."""
     with endless(2, transport=transport, **options) as env:
         agent = TableAgent()
         env.collect(agent, steps=4)
@@ -416,7 +416,9 @@ def test_worker_that_dies_while_it_completes_a_window_is_replaced_and_then_parke
     last = int(CountingEnv().reset(seed=episode_seed(5, 1, 0))[0][0])  # the episode of slot 1
     with cluster(Held, envs=2, workers=2, env_kwargs={"episode": last, "folder": str(tmp_path), "at": 5}) as env:
         flow, learner = ppo(env, TableAgent(), full(64), size=8, steps=4)
-        flow.on(TimeTrigger(0.05), lambda message: None)  # so that it is no deadlock while nobody rolls
+        flow.on(
+            TimeTrigger(0.05), lambda message: None
+        )  # so that it is not reported as a deadlock while no worker rolls
         with helper(lambda: flow.run(until=lambda: len(learner.batches) >= 4)) as runner:
             eventually((tmp_path / "there").exists)
             pid = int((tmp_path / "there").read_text())

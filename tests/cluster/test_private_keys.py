@@ -1,4 +1,4 @@
-"""Where keys are not: in arguments, environments, logs and counters; and who can reach a head's sockets."""
+"""Keys are in no arguments, environments, logs or counters, and heads listen only where they must."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ print("still mine")
 
 @pytest.fixture(scope="module", autouse=True)
 def patient_ray() -> Iterator[None]:
-    """How soon Ray's processes give up when the cluster's first node is gone; also for clusters that farstep starts."""
+    """A long timeout of Ray's processes after the loss of the first node; also for clusters that farstep starts."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**QUIET, "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}.items():
             patch.setenv(name, value)
@@ -98,7 +98,7 @@ def join(patch: pytest.MonkeyPatch, started: RayCluster) -> None:
 
 
 class Continuity:
-    """Whether batches go on, slot by slot, where the ones before left off, or say that they do not."""
+    """Checks that batches continue, slot by slot, where the ones before ended, or are marked as not continuing."""
 
     def __init__(self) -> None:
         self._last: dict[int, Any] = {}
@@ -247,7 +247,7 @@ def test_a_learner_of_farstep_trains_on_ray(ray_cluster: RayCluster, tmp_path: P
 
 
 @pytest.mark.timeout(240)
-def test_the_example_of_the_page_prints_what_it_says(ray_cluster: RayCluster, tmp_path: Path) -> None:
+def test_example_of_the_page_prints_the_shown_output(ray_cluster: RayCluster, tmp_path: Path) -> None:
     """On the shared cluster, not on one that the example starts."""
     code, printed = example("docs/ray.md")
     assert code.count('address="local"') == 1
@@ -259,7 +259,7 @@ def test_the_example_of_the_page_prints_what_it_says(ray_cluster: RayCluster, tm
 
 
 @pytest.mark.timeout(120)
-def test_without_room_a_sentence_says_so(ray_cluster: RayCluster) -> None:
+def test_launch_without_resources_names_what_is_missing(ray_cluster: RayCluster) -> None:
     config = farstep.RayConfig(workers_per_node=8, nodes=2, resources_per_node={"camera": 1}, queue_s=12.0)
     with pytest.raises(farstep.LaunchError) as caught, cluster(envs=8, config=config) as env:
         within(env.launch, 60)
@@ -332,7 +332,7 @@ def test_batches_continue_without_rays_first_node_until_ray_ends_the_others(
         agent = TableAgent()
         env.collect(agent, steps=4)
         ray_cluster.kill_node(0)
-        while "Ray's head node" not in caplog.text:  # said while batches go on
+        while "Ray's head node" not in caplog.text:  # logged while batches continue
             assert_sound(within(lambda: env.collect(agent, steps=4)))
             time.sleep(PAUSE_S)
         assert env.stats()["workers"]["restarts"] == 0

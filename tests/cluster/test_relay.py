@@ -59,7 +59,7 @@ def test_head_has_one_control_and_one_bulk_connection_per_node(tmp_path: Path) -
 
 
 class Episodes:
-    """Checks that the rows of each slot are consecutive, and start over only where a batch says so."""
+    """Checks that the rows of each slot are consecutive, and restart only where a batch is marked so."""
 
     def __init__(self) -> None:
         self._next: dict[int, float] = {}
@@ -114,8 +114,8 @@ def test_workers_end_with_their_daemon_and_its_replacement_starts_new_ones(tmp_p
         assert_balanced(stats)
 
 
-def test_last_words_of_a_worker_arrive_before_the_report_of_its_end(tmp_path: Path) -> None:
-    """Also if they are long, so that they travel over the bulk connection."""
+def test_last_output_of_a_worker_arrives_before_the_report_of_its_end(tmp_path: Path) -> None:
+    """Also if they are long, so that they are sent over the bulk connection."""
     env = relayed(tmp_path, workers=1, restart_budget=0, raises="x" * 100_000)
     with env, pytest.raises(farstep.RemoteEnvError, match="x" * 1000):
         env.collect(TableAgent(), steps=4)

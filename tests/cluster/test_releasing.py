@@ -58,7 +58,7 @@ def test_batches_are_the_same_and_no_slot_is_held_between_them(transport: str, o
         assert_same(one, other)
 
 
-def test_held_seconds_stand_still_between_rollouts_and_time_limits_do_not_apply() -> None:
+def test_held_seconds_do_not_grow_between_rollouts_and_time_limits_do_not_apply() -> None:
     limits: Any = {"idle_s": 2.0, "step_s": 2.0}
     with cluster(envs=2, workers=2, env_kwargs=ENDLESS, release_idle=True, timeouts=limits) as env:
         agent, seen = TableAgent(), Trajectories()

@@ -56,7 +56,7 @@ def test_trajectories_do_not_depend_on_workers(config: LaunchConfig, reference: 
         assert_same(mine, theirs)
 
 
-def test_environments_that_are_seeded_once_go_on_with_their_own_generators() -> None:
+def test_environments_that_are_seeded_once_continue_with_their_own_generators() -> None:
     found = [rolled(cluster(envs=SLOTS, seed_episodes=False, config=in_process(n))) for n in (1, 3)]
     for mine, theirs in zip(*found, strict=True):
         assert_same(mine, theirs)
@@ -84,7 +84,7 @@ def test_an_agent_in_the_middle_of_episodes_draws_from_their_generators(workers:
 
 
 def test_the_environments_are_seeded_by_slot_and_episode(reference: Any) -> None:
-    """Different streams everywhere: no two slots, no two episodes of a slot, no two seeds see the same."""
+    """All slots, episodes and seeds have different random streams."""
     env = cluster(CountingEnv, envs=SLOTS, config=in_process(1))
     with env:
         env.reset(seed=4)
@@ -94,7 +94,7 @@ def test_the_environments_are_seeded_by_slot_and_episode(reference: Any) -> None
     assert len(set(firsts)) == SLOTS
 
 
-def test_the_largest_seed_travels() -> None:
+def test_largest_seed_reaches_the_environments() -> None:
     with cluster(CountingEnv, envs=2, workers=1, seed=2**63 - 1) as env:
         first, _ = env.reset()
         again, _ = env.reset(seed=2**63 - 1)
@@ -146,7 +146,7 @@ def episodes(batches: list[dict[str, np.ndarray]]) -> list[list[Episode]]:
 
 
 def test_later_episodes_are_the_same_after_a_kill(tmp_path: Path) -> None:
-    """A killed worker costs each of its slots the rest of one episode, and nothing else."""
+    """A killed worker costs each of its slots the rest of one episode, and no other row."""
     runs = {}
     for name, env_class, kwargs in (
         ("clean", CountingEnv, {}),
@@ -169,14 +169,14 @@ def test_later_episodes_are_the_same_after_a_kill(tmp_path: Path) -> None:
             assert killed[k] == clean[k][: len(killed[k])]
         cuts.append(len(shorter))
         assert common > 3
-    assert max(cuts) == 1  # somebody's episode was cut ...
+    assert max(cuts) == 1  # the episode of some slot was cut ...
     assert sum(cuts) in (1, 2, 3)  # ... of one worker's slots; none where the episode had ended with the chunk
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["collect", "reset"])
 @pytest.mark.parametrize("phase", ["reset", "step"])
 def test_an_episode_that_always_raises_is_left_out(phase: str, explicit: bool) -> None:
-    """Also the first one of a run: it costs one restart, and its slot goes on with the episode after it."""
+    """Also the first one of a run: it costs one restart, and its slot continues with the next episode."""
     poison = (1, 2, 4)  # two of them on one worker
     seeds = [episode_seed(5, slot, 0) for slot in poison]
     runs = []
@@ -209,14 +209,14 @@ def test_only_masked_slots_are_reset() -> None:
             batch = env.collect(agent, steps=2)
             np.testing.assert_array_equal(batch["obs"][0], obs)
             np.testing.assert_array_equal(batch["episode_start"], [mask, [False] * SLOTS])
-            # With a seed, the named slots go back to their episode 0, and nobody else.
+            # With a seed, only the named slots return to their episode 0.
             again, _ = env.reset(seed=env.seed, options={"reset_mask": mask})
             np.testing.assert_array_equal(again[~mask], batch.last_obs[~mask])
             whole, _ = env.reset(seed=env.seed)
             np.testing.assert_array_equal(again[mask], whole[mask])
 
 
-def test_environments_that_never_end_go_on_over_batches() -> None:
+def test_endless_episodes_continue_in_the_next_batch() -> None:
     with cluster(CountingEnv, envs=2, workers=2, env_kwargs={"length": None}) as env:
         agent = TableAgent()
         count = 0

@@ -1,4 +1,4 @@
-"""Environments go on where another process saved them; those that cannot be led back begin anew, with other seeds."""
+"""Resumed runs replay actions to restore environments; episodes that cannot be replayed restart with new seeds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENVS, STEPS = 6, 7
 
 
 class Changed(CountingEnv):
-    """Does something else once its file is there, as an environment that does not depend on its seed alone."""
+    """Changes its behavior once its file exists, like an environment that does not depend on its seed alone."""
 
     def __init__(self, how: str, flag: Path) -> None:
         super().__init__(length=1000)
@@ -48,7 +48,7 @@ class Changed(CountingEnv):
 
 
 class Telling(CountingEnv):
-    """Says in which process it is."""
+    """Its info has the id of its process."""
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         *rest, _ = super().step(action)
@@ -56,7 +56,7 @@ class Telling(CountingEnv):
 
 
 class Run:
-    """A run of a few rollouts, saved, and what another process makes of it."""
+    """A run of a few rollouts that can be saved and resumed."""
 
     def __init__(self, env: Any, launcher: Any = farstep.LocalConfig, workers: int = 2, **options: Any) -> None:
         config = {"type": "factory", "env_name": env, "envs_per_node": ENVS, "seed": 5, **options}
@@ -89,12 +89,12 @@ class Run:
 
 
 def first_seen(run: Run) -> Any:
-    """What episodes of a run begin with."""
+    """The first observations of a run's episodes."""
     return run.roll()[0]["obs"][0, :, 0]
 
 
 @pytest.mark.parametrize("launcher", [farstep.LocalConfig, farstep.InProcessConfig])
-def test_episodes_go_on_where_they_were(launcher: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_episodes_continue_after_a_resume(launcher: Any, caplog: pytest.LogCaptureFixture) -> None:
     with Run(partial(CountingEnv, 50), launcher) as run:
         run.roll(3)
         saved = run.save()
@@ -103,10 +103,10 @@ def test_episodes_go_on_where_they_were(launcher: Any, caplog: pytest.LogCapture
         (now,) = other.resume(*saved).roll()
     np.testing.assert_array_equal(then["obs"], now["obs"])
     assert now.continues.all() and not now["episode_start"].any()
-    assert "not where" not in caplog.text and "anew" not in caplog.text
+    assert "restarting" not in caplog.text
 
 
-def test_a_worker_that_was_lost_before_begins_anew_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_a_worker_lost_before_the_checkpoint_restarts_its_episodes(caplog: pytest.LogCaptureFixture) -> None:
     with Run(partial(Telling, 50)) as run:
         last = run.last_worker()
         run.env.reset()
@@ -124,7 +124,7 @@ def test_a_worker_that_was_lost_before_begins_anew_alone(caplog: pytest.LogCaptu
     assert "restarting episodes of worker 1: it was not alive" in caplog.text
 
 
-def test_a_worker_that_was_replaced_before_goes_on_with_the_episodes_it_would_have_begun() -> None:
+def test_worker_replaced_before_the_checkpoint_continues_with_its_next_episodes() -> None:
     with Run(partial(Telling, 50)) as run:
         last = run.last_worker()
         run.env.reset()
@@ -146,7 +146,7 @@ def test_a_worker_that_was_replaced_before_goes_on_with_the_episodes_it_would_ha
         ("differ", "the observation differs"),
     ],
 )
-def test_an_environment_that_cannot_be_led_back_is_named_and_goes_on(
+def test_environment_that_cannot_be_replayed_is_named_and_restarts(
     how: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     flag = tmp_path / "flag"
@@ -170,7 +170,9 @@ def test_an_environment_that_cannot_be_led_back_is_named_and_goes_on(
     assert f"slot {', '.join(map(str, np.flatnonzero(strayed)))}:" in said[0]
 
 
-def test_a_worker_that_dies_on_the_way_back_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_worker_that_dies_during_the_replay_restarts_its_episodes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     flag = tmp_path / "flag"
     make = partial(Changed, "kill", flag)
     with Run(make) as run:
@@ -203,31 +205,31 @@ def test_a_worker_that_is_replaced_after_a_resume_has_the_seeds_of_the_saved_run
     np.testing.assert_array_equal(then, episodes_after_a_loss(saved)[1])
 
 
-ANEW: dict[str, dict[str, Any]] = {
+NOT_REPLAYABLE: dict[str, dict[str, Any]] = {
     "seed_episodes=False": {"seed_episodes": False},
     "staggered": {"stagger": {"horizon": 5}},
     "older weights": {"sync": farstep.sync.EveryK(2)},
 }
 
 
-@pytest.mark.parametrize("reason", ANEW)
-def test_what_cannot_be_replayed_begins_anew_with_seeds_of_its_own(
+@pytest.mark.parametrize("reason", NOT_REPLAYABLE)
+def test_environments_that_cannot_be_replayed_restart_with_new_seeds(
     reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Run(partial(CountingEnv, 50), **ANEW[reason]) as run:
+    with Run(partial(CountingEnv, 50), **NOT_REPLAYABLE[reason]) as run:
         first = first_seen(run)
         saved, actions = run.save()
     assert saved["workers"] == []
     found = []
     for _ in "ab":
-        with Run(partial(CountingEnv, 50), **ANEW[reason]) as other:
+        with Run(partial(CountingEnv, 50), **NOT_REPLAYABLE[reason]) as other:
             found.append(first_seen(other.resume(saved, actions)))
     assert not set(found[0]) & set(first)
     np.testing.assert_array_equal(*found)
     assert reason in caplog.text and "restarting all episodes" in caplog.text
 
 
-def test_with_other_workers_than_before_all_begin_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_all_episodes_restart_if_the_number_of_workers_changed(caplog: pytest.LogCaptureFixture) -> None:
     with Run(partial(CountingEnv, 50)) as run:
         first = first_seen(run)
         run.env.publish(run.agent)
@@ -264,7 +266,7 @@ FORGED = {
 }
 
 
-def test_saved_state_that_does_not_fit_is_refused_before_workers_are_told() -> None:
+def test_saved_state_that_does_not_fit_is_refused_before_it_is_sent_to_workers() -> None:
     with Run(partial(CountingEnv, 50)) as run:
         run.roll(2)
         saved, actions = run.save()
@@ -292,7 +294,7 @@ class WholeTorques:
         return self._parameters
 
 
-def test_episodes_go_on_with_integers_for_a_box_of_floats() -> None:
+def test_episodes_continue_with_integer_actions_for_a_box_of_floats() -> None:
     make = partial(farstep.ClusterEnv, {"env_name": "Pendulum-v1", "envs_per_node": 2}, farstep.InProcessConfig())
     agent, journal = WholeTorques(), Journal()
     with make() as env:
@@ -305,7 +307,7 @@ def test_episodes_go_on_with_integers_for_a_box_of_floats() -> None:
 
 
 class BestSoFar(WholeTorques):
-    """Its state begins with minus infinity, as that of whatever keeps a maximum."""
+    """Its initial state is minus infinity, as for a running maximum."""
 
     def initial_state(self, count: int) -> Any:
         return np.full((count, 1), -np.inf, np.float32)

@@ -1,4 +1,4 @@
-"""Descriptors, processes, memory and disk that run out: survived where a retry helps, and a typed error elsewhere."""
+"""Runs without free descriptors, processes, memory or disk space retry where that helps, or raise a typed error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that return their slots to a coordinator between rollouts: who gets them, and what ends a wait for them."""
+"""Runs that return their slots to a coordinator between rollouts: which run gets them, and how a wait for them ends."""
 
 from __future__ import annotations
 

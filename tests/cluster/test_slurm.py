@@ -1,4 +1,4 @@
-"""Against a real SLURM of four nodes: the contract, and what SLURM does to jobs."""
+"""Workers on a real SLURM cluster of four nodes: the contract of launchers, and lost, requeued and cancelled jobs."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def columns(env: farstep.ClusterEnv, agent: TableAgent) -> int:
     """How many environments the next batch has; its rows must follow each other."""
     batch = within(lambda: env.collect(agent, steps=4), BATCH_S)
     count = batch["obs"][..., 1]
-    goes_on = ~batch["episode_start"][1:]
-    assert ((count[1:] - count[:-1])[goes_on] == 1).all()
+    continues = ~batch["episode_start"][1:]
+    assert ((count[1:] - count[:-1])[continues] == 1).all()
     return int(batch["obs"].shape[1])
 
 
@@ -217,7 +217,7 @@ def test_a_preempted_node_delivers_its_rows(tmp_path: Path, monkeypatch: pytest.
             next(stream)
             (job,) = live_jobs(cluster)
             cluster.command("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 3")
-            # It is queued again, and comes back when the others are done.
+            # It is queued again, and restarts when the others are done.
             eventually(lambda: within(lambda: next(stream)) and cluster.jobs()[job].restarts == 1, 60)
             within(lambda: next(stream))
             assert not env.stats()["dropped"]
@@ -238,7 +238,7 @@ def test_the_papers_loop_learns_on_the_cluster(cluster: SlurmCluster, tmp_path: 
 
 
 class SeeingEnv(CountingEnv):
-    """Says which GPUs its worker sees."""
+    """Its info has the GPUs that its worker sees."""
 
     def reset(self, **options: Any) -> Any:
         return super().reset(**options)[0], {"gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
@@ -257,7 +257,7 @@ def test_gpus_of_a_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             pass
 
 
-def test_two_runs_at_once_do_not_meet(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_concurrent_runs_are_isolated(cluster: SlurmCluster, tmp_path: Path) -> None:
     with start(tmp_path, nodes=1) as one, start(tmp_path, nodes=1) as two:
         agents = TableAgent(), TableAgent()
         for _ in range(3):
@@ -372,7 +372,7 @@ def test_inside_an_allocation_daemons_are_a_step(cluster: SlurmCluster, tmp_path
 
 
 def inside() -> None:
-    """What the job of the test above runs."""
+    """The function that the job of the test above runs."""
     with start(Path.cwd(), nodes=2, setup=["source ./activate"]) as env:
         print({6: "six columns"}[columns(env, TableAgent())], flush=True)
 
@@ -405,7 +405,7 @@ def test_job_that_can_never_start_ends_the_launch(
     eventually(lambda: not live_jobs(cluster))
 
 
-def test_what_sbatch_says_is_in_the_error(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_error_quotes_sbatch(cluster: SlurmCluster, tmp_path: Path) -> None:
     known = r"(?s)sbatch failed: .*[Ii]nvalid partition.*unknown partition 'mian'\. Did you mean 'main'\? Known: main\."
     with pytest.raises(LaunchError, match=known):
         start(tmp_path, partition="mian").launch()
@@ -421,7 +421,7 @@ def test_a_missing_controller_is_explained(
         start(tmp_path, nodes=1).launch()
 
 
-def test_what_a_node_says_is_in_the_error(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_error_quotes_the_output_of_a_node(cluster: SlurmCluster, tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"(?s)SLURM job \d+ is .*The end of .*\.log:.*No such file") as caught:
         within(start(tmp_path, python="/no/such/python").launch)
     assert "secret" not in str(caught.value)
@@ -449,7 +449,7 @@ def test_the_job_ends_as_its_daemons_did(tmp_path: Path, status: int) -> None:
     assert done.returncode == status
 
 
-def test_a_job_whose_nodes_are_reclaimed_stays_whatever_setup_says(tmp_path: Path) -> None:
+def test_job_of_reclaimed_nodes_does_not_end_even_if_a_setup_line_fails(tmp_path: Path) -> None:
     """SLURM would not queue it again if it ended by itself."""
     for name, line in (("srun", "exit 75"), ("sleep", f"echo $* > {tmp_path}/slept")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
@@ -469,7 +469,7 @@ def test_nodes_requested_together_are_one_job(nodes: int, together: list[int], s
     assert job_sizes(nodes, *together) == sizes
 
 
-def test_the_script_says_what_was_asked_for(tmp_path: Path) -> None:
+def test_script_has_the_requested_options(tmp_path: Path) -> None:
     asked = config(
         tmp_path,
         job_name="mine, all mine",

@@ -1,4 +1,4 @@
-"""Where environments come from: vectors, envpool, factories and ids."""
+"""Sources of environments: vectors, envpool, factories and ids."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_a_class_that_is_given_as_an_id_comes_with_advice() -> None:
         env.launch()
 
 
-def test_a_factory_that_cannot_travel_is_refused_before_anything_starts() -> None:
+def test_factory_that_cannot_be_pickled_is_refused_before_the_launch() -> None:
     lock = threading.Lock()
     env = farstep.ClusterEnv({"type": "factory", "env_name": lambda: lock, "envs_per_node": 1})
     with pytest.raises(farstep.ConfigError, match="cannot be sent to workers"):

@@ -1,4 +1,4 @@
-"""Against real sshd: the contract, hosts that do not answer, keys that stay secret."""
+"""Workers over a real sshd: the contract of launchers, unreachable hosts, and secret keys."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def test_training_continues_without_an_unreachable_host(server: SshServer, caplo
         assert env.stats()["workers"]["queued"] == 1
         assert [node["place"] for node in env.stats()["nodes"]] == ["ssh one"]
         eventually(lambda: "Could not resolve hostname no-such-host" in caplog.text)
-        within(env.close, 30)  # who never came is not waited for
+        within(env.close, 30)  # nodes that never joined are not waited for
 
 
 def test_an_environment_that_ends_its_worker_is_named(server: SshServer) -> None:
-    """Whatever the worker itself had last said of where it is, which may be a second ago."""
+    """The last progress report of the worker may be a second old."""
     source = {"env_name": FaultyEnv, "env_kwargs": {"fault": "sigkill", "phase": "step", "at": 3}}
     asked = config(server.options, workers_per_node=1, restart_budget=0)
     with start(asked, **source) as env, pytest.raises(WorkerDied, match="SIGKILL") as caught:
@@ -83,7 +83,7 @@ def test_an_environment_that_ends_its_worker_is_named(server: SshServer) -> None
     assert (where.phase, where.slot, where.seed) == ("step", 0, episode_seed(1, 0, 0))
 
 
-def test_where_an_environment_hangs_is_said(server: SshServer) -> None:
+def test_error_says_where_an_environment_hangs(server: SshServer) -> None:
     source = {"env_name": FaultyEnv, "env_kwargs": {"fault": "hang", "phase": "step", "at": 3}}
     asked = config(server.options, workers_per_node=1, restart_budget=0, timeouts={"step_s": 4.0})
     with start(asked, **source) as env, pytest.raises(WorkerStuck, match="phase 'step'") as caught:
@@ -96,7 +96,7 @@ class LastWordsEnv(CountingEnv):
         print("these were my last words")
 
 
-def test_what_is_printed_at_the_end_is_logged(server: SshServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_output_of_a_worker_at_its_end_is_logged(server: SshServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "farstep")
     with start(config(server.options, nodes=2, workers_per_node=1), env_name=LastWordsEnv) as env:
         within(lambda: env.collect(TableAgent(), steps=2))
@@ -124,8 +124,8 @@ def children() -> list[int]:
     return found
 
 
-def test_a_daemon_whose_session_is_cut_goes_on(server: SshServer) -> None:
-    """Sessions are for starting it; as long as it is heard of, it is there."""
+def test_daemon_continues_after_its_session_is_cut(server: SshServer) -> None:
+    """The session only starts it; its heartbeats show that it is alive."""
     with start(config(server.options, nodes=1, workers_per_node=1)) as env:
         within(lambda: env.collect(TableAgent(), steps=2))
         (node,) = env.stats()["nodes"]
@@ -192,7 +192,7 @@ def _ancestors(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("hosts", [[], ["-oProxyCommand=bad"], [""], "", [3]])
-def test_hosts_that_cannot_be(hosts: Any) -> None:
+def test_invalid_hosts_are_refused(hosts: Any) -> None:
     with pytest.raises(ConfigError, match=r"SSHConfig\.hosts is"):
         SSHConfig(hosts=hosts)
 

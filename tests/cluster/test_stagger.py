@@ -1,4 +1,4 @@
-"""Staggered resets in a running cluster: the invariants of spec 2.2, and what happens where things end early."""
+"""Staggered resets in a running cluster: the invariants of spec 2.2, and episodes and chunks that end early."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_batch_has_rows_of_every_part_of_an_episode(config: Any, init: str) ->
         for k, first in enumerate(firsts):
             assert first == CountingEnv().reset(seed=episode_seed(5, slot, began + k))[0][0]
     assert set(found["episodes length"]) == {H}
-    assert set(found["episodes return"]) == {H * (H + 1) / 2}  # with the steps that nobody was given
+    assert set(found["episodes return"]) == {H * (H + 1) / 2}  # including the steps that were not delivered
 
 
 def test_undelivered_steps_are_counted() -> None:
@@ -129,7 +129,7 @@ def test_undelivered_steps_are_counted() -> None:
 
 @pytest.mark.parametrize("config", [in_process(1), in_process(4), farstep.LocalConfig(workers_per_node=2)])
 @pytest.mark.parametrize("agent", [TableAgent(), DrawingAgent(), CyclingAgent()])
-def test_off_is_as_if_it_were_not_there(config: Any, agent: Any) -> None:
+def test_disabled_stagger_changes_nothing(config: Any, agent: Any) -> None:
     runs = []
     for options in ({}, {"stagger": None}, {"stagger": {"horizon": 9, "groups": 1}}):
         with cluster(envs=5, config=config, **options) as env:  # episodes of 1 to 9 steps: none is cut
@@ -178,7 +178,7 @@ def test_trajectories_do_not_depend_on_workers(options: dict[str, Any], agent: A
     with reseeded:
         collected(reseeded, 3, agent=agent)
         reseeded.reset(seed=5)
-        assert_same(collected(reseeded, 6, agent=agent), first)  # a reset begins anew
+        assert_same(collected(reseeded, 6, agent=agent), first)  # a reset restarts the schedule
 
 
 # ---- ways to their places ----
@@ -195,7 +195,7 @@ def test_random_actions_are_drawn_by_seed_and_slot() -> None:
     assert len(set(last[0])) > 1
 
 
-def test_the_agents_own_actions_bring_environments_to_their_places() -> None:
+def test_actions_of_the_agent_bring_environments_to_their_phases() -> None:
     agent = TableAgent()
     found = rolled(staggered(init="policy"), 2, agent=agent)
     for slot in np.flatnonzero(np.arange(N) % 4):
@@ -265,8 +265,8 @@ def test_an_environment_that_ends_early_begins_at_once() -> None:
             assert_sound(env.collect(agent, steps=7))  # each row follows, or begins an episode
 
 
-def test_an_episode_may_end_on_the_way_to_its_place() -> None:
-    """With the next episode's seed it goes on."""
+def test_an_episode_may_end_on_the_way_to_its_phase() -> None:
+    """It continues with the next episode's seed."""
     found = rolled(staggered(length=4, envs=4, groups=4), 2)
     np.testing.assert_array_equal(found["obs"][0, :, 1], [0, 5 % 4, 10 % 4, 15 % 4])
     for slot, episode in enumerate((0, 1, 2, 3)):
@@ -298,7 +298,7 @@ def test_at_the_gate_a_group_begins_together(config: Any, init: str) -> None:
     filler = ~found["valid"]
     assert (filler[1:] | found["episode_start"][1:])[filler[:-1]].all()
     begun = (found["episode_start"] & settled).sum(axis=1)
-    assert set(begun[1:]) == {0, 2}  # the group, and nobody else
+    assert set(begun[1:]) == {0, 2}  # the group, and no other slot
     # No episode is left out.
     for slot in range(N):
         starts = np.flatnonzero(found["episode_start"][:, slot] & settled[:, slot])
@@ -378,7 +378,7 @@ def test_streams_and_steps_are_staggered_too(config: Any) -> None:
 
 
 @pytest.mark.parametrize("init", ["advance", "clock", "policy"])
-def test_a_replaced_worker_goes_back_to_its_place(tmp_path: Path, init: str) -> None:
+def test_replaced_worker_returns_to_the_phase_that_is_due(tmp_path: Path, init: str) -> None:
     """Invariant (a) after a kill: with `clock` from the first gate on, else at once."""
     kwargs = {"marker": str(tmp_path / "killed"), "at": 50, "length": None}
     stagger = {"horizon": H, "groups": 4, "init": init}
@@ -397,7 +397,7 @@ def test_a_replaced_worker_goes_back_to_its_place(tmp_path: Path, init: str) -> 
         np.testing.assert_array_equal(phases(found), expected)
 
 
-def test_an_environment_that_raises_goes_back_to_its_place() -> None:
+def test_environment_that_raises_returns_to_the_phase_that_is_due() -> None:
     """Also one that raises on the way there, in every attempt: its slot takes the next episode."""
     bad = [episode_seed(5, slot, 0) for slot in (3, 6)]
     for phase in ("reset", "step"):

@@ -1,4 +1,4 @@
-"""`step(agent)` alone: what its `info` says that the workers did is what `collect` records."""
+"""`step(agent)`: its `info` has the rows that `collect` would record."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_info_has_no_recurrent_state() -> None:
 
 
 class NamesakeEnv(CountingEnv):
-    """Its infos have names that agents use, too; some only now and then."""
+    """Its infos have names that agents use, too; some only in some steps."""
 
     def step(self, action: Any) -> Any:
         *rest, info = super().step(action)
@@ -107,7 +107,7 @@ class OddKeysEnv(CountingEnv):
 
 
 @EVERYWHERE
-def test_keys_of_infos_that_are_no_strings_are_kept(config: LaunchConfig) -> None:
+def test_keys_of_infos_that_are_not_strings_are_kept(config: LaunchConfig) -> None:
     with cluster(OddKeysEnv, envs=2, config=config, env_kwargs={"length": None}) as env:
         info: Any = env.step(TableAgent())[-1]
     assert info[("arm", 1)].tolist() == [2, 2] and info[3].tolist() == [4.5, 4.5] and info[b"raw"].tolist() == [6, 6]

@@ -357,7 +357,7 @@ def test_torch_policies_are_timed(inference: str) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_remote_workers_hold_tickets_for_at_least_as_long_as_they_roll(transport: str) -> None:
-    """What exceeds the time of rolling is the time that messages were on their way."""
+    """The difference to the rolling time is the transfer time of messages."""
     with cluster(SleepyEnv, envs=2, workers=2, transport=transport) as env:
         stream = env.stream(TableAgent(), steps=7, max_staleness=1)
         for _ in range(3):

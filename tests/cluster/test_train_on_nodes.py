@@ -44,7 +44,7 @@ def test_a_run_on_a_node_and_its_continuation() -> None:
     begin = ["--env", "CartPole-v1", "--name", "far", "--total-steps", "512", "--eval-every", "256"]
     assert main([*TRAIN, *begin, *nodes("one")]) == 0
     assert saved()["run"]["launcher"] == "ssh" and saved()["nodes"]["hosts"] == ["one"]
-    # It goes on on the same node, then on this machine, then on two nodes.
+    # It is resumed on the same node, then on this machine, then on two nodes.
     resume = ["train", "ppo", "--resume", "runs/far", "--total-steps"]
     assert main([*resume, "768"]) == 0
     assert main([*resume, "1024", "--launcher", "local"]) == 0

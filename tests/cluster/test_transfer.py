@@ -1,4 +1,4 @@
-"""Pipelined transfer: batches are the same, parts come ahead of them, and a lost chunk leaves nothing behind."""
+"""Pipelined transfer: batches are the same, parts arrive before them, and all parts of a lost chunk are discarded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 def everything(batch: farstep.Batch) -> dict[str, np.ndarray]:
-    """All of a batch but the seconds that episodes took."""
+    """All contents of a batch except the seconds of episodes."""
     found = {name: array.copy() for name, array in batch.items()}
     nested = {"last": batch.last_obs, "final": batch.final_obs.obs, "state": batch.initial_state or ()}
     found |= {f"{name} {i}": array.copy() for name, value in nested.items() for i, array in enumerate(flat(value))}
@@ -136,7 +136,7 @@ def test_bytes_are_counted_as_without_it() -> None:
 
 
 @pytest.mark.parametrize("case", ["ends-within", "nested", "recurrent"])
-def test_parts_are_what_the_batch_is_put_together_of(case: str) -> None:
+def test_batch_consists_of_its_parts(case: str) -> None:
     described, agent_type = CASES[case]
     agent = agent_type()
     plain = next(rolled(case, config=in_process(2)))
@@ -230,7 +230,7 @@ def test_a_stage_with_an_unknown_name_is_refused_and_the_cluster_stays() -> None
 
     transfer = {"keys": [["reward", "logprob"], ["obs"]]}
     with cluster(transport="tcp", transfer=transfer) as env:
-        env.reset(seed=1)  # without an agent, nobody knows
+        env.reset(seed=1)  # without an agent, its outputs are unknown
         with pytest.raises(ConfigError, match="logprob"):
             env.collect(TableAgent(), steps=4)
         assert_sound(env.collect(Telling(), steps=4))
@@ -247,7 +247,7 @@ def test_parts_count_for_an_open_ticket_of_their_worker_only() -> None:
         frames = [b"header", b"", np.full((4, 2), 77, np.float32).tobytes()]
         with server.locked():
             request = collector.open_feed(4, FeedPlan(windows=None), parts.append)
-            ticket = server.tickets.grant([0, 1], 0)[0]  # sent to no worker: whatever arrives now is forged
+            ticket = server.tickets.grant([0, 1], 0)[0]  # sent to no worker: every part for it is forged
             message = m.Part(ticket.seq, 9, 0, 0, ["reward"])
             collector.on_message(server.records[1 - ticket.worker], message, Received(frames))
             assert not parts, "of another worker's ticket"
@@ -261,7 +261,7 @@ def test_parts_count_for_an_open_ticket_of_their_worker_only() -> None:
         assert env.stats()["workers"]["restarts"] == 0
 
 
-def test_an_environment_that_fails_after_rows_were_sent_begins_the_chunk_anew(tmp_path: Path) -> None:
+def test_chunk_restarts_if_an_environment_fails_after_rows_were_sent(tmp_path: Path) -> None:
     kwargs = {"fault": "raise", "phase": "step", "at": 9, "marker": str(tmp_path / "once")}
     options: Any = {"transport": "tcp", "transfer": TransferTrigger.dual(size=1)}
     with cluster(FaultyEnv, envs=2, env_kwargs=kwargs, **options) as env:
@@ -277,12 +277,12 @@ def fifo(tmp_path: Path) -> Iterator[tuple[str, int]]:
     """A named pipe for a worker to wait on, and the descriptor to write to."""
     path = tmp_path / "fifo"
     os.mkfifo(path)
-    fd = os.open(path, os.O_RDWR)  # both, so that nobody waits for the other to open it
+    fd = os.open(path, os.O_RDWR)  # read and write, so that opening does not block
     yield str(path), fd
     os.close(fd)
 
 
-def test_a_worker_killed_while_its_chunk_travels_leaves_nothing_of_it(
+def test_rows_of_a_worker_killed_while_it_sends_its_chunk_are_discarded(
     tmp_path: Path, fifo: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, fd = fifo
@@ -304,7 +304,7 @@ def test_a_worker_killed_while_its_chunk_travels_leaves_nothing_of_it(
         second = within(lambda: env.collect(TableAgent(), steps=9)).copy()
         assert_sound(first)
         assert_sound(second)
-        # After three of four steps no episode is over; yet the second rollout goes on with the next ones.
+        # After three of four steps no episode is over; yet the second rollout starts with the next ones.
         assert second["episode_start"][0].all() and not second.continues.any()
         assert not np.isin(second["obs"][..., 0], first["obs"][..., 0]).any()
         stats = env.stats()
@@ -314,7 +314,7 @@ def test_a_worker_killed_while_its_chunk_travels_leaves_nothing_of_it(
     assert len(tickets) == 3 and all(stage == -1 for _, stage, _ in taken)
 
 
-def test_a_stage_of_a_worker_that_is_lost_comes_again(tmp_path: Path, fifo: tuple[str, int]) -> None:
+def test_stage_of_a_lost_worker_is_repeated(tmp_path: Path, fifo: tuple[str, int]) -> None:
     path, fd = fifo
     kwargs = {"marker": str(tmp_path / "once"), "fifo": path}
     options: Any = {"transport": "tcp", "transfer": TransferTrigger.dual()}

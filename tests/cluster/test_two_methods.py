@@ -210,7 +210,7 @@ def test_single_steps() -> None:
 
 @pytest.mark.parametrize("entry", ["logits", "distribution"])
 def test_a_single_logit_is_not_taken_for_a_distribution(entry: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The softmax of one number never changes: workers would keep their first weights for ever."""
+    """The softmax of one number never changes: workers would keep their first weights forever."""
 
     class Sigmoid(TableAgent):
         def act(self, obs: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`make_vec` on workers that stick or die: every call raises what `reset` raises, none returns some of its values."""
+"""`make_vec` on workers that hang or die: every call raises like `reset`, and none returns a part of its values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ERRORS = {"hang": farstep.WorkerStuck, "sigkill": farstep.WorkerDied}
 
 
 class TroubledEnv(CountingEnv):
-    """Sticks or dies when it is reset or asked for something, once `fault` is set."""
+    """Hangs or dies in the next reset or call, once `fault` is set."""
 
     fault = ""
 
@@ -99,7 +99,7 @@ def test_environment_that_raises_is_an_event_with_its_traceback(caplog: pytest.L
     assert vector.events("warned") == vector.events(["lost", "warned"], since=joined.time) == [warned]
     with pytest.raises(farstep.ConfigError, match=r"unknown kind of event 'warning'. Did you mean 'warned'"):
         vector.events("warning")  # type: ignore[arg-type]
-    assert not caplog.messages  # the exception tells it
+    assert not caplog.messages  # the exception has it
 
 
 def test_vector_ends_when_its_node_is_lost(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_numpy_agents(transport: str) -> None:
         agent.value[:] = 3
         assert env.publish(agent) == 3
         acts_with(env, agent, 3, version=3)
-        acts_with(env, ArrayAgent(), 0, version=4)  # another agent goes on counting: a version names one policy
+        acts_with(env, ArrayAgent(), 0, version=4)  # another agent gets the next version: a version names one policy
 
 
 def torch_agent(torch: Any) -> Any:

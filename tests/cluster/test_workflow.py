@@ -1,4 +1,4 @@
-"""Workflows: what a trigger's message names is what `collect` would have returned, once; and nothing stands still.
+"""Workflows: messages of triggers name each row of `collect` exactly once, and no workflow deadlocks.
 
 Most tests run their workers in this process: the code is the same, and the order of events is known.
 """
@@ -48,7 +48,7 @@ KINDS = {
 
 @TRANSPORTS
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_is_what_collect_returns(kind: str, transport: str) -> None:
+def test_batch_equals_that_of_collect(kind: str, transport: str) -> None:
     factory, make_agent = KINDS[kind]
     agent, rounds = make_agent(), 4
     with cluster(factory, envs=5, config=launch("in_process")) as env:
@@ -76,7 +76,7 @@ def test_windows_need_not_be_chunks(kind: str, steps: int, size: int, rows: int)
         flow.run(until=learner.has(rounds))
     for message, batch, wanted in zip(learner.messages, learner.batches, expected, strict=False):
         found = everything(batch)
-        if message["start"][0] % steps:  # in the middle of a chunk nobody knows an agent's state
+        if message["start"][0] % steps:  # the state is known only at the start of a chunk
             assert batch.initial_state is None
             wanted = {name: value for name, value in wanted.items() if not name.startswith("state")}
         assert_same(found, wanted)
@@ -115,7 +115,7 @@ def test_windows_of_several_workers_are_sound() -> None:
 
 @pytest.mark.parametrize("depth", [None, 0, 1])
 @pytest.mark.parametrize("steps, size, n", [(8, 16, 2), (8, 15, 1), (8, 15, 3), (16, 8, 3)])
-def test_no_division_of_windows_into_chunks_stands_still(steps: int, size: int, n: int, depth: int | None) -> None:
+def test_no_ratio_of_windows_to_chunks_deadlocks(steps: int, size: int, n: int, depth: int | None) -> None:
     with cluster(envs=4, config=in_process(4), env_kwargs=ENDLESS) as env:
         flow, learner = fifo(env, TableAgent(), 4 * 64, n=n, size=size, steps=steps, max_staleness=depth)
         flow.run(until=learner.has(20))
@@ -124,7 +124,7 @@ def test_no_division_of_windows_into_chunks_stands_still(steps: int, size: int, 
         assert_balanced(env.stats())
 
 
-def test_a_buffer_that_others_have_filled_before_and_another_workflow_after() -> None:
+def test_buffer_is_used_by_collect_and_by_two_workflows() -> None:
     agent = TableAgent()
     with cluster(envs=4, config=in_process(2)) as env, full(4 * 20) as buffer:
         buffer.insert(env.collect(agent, steps=7))
@@ -178,9 +178,7 @@ def test_fast_workers_do_not_wait_for_a_slow_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transport, workers", [("shm", 1), ("shm", 2), ("tcp", 2)])
-def test_a_worker_that_is_killed_is_replaced_and_nothing_comes_twice(
-    transport: str, workers: int, tmp_path: Path
-) -> None:
+def test_killed_worker_is_replaced_and_no_row_is_repeated(transport: str, workers: int, tmp_path: Path) -> None:
     kwargs = {"marker": str(tmp_path / "killed"), "at": 20}
     with cluster(MortalEnv, envs=4, config=launch(transport, workers), env_kwargs=kwargs) as env:
         flow, learner = ppo(env, TableAgent(), full(4 * 16), 8)
@@ -197,7 +195,7 @@ def test_a_worker_that_is_killed_is_replaced_and_nothing_comes_twice(
 
 
 @pytest.mark.parametrize("thread", [False, True])
-def test_what_is_too_old_when_it_is_its_turn_is_dropped_and_counted(thread: bool) -> None:
+def test_rows_that_are_too_old_when_taken_are_dropped_and_counted(thread: bool) -> None:
     with cluster(envs=2, config=in_process(1), env_kwargs=ENDLESS) as env:
         flow = farstep.Workflow(env, TableAgent(), full(2 * 64), steps=16, max_staleness=1)
         seen: list[Any] = []
@@ -253,7 +251,7 @@ def test_a_learner_that_publishes_once_per_batch_never_meets_an_old_row(transpor
         assert [message["version"] for message in published] == list(range(20))
 
 
-def test_dropped_rows_are_rolled_again_when_workers_wait_to_be_asked() -> None:
+def test_dropped_rows_are_rolled_again_in_synchronous_workflows() -> None:
     with cluster(envs=2, config=in_process(2), env_kwargs=ENDLESS) as env:
         flow, learner = ppo(env, TableAgent(), full(2 * 64), 8, steps=16, max_staleness=0)
         flow.run(until=learner.has(4))
@@ -265,7 +263,7 @@ def test_dropped_rows_are_rolled_again_when_workers_wait_to_be_asked() -> None:
 
 
 @pytest.mark.parametrize("transport", ["in_process", "shm"])
-def test_a_limiter_holds_workers_back_and_loses_nothing(transport: str) -> None:
+def test_limiter_blocks_workers_without_loss(transport: str) -> None:
     limiter = SampleToInsertRatio(1.0, 32, 32.0)
     buffer = farstep.Buffer(256, Uniform(), limiter=limiter)
     with cluster(envs=2, config=launch(transport), env_kwargs=ENDLESS) as env, buffer:
@@ -298,7 +296,7 @@ def test_a_limiter_holds_workers_back_and_loses_nothing(transport: str) -> None:
         assert limiter.inserts == stats["steps"]
 
 
-def test_no_worker_can_block_the_room_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_inserts_cannot_take_the_space_reserved_for_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = TableAgent()
     with cluster(envs=2, config=in_process(1)) as env, farstep.Buffer(64, Uniform(), limiter=Queue(20)) as buffer:
         mine = env.collect(agent, steps=4).copy()
@@ -387,13 +385,13 @@ def test_stages_of_a_window_are_passed_on_one_after_the_other() -> None:
 
 
 class EveryOther(Trigger):
-    """A trigger of one's own, by one method: when an even number of chunks of 16 steps is there."""
+    """A custom trigger with one method: fires when an even number of chunks of 16 steps has arrived."""
 
     def ready(self, state: Any) -> Any:
         return {"steps": state.env_steps} if state.env_steps and state.env_steps % 32 == 0 else None
 
 
-def test_a_trigger_of_ones_own() -> None:
+def test_custom_trigger() -> None:
     with cluster(envs=2, config=in_process(1)) as env:
         flow, steps = farstep.Workflow(env, TableAgent(), full(64), steps=8), list[int]()
         flow.on(EveryOther(), lambda message: steps.append(message["steps"]))
@@ -421,7 +419,7 @@ def test_learner_steps_are_counted() -> None:
 
 
 def test_read_cursors_say_how_far_each_consumer_is() -> None:
-    """Here and to whoever maps the blocks: rows that a consumer is not done with, and none before it was there."""
+    """Both here and in the mapped blocks: rows that a consumer is not done with, from its registration on."""
     seen: list[tuple[dict[str, int], list[int]]] = []
     with cluster(CountingEnv, envs=4, config=in_process()) as env:
         flow = farstep.Workflow(env, TableAgent(), full(4 * 64), steps=8)

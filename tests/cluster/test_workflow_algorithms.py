@@ -1,4 +1,4 @@
-"""An algorithm is a loss and a table of triggers: five of them on a fake agent, and what each table must do.
+"""The trigger tables of five algorithms on a fake agent: when each fires, and on which rows.
 
 Workers run in this process, so every number here follows from the table alone.
 """
@@ -22,7 +22,7 @@ WORKERS, ENVS = 2, 4  # of all workers
 
 
 class Learner(TableAgent):
-    """Pretends to learn; says what it was called for, and with what."""
+    """A fake learner that records its calls."""
 
     def __init__(self, flow_of: Callable[[Learner], farstep.Workflow]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Workflows where something goes on beside the loop: publishers, interrupts, late receivers, second runs."""
+"""Edge cases of workflows: concurrent publishers, late receivers, the time between runs, and wrong triggers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENDLESS = {"length": None}
 
 
 def idle(env: farstep.ClusterEnv, agent: Any) -> farstep.Workflow:
-    """A workflow in which nothing happens by itself."""
+    """A workflow without triggers that fire by themselves."""
     flow = farstep.Workflow(env, agent, full(64))
     flow.on(ObjectKeyTrigger("never"), flow.next_rollout)
     flow.on(TimeTrigger(3600), lambda message: None)
@@ -54,7 +54,7 @@ def test_a_version_that_another_thread_publishes_past_the_workflow_wakes_it(tran
     assert fired == published == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_consuming_trigger_that_comes_between_two_runs_begins_where_they_are() -> None:
+def test_consuming_trigger_added_between_two_runs_starts_at_the_current_step() -> None:
     with cluster(envs=4, config=in_process(1), env_kwargs=ENDLESS) as env:
         flow, batches = farstep.Workflow(env, TableAgent(), full(4 * 16)), list[farstep.Batch]()
         flow.on(DataKeyTrigger(n=1, size=8), lambda message: None)
@@ -71,16 +71,16 @@ def test_a_consuming_trigger_that_comes_between_two_runs_begins_where_they_are()
     assert [bool(batch.continues.all()) for batch in batches] == [False, True, True, True]
 
 
-def test_time_counts_while_it_runs() -> None:
+def test_only_the_time_of_runs_counts() -> None:
     with cluster(envs=2, config=in_process(1), env_kwargs=ENDLESS) as env:
         flow = farstep.Workflow(env, TableAgent(), full(64))
         elapsed: list[float] = []
         flow.on(DataKeyTrigger(n=1, size=8), lambda message: None)
         flow.on(TimeTrigger(3600), lambda message: elapsed.append(message["elapsed"]))
-        flow.ledger.started -= 10_000  # so long ago was it made
+        flow.ledger.started -= 10_000  # it was created 10,000 s ago
         flow.ledger.now -= 10_000
         flow.run(total_steps=64)
-        flow.ledger.now -= 10_000  # so long nothing ran
+        flow.ledger.now -= 10_000  # 10,000 s pass between two runs
         flow.run(total_steps=128)
         late: list[int] = []
         flow.on(TimeTrigger(64, unit="env_steps"), lambda message: late.append(message["at"]))
@@ -106,7 +106,7 @@ def test_a_missing_receiver_blocks_no_other() -> None:
         sender.close()
 
 
-def test_messages_that_were_not_handled_are_no_learner_steps() -> None:
+def test_unhandled_messages_do_not_count_as_learner_steps() -> None:
     with cluster(envs=2, config=in_process(1), env_kwargs=ENDLESS) as env:
         flow, queue = farstep.Workflow(env, TableAgent(), full(64)), LocalQueue()
         flow.on(DataKeyTrigger(n=1, size=8), queue)
@@ -124,7 +124,7 @@ def test_messages_that_were_not_handled_are_no_learner_steps() -> None:
 
 
 class Says(Trigger):
-    """Returns what it is told to."""
+    """Returns a given value."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -134,7 +134,7 @@ class Says(Trigger):
 
 
 class Silent(Trigger):
-    """Forgot its method."""
+    """Lacks the method `ready`."""
 
 
 def test_mistakes_are_named() -> None:

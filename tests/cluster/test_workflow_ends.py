@@ -1,4 +1,4 @@
-"""Workflows that end: how, with whose error, and that none stands still instead."""
+"""How workflows end and which error they raise; workflows that would deadlock are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.cluster.tables import (
 
 @pytest.mark.parametrize("thread", [False, True])
 @TRANSPORTS
-def test_what_a_consumer_raises_ends_the_run_and_is_raised(transport: str, thread: bool) -> None:
+def test_exception_of_a_consumer_ends_the_run_and_is_raised(transport: str, thread: bool) -> None:
     agent = TableAgent()
     with cluster(envs=4, config=launch(transport)) as env:
         flow, learner = fifo(env, agent, size=8)
@@ -54,7 +54,7 @@ def test_what_a_consumer_raises_ends_the_run_and_is_raised(transport: str, threa
             assert_sound(batch)
 
 
-def test_what_a_thread_raises_last_of_all_is_raised() -> None:
+def test_exception_of_a_thread_after_the_last_step_is_raised() -> None:
     with cluster(envs=2, config=in_process(1)) as env:
         flow = farstep.Workflow(env, TableAgent(), full(64), steps=8)
         left = threading.Event()
@@ -73,7 +73,7 @@ def test_what_a_thread_raises_last_of_all_is_raised() -> None:
             within(lambda: flow.run(until=until))
 
 
-def test_what_failed_in_threads_is_this_runs_and_does_not_count_as_learned() -> None:
+def test_failed_messages_of_threads_belong_to_their_run_and_count_as_no_update() -> None:
     with cluster(envs=2, config=in_process(1)) as env:
         flow = farstep.Workflow(env, TableAgent(), full(64), steps=8)
         both, fails = threading.Barrier(2, timeout=30), [True]
@@ -93,7 +93,7 @@ def test_what_failed_in_threads_is_this_runs_and_does_not_count_as_learned() -> 
         within(lambda: flow.run(until=lambda: flow.ledger.learner_steps >= 4))
 
 
-def test_what_failed_in_a_thread_of_ones_own_does_not_count_as_learned() -> None:
+def test_failed_message_of_a_user_thread_counts_as_no_update() -> None:
     with cluster(envs=2, config=in_process(1), env_kwargs=ENDLESS) as env:
         flow, queue = farstep.Workflow(env, TableAgent(), full(64)), LocalQueue(2)
         flow.on(DataKeyTrigger(n=1, size=8), queue, max_outstanding=2)
@@ -210,7 +210,7 @@ def test_stop_in_a_consumer_is_the_last_firing() -> None:
 
 
 @TRANSPORTS
-def test_a_second_run_goes_on_counting(transport: str) -> None:
+def test_second_run_continues_the_counters(transport: str) -> None:
     agent = TableAgent()
     with cluster(envs=4, config=launch(transport)) as env:
         flow, learner = ppo(env, agent, full(4 * 8), 8)
@@ -239,7 +239,7 @@ def test_a_second_run_with_consumers_in_threads() -> None:
             assert_sound(batch)
 
 
-def test_another_call_ends_it_and_so_does_close() -> None:
+def test_another_call_or_close_ends_the_run() -> None:
     with cluster(envs=2, config=in_process(1)) as env:
         flow, learner = fifo(env, TableAgent(), size=8)
         learner.then = lambda: env.collect(flow.agent, steps=1)
@@ -285,8 +285,8 @@ def limited(limiter: RateLimiter) -> farstep.Buffer:
     return farstep.Buffer(64, Uniform(), limiter=limiter)
 
 
-STANDSTILLS: dict[str, Any] = {
-    "nobody publishes": (not_publishing, FarstepError, "that a consumer publishes"),
+DEADLOCKS: dict[str, Any] = {
+    "no consumer publishes": (not_publishing, FarstepError, "that a consumer publishes"),
     "a window does not fit": (lambda env: table(env, taking(size=33)), ConfigError, "capacity to at least 80"),
     "windows of one worker do not fit": (
         lambda env: table(env, taking(n=5, of="windows")),
@@ -296,12 +296,12 @@ STANDSTILLS: dict[str, Any] = {
     "more windows than a request brings": (too_many_windows, ConfigError, "requests one window of each of 2 workers"),
     "more actors than workers": (lambda env: table(env, taking(n=3)), ConfigError, "Lower n"),
     "a chunk never fits": (lambda env: table(env, taking(), buffer=limited(Queue(4))), ConfigError, "never fits"),
-    "nobody samples": (
+    "no consumer samples": (
         lambda env: table(env, taking(), buffer=limited(Queue(24))),
         FarstepError,
         "Widen the limiter",
     ),
-    "nobody can sample so many": (
+    "more samples than the limiter allows": (
         lambda env: table(env, TimeTrigger(9), samples=25, buffer=limited(Queue(24))),
         ConfigError,
         "sample fewer",
@@ -318,7 +318,7 @@ STANDSTILLS: dict[str, Any] = {
         ConfigError,
         r"LIFO\(\) with max_times_sampled=1 removes rows in any order",
     ),
-    "a buffer for others": (
+    "a buffer with another layout": (
         lambda env: table(env, taking(), buffer=farstep.Buffer(64, Uniform(), spec={"obs": ((3,), "f4")})),
         ConfigError,
         "1 columns",
@@ -326,9 +326,9 @@ STANDSTILLS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("case", STANDSTILLS)
-def test_what_could_only_stand_still_is_refused(case: str) -> None:
-    make, error, says = STANDSTILLS[case]
+@pytest.mark.parametrize("case", DEADLOCKS)
+def test_workflow_that_would_deadlock_is_refused(case: str) -> None:
+    make, error, says = DEADLOCKS[case]
     with cluster(envs=2, config=in_process(2)) as env:
         flow = make(env)
         with pytest.raises(error, match=says):

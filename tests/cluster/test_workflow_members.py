@@ -91,9 +91,7 @@ def test_windows_of_the_nodes_that_are_present(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("n", "fewest", "killed"), [(2, 1, 1), ("all", 1, 2), ("all", 2, 1)])
-def test_a_rollout_on_demand_outlives_the_nodes_that_were_asked_for_it(
-    n: Any, fewest: int, killed: int, tmp_path: Path
-) -> None:
+def test_rollout_on_demand_survives_the_loss_of_its_nodes(n: Any, fewest: int, killed: int, tmp_path: Path) -> None:
     """Nodes are killed before they have what the trigger needs: those that replace them roll it, so that the trigger
     fires and asks for the next rollout, with no fewer workers than it waits for or `min_nodes` requires."""
     with on_nodes(tmp_path, 2, 2, fewest) as env:
@@ -112,7 +110,7 @@ def test_a_rollout_on_demand_outlives_the_nodes_that_were_asked_for_it(
 
 
 @pytest.mark.timeout(300)
-def test_rejoined_worker_is_not_asked_again_for_a_window_that_is_stored(tmp_path: Path) -> None:
+def test_rejoined_worker_does_not_roll_a_stored_window_again(tmp_path: Path) -> None:
     """A worker leaves after its window was stored and before the busy learner took it: when the worker is back, the
     rollout is there, and one more would be learned from a version too late."""
     with on_nodes(tmp_path, 1, 1) as env:

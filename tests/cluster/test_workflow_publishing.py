@@ -135,8 +135,8 @@ def test_two_consumers_that_publish_do_not_wait_for_each_other() -> None:
     assert sorted(done[0] + done[1]) == list(range(1, 2 * VERSIONS + 1))
 
 
-def test_a_consumer_publishes_what_it_has() -> None:
-    """Its own half update if it publishes in the middle, also while it waits; the updates of others are whole."""
+def test_consumer_can_publish_its_own_unfinished_update() -> None:
+    """Its own unfinished update, also while it waits; the updates of other consumers are complete."""
     with endless() as env:
         flow, learner = torn_flow(env)
         half_way = set[int]()
@@ -193,7 +193,7 @@ def test_chunks_keep_arriving_while_a_trigger_waits_to_publish() -> None:
 
 
 def test_consumer_waiting_for_rows_does_not_block_publishing() -> None:
-    """Nothing is rolled before the next version is there, and the consumer waits for rows of that."""
+    """No row is rolled before the next version is published, and the consumer waits for rows of that version."""
     with endless() as env:
         buffer = farstep.Buffer(256, Uniform(), seed=1, limiter=farstep.buffer.Queue(64))
         flow, sampled = farstep.Workflow(env, TornAgent(), buffer, steps=2), list[float]()
@@ -289,7 +289,7 @@ def test_a_publisher_that_waits_does_not_outlive_the_run(how: str) -> None:
                 flow.stop()
                 leave.set()
             else:
-                env.close()  # the publisher is told before the consumer returns
+                env.close()  # the publisher is notified before the consumer returns
                 eventually(lambda: "publisher" in ended)
                 leave.set()
 

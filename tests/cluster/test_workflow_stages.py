@@ -1,4 +1,4 @@
-"""Stages in a workflow: what travels first is learned from while the rest of its chunk travels."""
+"""Stages in a workflow: consumers learn from the first parts of a chunk while the others are sent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STAGES = (("reward", "terminated"), ("obs", "action"))
 
 
 class Staged:
-    """A consumer of stages that keeps what it is given."""
+    """A consumer of stages that keeps its messages."""
 
     def __init__(self, flow: farstep.Workflow) -> None:
         self.flow = flow
@@ -56,7 +56,7 @@ def fifos(tmp_path: Path) -> Any:
     paths = [str(tmp_path / name) for name in ("one", "other")]
     for path in paths:
         os.mkfifo(path)
-    fds = [os.open(path, os.O_RDWR) for path in paths]  # both, so that nobody waits for the other to open it
+    fds = [os.open(path, os.O_RDWR) for path in paths]  # read and write, so that opening does not block
     yield paths, fds
     for fd in fds:
         os.close(fd)
@@ -130,7 +130,7 @@ def test_stages_are_of_the_batches_that_collect_returns(transfer: TransferTrigge
 
 
 @pytest.mark.parametrize("in_queue", [False, True])
-def test_stages_of_a_worker_that_is_lost_come_again(in_queue: bool, tmp_path: Path, fifos: Any) -> None:
+def test_stages_of_a_lost_worker_are_repeated(in_queue: bool, tmp_path: Path, fifos: Any) -> None:
     (path, _), (fd, _) = fifos
     kwargs = {"marker": str(tmp_path / "once"), "fifo": path}
     options: Any = {"transport": "tcp", "transfer": TransferTrigger.dual()}
@@ -145,7 +145,7 @@ def test_stages_of_a_worker_that_is_lost_come_again(in_queue: bool, tmp_path: Pa
                 awaited.discard((message["fragment"], message["stage"]))
                 if not awaited:
                     os.write(fd, b"!")  # its worker dies of it instead of sending the rest
-                    if in_queue:  # what was passed on stays as it was, whatever comes meanwhile
+                    if in_queue:  # later rows do not change a message in the queue
                         eventually(lambda: env.stats()["workers"]["restarts"])
             learner(message)
 
@@ -167,7 +167,7 @@ def test_stages_of_a_worker_that_is_lost_come_again(in_queue: bool, tmp_path: Pa
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("keys", [STAGES, ["reward"]], ids=["stages", "one"])
 @pytest.mark.parametrize("max_staleness", [None, 0, 1])
-def test_nothing_stands_still_or_is_taken_twice(keys: Any, max_staleness: int | None, transport: str) -> None:
+def test_stages_neither_deadlock_nor_repeat_rows(keys: Any, max_staleness: int | None, transport: str) -> None:
     options: Any = {"transport": transport, "transfer": TransferTrigger.dual(), "env_kwargs": {"length": None}}
     with cluster(envs=3, workers=2, **options) as env:
         flow = farstep.Workflow(env, TableAgent(), full(3 * 64), max_staleness=max_staleness)
@@ -189,7 +189,7 @@ def test_nothing_stands_still_or_is_taken_twice(keys: Any, max_staleness: int | 
         assert max(Counter(fired).values()) == 1
 
 
-def test_a_queue_to_threads_of_ones_own_gets_stages_ahead(fifos: Any) -> None:
+def test_queue_to_user_threads_gets_stages_early(fifos: Any) -> None:
     paths, fds = fifos
     options: Any = {"transport": "tcp", "transfer": TransferTrigger.dual(), "env_kwargs": {"fifos": paths}}
     with cluster(HeldBackEnv, envs=2, workers=1, **options) as env:
@@ -213,7 +213,7 @@ def test_a_queue_to_threads_of_ones_own_gets_stages_ahead(fifos: Any) -> None:
 
 
 @pytest.mark.parametrize("size, steps", [(8, 4), (4, 8)])
-def test_windows_that_are_no_chunks_fire_when_they_are_whole(size: int, steps: int) -> None:
+def test_windows_that_are_not_chunks_fire_when_complete(size: int, steps: int) -> None:
     with cluster(envs=3, workers=2, transport="tcp", transfer=TransferTrigger.dual()) as env:
         flow = farstep.Workflow(env, TableAgent(), full(3 * 64), steps=steps)
         learner = Staged(flow)

@@ -1,4 +1,4 @@
-"""Workflows and time, threads and other processes."""
+"""Workflows with time triggers, and with consumers in threads and other processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.cluster.tables import (
 
 
 @pytest.mark.parametrize("transport", ["in_process", "shm"])
-def test_time_passes_while_nothing_happens_and_costs_nothing(transport: str) -> None:
+def test_time_triggers_fire_without_rows_and_without_busy_waiting(transport: str) -> None:
     with cluster(envs=2, config=launch(transport)) as env:
         flow = farstep.Workflow(env, TableAgent(), full(64))
         flow.on(DataKeyTrigger(n=1, size=8), deliberate)
@@ -89,7 +89,7 @@ def test_publishing_in_a_thread() -> None:
         assert_followed(learner.batches)
 
 
-def test_a_queue_to_threads_of_ones_own() -> None:
+def test_queue_to_user_threads() -> None:
     with cluster(envs=2, config=in_process(1), env_kwargs=ENDLESS) as env:
         flow, queue = farstep.Workflow(env, TableAgent(), full(64)), LocalQueue(2)
         flow.on(DataKeyTrigger(n=1, size=8), queue, max_outstanding=2)
@@ -118,7 +118,7 @@ def test_messages_that_are_done_out_of_order_keep_their_own_rows() -> None:
             assert first is not None and second is not None
             seen = everything(flow.batch(first))
             queue.done(second)
-            for _ in range(4):  # whatever of the buffer is free is written over
+            for _ in range(4):  # the free rows of the buffer are overwritten
                 later = queue.take(30.0)
                 assert later is not None and later["start"] != first["start"]
                 queue.done(later)

@@ -107,7 +107,7 @@ def parent(pid: int) -> int:
 
 
 def restart(env: farstep.ClusterEnv, agent: TableAgent) -> int:
-    """Kill a worker, let the run go on; returns the new worker."""
+    """Kill a worker, continue the run, and return the new worker."""
     before = worker_pids()
     os.kill(before[0], signal.SIGKILL)
     for _ in range(2):
@@ -131,7 +131,7 @@ def test_a_forked_worker_is_like_one_that_started_cold(module, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("method", ["zygote", "cold"])
-def test_what_a_module_prints_at_import_is_in_the_output_of_a_worker(method: str, module) -> None:
+def test_output_of_a_module_at_import_is_in_the_output_of_a_worker(method: str, module) -> None:
     name = module("print('printed by an import'); print('and to stderr', file=sys.stderr)")
     with cluster(name, envs=1, start_method=method, restart_budget=0) as env:
         env.collect(TableAgent(), steps=2)

@@ -9,7 +9,7 @@ import numpy as np
 
 
 class TornAgent:
-    """Its parameters are equal numbers except in the middle of an update; `torn` of a row says that they were not."""
+    """Its parameters are equal numbers except in the middle of an update; `torn` of a row is True if they were not."""
 
     def __init__(self, parameters: int = 24) -> None:
         self.weights = {f"w{i}": np.zeros(2) for i in range(parameters)}

@@ -75,7 +75,7 @@ def counting_vector(num_envs: int, mode: str) -> SyncVectorEnv:
 
 
 class TellingEnv(CountingEnv):
-    """Infos of every kind; some of them come and go."""
+    """Infos of every kind; some of them appear and vanish."""
 
     def step(self, action: Any) -> Any:
         *rest, info = super().step(action)

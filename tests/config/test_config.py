@@ -1,4 +1,4 @@
-"""Configurations: what is refused, and with which words."""
+"""Configurations: which values are refused, and with which message."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_an_unknown_key_names_the_nearest_and_lists_all(kind: Any, key: str, nea
         (lambda: LocalConfig.of("CartPole-v1"), "expected a LocalConfig or a mapping"),  # type: ignore[arg-type]
     ],
 )
-def test_what_cannot_work_is_refused_at_construction(make: Callable[[], object], words: str) -> None:
+def test_invalid_options_are_refused_at_construction(make: Callable[[], object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()
 
@@ -123,7 +123,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert (type(made.seed), made.seed) == (int, 7)
 
 
-def test_every_seed_that_travels_is_accepted() -> None:
+def test_seeds_of_63_bits_and_of_numpy_are_accepted() -> None:
     config = EnvConfig(env_name="CartPole-v1", seed=2**63 - 1)
     assert config.check_reset(config.seed, masked=True) == config.seed
     assert config.check_reset(None, masked=True) is None
@@ -153,12 +153,12 @@ def test_the_command_of_ssh_may_be_one_line(ssh: Any) -> None:
 
 
 @pytest.mark.parametrize("ssh", ["", [], [""], [3]], ids=repr)
-def test_a_command_of_ssh_that_cannot_be(ssh: Any) -> None:
+def test_invalid_ssh_commands_are_refused(ssh: Any) -> None:
     with pytest.raises(ConfigError, match=r"SSHConfig\.ssh is"):
         SSHConfig(hosts="a", ssh=ssh)
 
 
-def test_the_papers_listing() -> None:
+def test_listing_of_the_paper_is_accepted() -> None:
     config = farstep.SlurmConfig(
         job_name="clusterenv", nodes=4, gpus_per_node=2, partition="gpu", time_limit="24:00:00"
     )

@@ -73,8 +73,8 @@ def test_an_engine_that_fails_for_a_while_does_not_end_a_run(tmp_path: Path, mon
 
 
 @pytest.mark.timeout(300)
-def test_a_node_that_was_taken_for_lost_comes_again(tmp_path: Path) -> None:
-    """By itself: its engine sees nothing to do."""
+def test_node_that_was_declared_lost_joins_again(tmp_path: Path) -> None:
+    """Without its engine, which sees no lost node."""
     endless = functools.partial(CountingEnv, length=None)  # at an episode's end, info would be the reset's
     source = {"type": "factory", "env_name": endless, "envs_per_node": 1, "seed": 1}
     with farstep.ClusterEnv(source, config(tmp_path, nodes=2, min_nodes=1, workers_per_node=1, lease_s=2)) as env:
@@ -143,7 +143,7 @@ def test_a_supervisor_gives_up_when_its_restarts_are_used_up(tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(300)
-def test_an_agent_that_is_given_while_the_only_node_is_away_waits_for_it(tmp_path: Path) -> None:
+def test_new_agent_waits_for_the_replacement_of_the_only_node(tmp_path: Path) -> None:
     source = {"type": "factory", "env_name": CountingEnv, "envs_per_node": 1, "seed": 1}
     with farstep.ClusterEnv(source, config(tmp_path, workers_per_node=1)) as env:
         env.collect(TableAgent(), steps=4)
@@ -165,7 +165,7 @@ n.encode = lambda message: msgspec.msgpack.encode({**msgspec.to_builtins(message
 
 
 def test_a_daemon_whose_hello_cannot_be_decoded_is_refused_with_both_versions(tmp_path: Path) -> None:
-    """Another version of farstep may say it in another way."""
+    """Another version of farstep may encode it differently."""
     (tmp_path / "sitecustomize.py").write_text(OTHER_VERSION)
     folders = f"{tmp_path}:{Path(farstep.__file__).parents[1]}"
     env = farstep.ClusterEnv({"env_name": "CartPole-v1"}, config(tmp_path, setup=[f"export PYTHONPATH={folders}"]))

@@ -34,7 +34,7 @@ def inproc() -> Iterator[Ends]:
 
 
 class HubEnd:
-    """One worker's share of the hub, as a link."""
+    """The hub's end for one worker, as a link."""
 
     def __init__(self, hub: Hub, worker: int) -> None:
         self._hub, self._worker = hub, worker

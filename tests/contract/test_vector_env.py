@@ -54,7 +54,7 @@ def spaces_env(observation_space: spaces.Space[Any], action_space: spaces.Space[
 
 
 class InfosEnv(CountingEnv):
-    """Infos of every kind that come and go; observations whose types are not quite the space's."""
+    """Infos of every kind that appear and vanish; observations whose types differ from the space's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ def test_tuple_keys_and_complex_numbers_in_infos_of_a_cluster(kind: str) -> None
 
 
 def assert_samples_equal(ours: Any, theirs: SyncVectorEnv, draws: int = 4) -> None:
-    """In an order that would tell if batched and single spaces shared their generators in one of the two only."""
+    """In an order that reveals whether batched and single spaces share generators in only one of the two."""
     for _ in range(draws):
         for name in ("single_action_space", "action_space", "single_observation_space", "observation_space"):
             assert_same(getattr(ours, name).sample(), getattr(theirs, name).sample(), name)
@@ -324,7 +324,7 @@ def test_calls_and_attributes() -> None:
 
 
 def refused(error: type[Exception], words: str, act: Callable[[Any], Any]) -> None:
-    """Both refuse, and go on afterwards as if nothing had been."""
+    """Both refuse, and are unchanged afterwards."""
     with vectors() as both:
         for vector in both:
             with pytest.raises(error, match=words):
@@ -348,7 +348,7 @@ def test_bad_masks_raise_as_in_gymnasium(kind: str) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 6])
-def test_numbers_that_do_not_fit(count: int) -> None:
+def test_wrong_number_of_values_or_seeds_is_refused(count: int) -> None:
     refused(ValueError, "5", lambda vector: vector.set_attr("episode", [1] * count))
     refused(ValueError, "num_envs=5", lambda vector: vector.reset(seed=[1] * count))
 
@@ -357,12 +357,12 @@ def test_an_unknown_attribute() -> None:
     refused(AttributeError, "no_such_thing", lambda vector: vector.get_attr("no_such_thing"))
 
 
-def test_what_cannot_come_back_is_not_blamed_on_the_environment() -> None:
+def test_value_that_cannot_be_sent_is_not_blamed_on_the_environment() -> None:
     with vectors() as (ours, _):
         for name in ("np_random", "unwrapped"):
             with pytest.raises(WireError, match=f"'{name}' succeeded, but its value cannot be sent: a .*only numbers"):
                 ours.get_attr(name)
-        assert ours.call("multiply", 0) == (0,) * 5  # it goes on
+        assert ours.call("multiply", 0) == (0,) * 5  # it is still usable
         with pytest.raises(TypeError, match="the environment raised"):
             ours.call("multiply")
 
@@ -435,7 +435,7 @@ def test_no_step_is_swallowed_after_an_explicit_reset() -> None:
             assert (observations[mask] == 1).all()  # the first step of an episode, not its beginning
 
 
-def test_results_stay_as_they_are() -> None:
+def test_later_steps_do_not_change_earlier_results() -> None:
     ours, theirs = pair(spaces_env(NESTED, spaces.Discrete(3)), AutoresetMode.SAME_STEP)
     with closing(ours), closing(theirs):
         mine: list[Any] = []
@@ -446,7 +446,7 @@ def test_results_stay_as_they_are() -> None:
         assert_same(mine, kept)
 
 
-def test_what_cannot_be_laid_out_is_refused_with_the_reason() -> None:
+def test_invalid_arguments_are_refused_with_the_reason() -> None:
     with pytest.raises(FarstepError, match="strings have no fixed number of bytes"):
         farstep.make_vec(spaces_env(spaces.Text(3), spaces.Discrete(2)), 2, IN_PROCESS)
     with pytest.raises(ConfigError, match="num_envs=3 is not a multiple"):
@@ -465,7 +465,7 @@ def test_a_mode_may_be_given_by_name_or_value(mode: AutoresetMode) -> None:
             assert vector.metadata["autoreset_mode"] is vector.autoreset_mode is mode
 
 
-def test_closing_twice_is_fine_and_a_closed_vector_says_so() -> None:
+def test_close_may_be_called_twice_and_a_closed_vector_raises() -> None:
     vector = farstep.make_vec(InfosEnv, 2, IN_PROCESS)
     vector.reset()
     vector.close()

@@ -48,7 +48,7 @@ def test_tables_are_those_of_the_committed_results() -> None:
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
-def test_results_say_what_they_are_of(path: Path) -> None:
+def test_results_name_their_date_machine_and_command(path: Path) -> None:
     document = json.loads(path.read_text())
     assert document["date"] and document["machine"]["cpu"] and document["machine"]["python"]
     python, script, *words = shlex.split(document["command"])

@@ -1,4 +1,4 @@
-"""Benchmarks that need no peers run, write down what they found, and end what they started."""
+"""Benchmarks without peers run, write their results, and end their processes."""
 
 from __future__ import annotations
 

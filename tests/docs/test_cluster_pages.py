@@ -1,4 +1,4 @@
-"""The pages of engines: commands and code are what they say, every word is there, every promise has its test."""
+"""The pages of engines: commands and code work, every option is described, and every promise names its test."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def commands(page: str, name: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_have_options_that_there_are(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_have_existing_options(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     from farstep.cli.options import train_options
 
@@ -70,12 +70,12 @@ def test_the_command_of_the_page_starts_a_slurm_cluster() -> None:
 
 
 @pytest.mark.parametrize("page", OWN)
-def test_every_word_of_an_engine_is_on_its_page(page: str) -> None:
+def test_every_option_of_an_engine_is_on_its_page(page: str) -> None:
     own = {field.name for field in fields(OWN[page])} - {field.name for field in fields(EngineConfig)}
     assert not {name for name in own if f"`{name}`" not in (DOCS / page).read_text()}
 
 
-def test_the_words_that_engines_share_are_on_one_page() -> None:
+def test_options_that_engines_share_are_on_one_page() -> None:
     page = (DOCS / "cluster.md").read_text()
     assert not {field.name for field in fields(EngineConfig) if f"`{field.name}`" not in page}
 

@@ -1,4 +1,4 @@
-"""Commands of the pages are run as they stand, and what they log is explained there."""
+"""Commands of the pages are run unchanged, and every metric that they log is explained."""
 
 import json
 import re

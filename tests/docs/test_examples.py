@@ -1,4 +1,4 @@
-"""Every example is run, briefly; one that nobody runs here is missed."""
+"""Every example is run for a short time, and none is forgotten."""
 
 import ast
 import contextlib
@@ -63,7 +63,7 @@ def test_every_example_is_run():
 
 @pytest.mark.parametrize(("name", "options"), [(name, options) for name, ways in BRIEFLY.items() for options in ways])
 @pytest.mark.usefixtures("torch_in_workers")
-def test_an_example_runs_and_says_how_it_goes(name, options, tmp_path):
+def test_example_runs_and_prints_its_progress(name, options, tmp_path):
     run_it = run if name in IN_PROCESSES_OF_THEIR_OWN else run_here
     assert "return" in run_it(name, options, tmp_path)
 
@@ -87,7 +87,7 @@ def test_an_example_says_what_it_is_and_takes_options(name):
     assert "tyro.cli(Args)" in ast.unparse(tree)
 
 
-def test_a_loop_of_ones_own_needs_few_changes():
+def test_custom_loop_needs_few_changes():
     changes = difflib.ndiff(code("own_ppo_single.py"), code("own_ppo_farstep.py"))
     assert sum(line.startswith(("+ ", "- ")) for line in changes) <= 15
 

@@ -1,4 +1,4 @@
-"""The page of Kubernetes: its commands, its code and its YAML are what they say."""
+"""The page of Kubernetes: its commands, code and YAML are valid."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_code_runs() -> None:
         assert isinstance(names["config"], farstep.KubernetesConfig)
 
 
-def test_the_rights_are_what_kubernetes_calls_rights() -> None:
+def test_rights_fit_the_schemas_of_kubernetes_and_cannot_read_secrets() -> None:
     (text,) = blocks("yaml")
     account, role, binding = yaml.safe_load_all(text)
     for manifest in (account, role, binding):

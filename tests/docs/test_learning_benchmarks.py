@@ -1,4 +1,4 @@
-"""Benchmarks of learning continue what was stopped, repeat nothing, and say no more than their seeds show."""
+"""Benchmarks of learning resume stopped runs, repeat none, and compare results only as far as their seeds allow."""
 
 from __future__ import annotations
 

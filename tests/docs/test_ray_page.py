@@ -1,4 +1,4 @@
-"""Ray's page names tests that there are, and every option. tests/cluster/test_ray.py runs its example."""
+"""Ray's page has every option, and names existing tests. tests/cluster/test_ray.py runs its example."""
 
 import re
 

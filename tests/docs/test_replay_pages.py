@@ -1,4 +1,4 @@
-"""Pages of replay learners: their commands are run as they stand, and options are explained."""
+"""Pages of replay learners: their commands are run unchanged, and options are explained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapter of examples/sb3_unmodified.py gives Stable-Baselines3 what its own vector environments give it."""
+"""The adapter of examples/sb3_unmodified.py behaves like the vector environments of Stable-Baselines3."""
 
 from __future__ import annotations
 

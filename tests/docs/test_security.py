@@ -1,4 +1,4 @@
-"""Every test that docs/security.md names is there."""
+"""Every test that docs/security.md names exists."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ ALL = {(name_of(page), position) for page in PAGES for position in range(len(blo
 RUN_HERE = ALL - ELSEWHERE.keys()
 
 
-def test_lists_name_blocks_that_exist():
+def test_listed_blocks_exist():
     assert ELSEWHERE.keys() <= ALL and OWN_PROCESS | SETUPS.keys() <= {page for page, _ in RUN_HERE}
     for page, test in {(page, test) for (page, _), test in ELSEWHERE.items()}:
         assert Path(page).name in (Path(__file__).parent / test).read_text(), f"{test} runs no block of {page}"

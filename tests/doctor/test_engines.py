@@ -1,4 +1,4 @@
-"""Checks of an engine before nodes are requested, where its programs are missing, fail or answer oddly."""
+"""Checks of an engine before nodes are requested, where its programs are missing, fail or print unexpected output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor says of this machine."""
+"""Checks of this machine by `farstep doctor`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def levels(found: list[Finding], word: str) -> list[str]:
     return [finding.level for finding in found if word in finding.text]
 
 
-def test_little_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scarce_resources_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(name: str) -> str:
         raise socket.gaierror("unknown")
 
@@ -30,18 +30,18 @@ def test_little_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(finding.fix for finding in found if finding.level != "ok")
 
 
-def test_a_name_that_resolves_to_loopback_is_nothing_to_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_name_that_resolves_to_loopback_is_not_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     assert levels(list(machine.machine()), "resolves to 127.0.1.1") == ["ok"]
 
 
-def test_a_head_that_only_it_can_reach() -> None:
+def test_loopback_address_of_the_head_is_a_warning() -> None:
     found = list(machine.addresses(farstep.SSHConfig(hosts="a", head_address="127.0.0.1")))
     assert [finding.level for finding in found] == ["warning", "ok"]
     assert "no other machine" in found[0].text
 
 
-def test_a_finding_of_several_lines_is_indented() -> None:
+def test_finding_of_several_lines_is_indented() -> None:
     assert str(problem("first\nsecond", "do it.")).splitlines() == [
         "  problem  first",
         "           second",

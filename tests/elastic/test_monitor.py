@@ -47,7 +47,7 @@ def test_a_slow_drift_is_followed() -> None:
 
 def test_a_step_change_stops_predictions_for_one_window() -> None:
     found = outcomes([2.0] * 10 + [4.0] * 10)
-    assert found[10] is not None  # nobody could know
+    assert found[10] is not None  # the step change cannot be predicted
     assert found[11 : 10 + WINDOW] == [None] * (WINDOW - 1)
     assert found[10 + WINDOW] == pytest.approx((0.0, 0.0))
 

@@ -1,4 +1,4 @@
-"""The slot ledger sums what slots are held, on a clock that the test sets."""
+"""The slot ledger sums the seconds of held slots, on a clock that the test sets."""
 
 from __future__ import annotations
 

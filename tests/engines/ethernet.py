@@ -1,4 +1,4 @@
-"""What joins the hosts of a `namespaces.Network`: the kernel's bridge, or a switch in user space that can delay."""
+"""Switches between the hosts of a `namespaces.Network`: the kernel's bridge, or a delaying switch in user space."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Switch(Protocol):
         """The rate of a port in each direction."""
 
     def lose(self, port: int | None, fraction: float) -> None:
-        """How much is lost of what passes to and from a port; None: of everything, in addition."""
+        """The share of lost packets to and from a port; None: of all ports, in addition."""
 
     def close(self) -> None: ...
 

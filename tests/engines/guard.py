@@ -1,7 +1,7 @@
-"""Runs one program and lets nothing of it outlive it: `python guard.py CONTROL NAMESPACES COMMAND...`.
+"""Runs one program, none of whose processes outlives it: `python guard.py CONTROL NAMESPACES COMMAND...`.
 
 CONTROL is the reading end of a pipe. A byte in it is a signal for the program (SIGKILL, SIGSTOP and SIGCONT: for all
-that it started, daemons too); its end, when whoever holds the other end dies, is SIGKILL. NAMESPACES is "-", or
+that it started, daemons too); its end, when the process with the other end dies, is SIGKILL. NAMESPACES is "-", or
 descriptors joined by commas: of a network and a host name for the first program of a host, which gets mounts and
 process numbers of its own and with which all others end; of network, host name, mounts and process numbers for the
 others. The guard ends as the program did. It needs nothing but Python, so that `python -I -S` starts it fast.
@@ -32,7 +32,7 @@ def call(name: str, *arguments: object) -> None:
 
 
 def main(control: int, namespaces: str, command: list[str]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the program is told through the pipe
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the program gets signals through the pipe
         signal.signal(number, signal.SIG_IGN)
     os.set_inheritable(control, False)
     if namespaces == "-":
@@ -66,7 +66,7 @@ def main(control: int, namespaces: str, command: list[str]) -> None:
 
 
 def guard(control: int, command: list[str]) -> int:
-    """Runs `command` to its end, and ends all that it left; returns its status as `waitpid` does."""
+    """Runs `command`, ends all processes that it left behind, and returns its status as `waitpid` does."""
     call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -100,7 +100,7 @@ def guard(control: int, command: list[str]) -> int:
 
 
 def run(command: list[str]) -> None:
-    """Becomes the program."""
+    """Replaces this process by the program."""
     try:
         call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         signal.set_wakeup_fd(-1)
@@ -130,7 +130,7 @@ def descendants() -> list[int]:
 
 
 def end_descendants() -> None:
-    """Kills until nothing is left, not even a zombie: what a dying process has just started becomes a child of ours."""
+    """Kills all descendants until not even a zombie is left: orphans of a dying process become our children."""
     try:
         while True:
             for pid in descendants():

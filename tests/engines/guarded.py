@@ -1,4 +1,4 @@
-"""What all engines of the tests share: processes that do not outlive the test, deadlines, a folder, free ports."""
+"""Base of all engines of the tests: processes that do not outlive the test, deadlines, a folder, free ports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TAIL_LINES = 30
 
 
 class EngineError(RuntimeError):
-    """An engine did not do what a test needs of it."""
+    """An engine failed to do what a test requires."""
 
 
 class EngineMissing(EngineError):
@@ -78,7 +78,7 @@ class Engine:
     def __enter__(self) -> Self:
         self._stack = ExitStack()
         try:
-            # Short, whatever TMPDIR is: the path of a Unix socket has at most 107 bytes.
+            # Short and independent of TMPDIR: the path of a Unix socket has at most 107 bytes.
             self.folder = Path(tempfile.mkdtemp(prefix="farstep-", dir="/tmp"))
             self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
             self._start()
@@ -155,7 +155,7 @@ def tail(log: Path) -> str:
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports nobody listens on: below those that connections get by themselves, above those that Ray gives away."""
+    """Free ports below the ephemeral range and above the ports that Ray assigns."""
     found: list[int] = []
     while len(found) < number:
         port = random.SystemRandom().randrange(20_000, 32_000)

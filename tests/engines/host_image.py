@@ -1,4 +1,4 @@
-"""An image with next to nothing in it, for pods that see this machine's programs, Python and farstep by mounts."""
+"""A nearly empty image, for pods that use this machine's programs, Python and farstep by mounts."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class KubernetesCluster(Network):
         return self.run("control", command)
 
     def objects(self) -> list[str]:
-        """What of farstep is there, however it is called."""
+        """All objects of farstep, with any name."""
         listed = self._kubectl("get", "jobs,deployments,secrets,pods", "-n", NAMESPACE, "-o", "name",
                                "-l", "app.kubernetes.io/managed-by=farstep")  # fmt: skip
         return listed.split()
@@ -150,7 +150,7 @@ class KubernetesCluster(Network):
         self._wait(lambda: bool(self._kubectl(*account, check=False)), "the namespace's account")
 
     def start_pod(self, name: str, command: list[str]) -> None:
-        """A pod with the rights of the page, that finds the API server where it is: nobody routes services here."""
+        """Start a pod with the rights of the page and the API server's own address, as services have no route."""
         server = {"KUBERNETES_SERVICE_HOST": self.address("control"), "KUBERNETES_SERVICE_PORT": "6443"}
         path = f"{_ROOT / 'src'}:{_ROOT}"
         spec = host_image.pod_template(**server, PYTHONPATH=path)["spec"]

@@ -24,7 +24,7 @@ def make(kind: Any, **options: Any) -> KubernetesConfig:
 
 
 def crash(node: dict[str, Any]) -> None:
-    """Whoever runs the cluster is asked for it."""
+    """Ask the parent process, which runs the cluster, to crash a node."""
     print(f"crash {node['place']}", flush=True)
     assert sys.stdin.readline() == "crashed\n"
 

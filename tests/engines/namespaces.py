@@ -94,19 +94,19 @@ class Network(Engine):
         return str(output)
 
     def crash(self, host: str) -> None:
-        """As if its power failed for a moment: all that runs on a host is gone, and so is its shared memory."""
+        """A short power failure: all processes of a host and its shared memory are gone."""
         self._machines.pop(host).end()
         self._boot(host)
 
     def cut(self, host: str) -> None:
-        """From now on nothing gets to a host or away from it, and nobody is told."""
+        """Drop all packets to and from a host silently."""
         self._switch.cut(self._port(host), True)
 
     def heal(self, host: str) -> None:
         self._switch.cut(self._port(host), False)
 
     def cut_pair(self, a: str, b: str) -> None:
-        """From now on nothing gets from one host to the other, while both reach all others."""
+        """Drop all packets between two hosts, while both reach all others."""
         self._switch.cut_pair(self._port(a), self._port(b), True)
 
     def heal_pair(self, a: str, b: str) -> None:
@@ -117,7 +117,7 @@ class Network(Engine):
         self._switch.limit(self._port(host), mbit)
 
     def lose(self, host: str, fraction: float) -> None:
-        """How much of what is sent to a host or by it gets lost, besides the network's own `loss`."""
+        """The additional rate of lost packets from and to a host, besides the network's own `loss`."""
         self._switch.lose(self._port(host), fraction)
 
     def _port(self, host: str) -> int:

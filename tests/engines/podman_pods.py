@@ -71,7 +71,7 @@ class PodmanPods(Network):
 
 
 def podman(url: str, *arguments: str) -> str:
-    """What a command says; raises with its complaint if it fails."""
+    """The output of a command; raises with its error output if it fails."""
     command = ["podman", "--remote", "--url", url, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=system_path())
     if done.returncode:
@@ -82,7 +82,7 @@ def podman(url: str, *arguments: str) -> str:
 def _remove_cgroups() -> None:
     for folder in Path("/sys/fs/cgroup").glob("*/libpod_parent"):
         for below in (*folder.glob("*/"), folder):
-            with contextlib.suppress(OSError):  # somebody else's podman
+            with contextlib.suppress(OSError):  # podman of another process
                 below.rmdir()
 
 

@@ -32,7 +32,7 @@ def collect_until(env: farstep.ClusterEnv, agent: TableAgent, width: int) -> Non
 
 
 def train(env: farstep.ClusterEnv) -> None:
-    """New weights reach environments in pods, and rows come back that they acted on."""
+    """New weights reach workers in pods, and rows have their actions."""
     agent = TableAgent()
     collect_until(env, agent, 8)
     for version in range(3):
@@ -47,7 +47,7 @@ def train(env: farstep.ClusterEnv) -> None:
 
 
 def drain(env: farstep.ClusterEnv, url: str) -> None:
-    """A pod that is told to end hands over what it has, and is replaced."""
+    """A pod that is stopped delivers its rows, and is replaced."""
     # Not the pod: podman takes its network away at once, which Kubernetes does last.
     stop = ("stop", "--time", "20", f"{env.stats()['nodes'][1]['host']}-node-daemon")
     stopping = threading.Thread(target=podman, args=(url, *stop))

@@ -97,7 +97,7 @@ class RayCluster(Engine):
         wait_until(lambda: "Ray runtime started" in log.read_text(), f"Ray's node {number}", 90, [log], [process])
 
     def kill_node(self, number: int) -> None:
-        """As if its power failed: Ray's daemons of a node and all actors there are gone."""
+        """A power failure: Ray's daemons of a node and all its actors are killed."""
         self._running.pop(number).end()
 
 

@@ -53,7 +53,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=0,batch_sched_delay=0
-# What was dead comes back by itself, what an administrator took out does not.
+# Nodes that were down return by themselves, nodes that an administrator removed do not.
 ReturnToService=1
 SlurmdTimeout={node_timeout_s}
 SlurmctldTimeout=10
@@ -69,7 +69,7 @@ _CGROUPS = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\nConstrainCores=no\nConst
 
 @dataclass(frozen=True)
 class Job:
-    """What `squeue` says of a job."""
+    """The entry of a job in `squeue`."""
 
     id: int
     name: str
@@ -134,7 +134,7 @@ class SlurmCluster(Engine):
         self.wait_until_idle()
 
     def command(self, *words: str, timeout_s: float = 20.0) -> str:
-        """What one of SLURM's programs answers, run where the controller is."""
+        """The output of one of SLURM's programs, run on the host of the controller."""
         process = self._popen(self.controller, words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
             output, errors = process.communicate(timeout=timeout_s)
@@ -164,7 +164,7 @@ class SlurmCluster(Engine):
         self._wait_for(dict.fromkeys(self.nodes, "idle"))
 
     def kill_node(self, name: str) -> None:
-        """As if its power failed: slurmd, and all that its jobs started, are gone."""
+        """A power failure: slurmd and all processes of its jobs are killed."""
         self._running.pop(name).end()
 
     def start_node(self, name: str) -> None:
@@ -173,7 +173,7 @@ class SlurmCluster(Engine):
         self._wait_for({name: "idle"})
 
     def stop_controller(self) -> None:
-        """Nobody answers SLURM's programs any more; what runs on nodes goes on."""
+        """SLURM's programs get no answer any more; processes on nodes continue."""
         self.command("scontrol", "shutdown", "slurmctld")  # it saves what it knows
         self._running.pop("slurmctld").end()
 
@@ -231,7 +231,7 @@ class SlurmCluster(Engine):
         return "127.0.0.1" if self._network is None else self._network.address(name)
 
     def _start_munge(self) -> None:
-        """What SLURM's parts know each other by; hosts share it through the file system."""
+        """The authentication service of SLURM; hosts share its key through the file system."""
         folder = self.folder / "munge"
         (folder / "key").write_bytes(secrets.token_bytes(128))
         (folder / "key").chmod(0o400)

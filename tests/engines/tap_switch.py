@@ -65,7 +65,7 @@ class Port:
 
 
 class TapSwitch:
-    """Learns who is where, as any switch does."""
+    """Learns addresses and ports from frames, like a hardware switch."""
 
     def __init__(self, delay_s: float, networks: list[int]) -> None:
         self._delay_s, self._loss = delay_s, 0.0

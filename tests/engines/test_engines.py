@@ -1,4 +1,4 @@
-"""The engines that other tests run on: they start, do what they are for, break on demand, and leave nothing behind."""
+"""The engines of other tests: they start, work, fail on demand, and leave no process or file behind."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_guarded_program_ends_as_it_would_alone():
     process.end()
 
 
-def test_signals_are_for_the_program():
+def test_signals_are_forwarded_to_the_program():
     process = Guarded(["sleep", "1000"])
     process.terminate()
     assert process.wait(20) == -signal.SIGTERM
@@ -104,7 +104,7 @@ def test_a_stopped_program_stops_with_all_that_it_started(tag):
     process.send_signal(signal.SIGSTOP)
     wait_until(lambda: states() == {"T"}, "both to stop")
     process.send_signal(signal.SIGCONT)
-    wait_until(lambda: states() == {"S"}, "both to go on")
+    wait_until(lambda: states() == {"S"}, "both to continue")
     process.end()
 
 
@@ -152,7 +152,7 @@ def test_networks_end_with_their_block(delay_ms):
     assert not any(str(path.readlink()) in named for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
 
 
-def test_a_crash_takes_all_that_runs_on_a_host():
+def test_crash_of_a_host_ends_all_its_processes():
     with Network(["h1", "h2"]) as network:
         on_1, on_2 = network.popen("h1", ["sleep", "1000"]), network.popen("h2", ["sleep", "1000"])
         network.crash("h1")
@@ -162,7 +162,7 @@ def test_a_crash_takes_all_that_runs_on_a_host():
 
 
 @pytest.mark.parametrize("delay_ms", [0, 10], ids=["bridge", "switch"])
-def test_partitions_come_and_heal(delay_ms):
+def test_partitions_can_be_made_and_healed(delay_ms):
     with Network(["h1", "h2", "h3"], delay_ms=delay_ms) as network:
         for host in network.hosts:
             serve(network, host)
@@ -181,7 +181,7 @@ def test_partitions_come_and_heal(delay_ms):
 
 
 @pytest.mark.parametrize("delay_ms", [0, 10], ids=["bridge", "switch"])
-def test_links_lose_and_are_slow_on_demand(delay_ms):
+def test_links_can_lose_and_delay_packets(delay_ms):
     with Network(["h1", "h2"], delay_ms=delay_ms) as network:
         serve(network, "h2")
         assert float(probe(network, "h1", "loss", "h2")) < 0.05
@@ -202,7 +202,7 @@ def test_a_slow_network_has_its_delay_its_loss_and_its_rate():
         assert 1 < float(probe(network, "h1", "rate", "h2")) < 110
 
 
-def test_networks_at_once_do_not_meet():
+def test_concurrent_networks_are_isolated():
     with Network(["h1", "h2"]) as one, Network(["h1", "h2"]) as other:
         serve(one, "h2")
         assert probe(one, "h1", "rtt", "h2") != "none"
@@ -242,7 +242,7 @@ def test_slurm_runs_jobs_and_queues_them_again_when_a_node_dies(tmp_path):
         wait_until(lambda: cluster.states()["n1"] == "idle", "the node's return")
 
 
-def test_slurm_clusters_at_once_do_not_meet(tmp_path):
+def test_concurrent_slurm_clusters_are_isolated(tmp_path):
     with SlurmCluster(nodes=1) as one, SlurmCluster(nodes=1) as other:
         for name, cluster in ("one", one), ("other", other):
             submit(cluster, tmp_path / name, command="srun sh -c 'echo of $SLURM_CONF'")
@@ -250,7 +250,7 @@ def test_slurm_clusters_at_once_do_not_meet(tmp_path):
             assert len(cluster.jobs()) == 1
 
 
-def test_jobs_get_the_numbers_of_gpus(tmp_path):
+def test_jobs_get_the_indices_of_their_gpus(tmp_path):
     with SlurmCluster(nodes=1, gpus=2) as cluster:
         out = tmp_path / "out"
         submit(cluster, out, "--gpus-per-node=2", command="srun sh -c 'echo has $CUDA_VISIBLE_DEVICES.'")
@@ -258,7 +258,7 @@ def test_jobs_get_the_numbers_of_gpus(tmp_path):
         assert count(out, "has 0,1.") == 1
 
 
-def test_urgent_jobs_take_nodes_away_after_a_grace(tmp_path):
+def test_urgent_jobs_preempt_nodes_after_a_grace_period(tmp_path):
     with SlurmCluster(nodes=1, preemption=True, grace_s=3) as cluster:
         out = tmp_path / "out"
         program = f"sh -c 'trap \"echo told; exit\" TERM; touch {tmp_path}/there; while :; do sleep 0.1; done'"
@@ -315,7 +315,7 @@ with Network(["h1", "h2"], delay_ms=1) as network, SlurmCluster(network=network)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
-def test_nothing_is_left_however_the_test_ends(tag, tmp_path, number):
+def test_no_process_outlives_a_test_that_is_ended_by_a_signal(tag, tmp_path, number):
     folder = Path(tempfile.mkdtemp(prefix="u"))  # a short name: the path of a socket in it has at most 107 bytes
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "TMPDIR": str(folder)}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

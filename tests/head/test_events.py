@@ -117,7 +117,7 @@ def test_a_subscriber_gets_stored_events_first() -> None:
     assert seen == ["before", "after"]
 
 
-def test_a_subscriber_that_raises_is_removed_and_the_others_are_told() -> None:
+def test_subscriber_that_raises_is_removed_and_reported_to_the_others() -> None:
     log, seen = EventLog(), list[Event]()
 
     def fail(event: Event) -> None:
@@ -133,7 +133,7 @@ def test_a_subscriber_that_raises_is_removed_and_the_others_are_told() -> None:
     assert "the disk is full" in seen[1].text and "in fail" in seen[1].traceback
 
 
-def test_a_slow_subscriber_blocks_nothing_and_its_lost_events_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_subscriber_blocks_no_emitter_and_its_lost_events_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_UNREAD", 10)
     log, release, seen = EventLog(), threading.Event(), list[str]()
 

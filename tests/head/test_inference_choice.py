@@ -1,4 +1,4 @@
-"""What the measurement of `inference="auto"` uses, and leaves behind."""
+"""The measurement of `inference="auto"`: the slots that it uses, and the state of environments afterwards."""
 
 from __future__ import annotations
 

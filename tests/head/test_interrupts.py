@@ -1,4 +1,4 @@
-"""Signals come when they do no harm."""
+"""Signals are deferred while they would interrupt a critical section."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from farstep.head.interrupts import Interrupts
 
 
 class Told(BaseException):
-    """What a handler raises."""
+    """The exception of a handler."""
 
 
 @pytest.fixture(params=["SIGINT", "SIGTERM", "SIGALRM"])
@@ -28,7 +28,7 @@ def number(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
     signal.signal(found, before)
 
 
-def test_a_signal_waits_for_the_end(number: signal.Signals) -> None:
+def test_signal_is_deferred_to_the_end_of_the_block(number: signal.Signals) -> None:
     interrupts, done = Interrupts(), []
     with pytest.raises(Told):
         with interrupts.deferred(), interrupts.deferred():
@@ -50,7 +50,7 @@ def test_a_signal_is_handled_while_a_call_waits(number: signal.Signals) -> None:
             pass
 
 
-def test_handlers_are_as_before() -> None:
+def test_signal_handlers_are_restored() -> None:
     before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
     with Interrupts().deferred():
         assert signal.getsignal(signal.SIGTERM) == before[signal.SIGTERM]  # nothing of ours is raised from it

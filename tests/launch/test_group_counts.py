@@ -1,4 +1,4 @@
-"""How many nodes of a group are there or may still come, whatever happens to its jobs: against a model of SLURM."""
+"""The number of connected and expected nodes of a group under random events, compared with a model of SLURM."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Job:
 
 
 def never() -> Group:
-    raise AssertionError("nobody asks")
+    raise AssertionError("not requested in this test")
 
 
 class Jobs(RuleBasedStateMachine):
@@ -74,7 +74,7 @@ class Jobs(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
-        """A node daemon falls silent; with the last one, its job ends."""
+        """A node daemon is lost; with the last one, its job ends."""
         if (job := self.of(data, "RUNNING")) and job.connected:
             self.watched.left(job.connected.pop(data.draw(st.integers(0, len(job.connected) - 1))), for_good=True)
             self._maybe_end(job)
@@ -97,9 +97,9 @@ class Jobs(RuleBasedStateMachine):
     def look(self) -> None:
         nodes = sum(job.size for job in self.jobs if job.state != "ENDED")
         over = [f"SLURM job {job.number}" for job in self.jobs if job.state == "ENDED"]
-        anew = [f"SLURM job {job.number}" for job in self.jobs if job.state == "PENDING"]
+        restarting = [f"SLURM job {job.number}" for job in self.jobs if job.state == "PENDING"]
         self.watched.note_status(
-            RequestStatus("", nodes, ended=dict.fromkeys(over, "over"), restarting=anew), time.monotonic()
+            RequestStatus("", nodes, ended=dict.fromkeys(over, "over"), restarting=restarting), time.monotonic()
         )
         self.watched.expected()  # as the head asks all the time
         self.seen = True

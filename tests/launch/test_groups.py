@@ -1,4 +1,4 @@
-"""Asking an engine again for nodes that are over: how often, how long, and when it is given up."""
+"""Requests for replacements of lost nodes: how often, for how long, and when the run gives up."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Fake:
     def request(self, nodes: int, bootstrap: bytes) -> Job:
         self.bootstraps.append(bootstrap)
         if self.fails:
-            raise LaunchError("nobody answers.")
+            raise LaunchError("no answer.")
         self.jobs.append(Job(nodes))
         return self.jobs[-1]
 
@@ -71,7 +71,7 @@ def engine() -> Fake:
 
 @pytest.fixture
 def make(engine: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Groups]]:
-    """So many nodes, of which `here` came."""
+    """A function that requests `nodes` nodes, of which `here` are connected."""
     monkeypatch.setattr(module, "_CHECK_S", 0.001)
     made: list[Groups] = []
 
@@ -92,7 +92,7 @@ def make(engine: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...
 
 
 def stands(engine: Fake, job: int, nodes: int, pending: int = 0, ended: Mapping[str, str] | None = None) -> None:
-    """Let an engine say this, and be heard."""
+    """Let an engine report this status, and wait until it is read."""
     found = engine.jobs[job]
     found.stands = RequestStatus(found.stands.text, nodes, pending, ended)
     looks = found.looks
@@ -100,7 +100,7 @@ def stands(engine: Fake, job: int, nodes: int, pending: int = 0, ended: Mapping[
 
 
 def attempts(groups: Groups, engine: Fake, wanted: int, seconds: range) -> list[int]:
-    """The seconds at which nodes were asked for, and did not come."""
+    """The seconds at which nodes were requested that never joined."""
     found = []
     for now in seconds:
         before = len(groups)
@@ -115,14 +115,14 @@ def attempts(groups: Groups, engine: Fake, wanted: int, seconds: range) -> list[
     return found
 
 
-def test_who_has_all_nodes_asks_for_none(engine: Fake, make: Callable[..., Groups]) -> None:
+def test_complete_group_requests_no_nodes(engine: Fake, make: Callable[..., Groups]) -> None:
     groups = make()
     assert groups.expected() == 2
     assert attempts(groups, engine, 2, range(100)) == []
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["engine answers", "engine fails"])
-def test_pauses_grow_until_the_budget_is_spent_and_it_comes_again(
+def test_retries_slow_down_until_the_budget_is_used_up_and_the_budget_recovers(
     engine: Fake, make: Callable[..., Groups], fails: bool
 ) -> None:
     groups = make(min_nodes=1)
@@ -136,7 +136,7 @@ def test_pauses_grow_until_the_budget_is_spent_and_it_comes_again(
     assert attempts(groups, engine, 2, range(2000, 2010)) == [2000, 2001, 2003]
 
 
-def test_rare_losses_do_not_add_up(engine: Fake, make: Callable[..., Groups]) -> None:
+def test_rare_losses_do_not_use_up_the_budget(engine: Fake, make: Callable[..., Groups]) -> None:
     groups = make(nodes=1, here=1)
     for hour in range(10):
         groups[len(groups) - 1].left("a node", for_good=True)
@@ -157,7 +157,7 @@ def test_too_few_nodes_and_no_budget_end_a_run(engine: Fake, make: Callable[...,
 
 
 @pytest.mark.parametrize("here", [0, 1])
-def test_nodes_that_never_came_are_not_asked_for_again(engine: Fake, make: Callable[..., Groups], here: int) -> None:
+def test_nodes_that_never_joined_are_not_requested_again(engine: Fake, make: Callable[..., Groups], here: int) -> None:
     groups = make(here=here)
     stands(engine, 0, here)
     missing = "1 node is missing" if here else "2 nodes are missing"
@@ -166,8 +166,8 @@ def test_nodes_that_never_came_are_not_asked_for_again(engine: Fake, make: Calla
     assert len(engine.jobs) == 1
 
 
-def test_a_replacement_that_fails_is_tried_again(engine: Fake, make: Callable[..., Groups]) -> None:
-    """Also where all nodes are needed: a host that starts anew refuses its first connections."""
+def test_failed_replacement_is_retried(engine: Fake, make: Callable[..., Groups]) -> None:
+    """Also where all nodes are needed: a host that is restarting refuses the first connections."""
     groups = make()
     groups[0].left("a node", for_good=True)
     assert attempts(groups, engine, 2, range(4)) == [0, 1, 3]
@@ -182,13 +182,13 @@ def test_a_lost_node_counts_once(engine: Fake, make: Callable[..., Groups], noti
     assert groups.expected() == 3
     groups.request_missing(4, 0.0)
     eventually(lambda: len(engine.jobs) == 2)
-    for _ in range(3):  # nobody is asked for while the replacement is on its way
+    for _ in range(3):  # no node is requested while the replacement is starting
         stands(engine, 1, 1)
         groups.request_missing(4, 100.0)
     assert groups.expected() == 4 and len(groups) == 2
 
 
-def test_nodes_that_their_engine_brings_again_are_not_asked_for(engine: Fake, make: Callable[..., Groups]) -> None:
+def test_nodes_that_their_engine_restarts_are_not_requested(engine: Fake, make: Callable[..., Groups]) -> None:
     """A SLURM job that is queued again, a pod of a Deployment."""
     groups = make(nodes=4, here=4)
     for _ in range(4):
@@ -203,7 +203,7 @@ def test_nodes_that_their_engine_brings_again_are_not_asked_for(engine: Fake, ma
     assert groups.expected() == 4
 
 
-def test_what_an_engine_said_before_a_loss_does_not_make_up_for_it(engine: Fake, make: Callable[..., Groups]) -> None:
+def test_status_from_before_a_loss_does_not_count_as_its_replacement(engine: Fake, make: Callable[..., Groups]) -> None:
     groups = make(nodes=1, here=0)
     stands(engine, 0, nodes=1, pending=1)
     groups[0].joined("a node")
@@ -213,10 +213,10 @@ def test_what_an_engine_said_before_a_loss_does_not_make_up_for_it(engine: Fake,
     assert groups.expected() == 0
 
 
-def test_nodes_that_were_given_back_are_replaced_like_others(engine: Fake, make: Callable[..., Groups]) -> None:
+def test_returned_nodes_are_replaced_like_lost_ones(engine: Fake, make: Callable[..., Groups]) -> None:
     groups = make(nodes=4, here=4)
     for _ in range(2):
-        groups[0].left("a node", for_good=True)  # their job goes on on the others, and the engine says 4
+        groups[0].left("a node", for_good=True)  # their job continues on the other nodes, and the engine reports 4
     assert groups.expected() == 2
     groups[0].left("a node", for_good=True)
     assert attempts(groups, engine, 2, range(1)) == [0]
@@ -233,15 +233,13 @@ def test_groups_that_are_not_needed_any_more_are_cancelled(engine: Fake, make: C
     assert groups.expected() == 3
 
 
-def test_an_engine_that_cannot_be_used_says_so_at_once(engine: Fake, make: Callable[..., Groups]) -> None:
+def test_unusable_engine_raises_at_once(engine: Fake, make: Callable[..., Groups]) -> None:
     engine.fails = True
-    with pytest.raises(LaunchError, match="nobody answers"):
+    with pytest.raises(LaunchError, match="no answer"):
         make()
 
 
-def test_a_group_that_is_over_is_cleared_away_and_its_last_words_are_kept(
-    make: Callable[..., Groups], engine: Fake
-) -> None:
+def test_finished_group_is_removed_and_its_last_output_is_kept(make: Callable[..., Groups], engine: Fake) -> None:
     groups = make(2, here=2)
     stands(engine, 0, 0)
     eventually(lambda: engine.jobs[0].cancelled)
@@ -250,10 +248,10 @@ def test_a_group_that_is_over_is_cleared_away_and_its_last_words_are_kept(
     assert groups.logs() == "its last words"
 
 
-def test_an_engine_hears_one_order_at_a_time(
+def test_engine_runs_one_command_at_a_time(
     make: Callable[..., Groups], engine: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replacements are asked for in threads, and `scale` asks in the caller's."""
+    """Replacements are requested in threads, and `scale` requests nodes in the caller's."""
     groups = make(2, here=2)
     asking: list[int] = []
     most = 0
@@ -298,14 +296,12 @@ def test_a_node_that_was_reclaimed_for_good_does_not_hide_another_loss(
     stands(engine, 0, 2)
     assert groups.expected() == 2
     groups[0].left("a node", for_good=True)
-    assert groups.expected() == 1  # whatever the engine still says of it
+    assert groups.expected() == 1  # although the engine still reports it
     stands(engine, 0, 1)
     assert groups.expected() == 1
 
 
-def test_a_job_that_begins_anew_is_waited_for_after_another_was_cancelled(
-    make: Callable[..., Groups], engine: Fake
-) -> None:
+def test_restarting_job_is_waited_for_after_another_was_cancelled(make: Callable[..., Groups], engine: Fake) -> None:
     groups = make(3, here=3, min_nodes=1)
     groups[0].left("a node", for_good=False)
     stands(engine, 0, 2)
@@ -319,7 +315,7 @@ def test_a_job_that_begins_anew_is_waited_for_after_another_was_cancelled(
     assert groups.expected() == 2
 
 
-def test_a_node_that_never_came_does_not_hide_the_loss_of_another(make: Callable[..., Groups], engine: Fake) -> None:
+def test_node_that_never_joined_does_not_hide_the_loss_of_another(make: Callable[..., Groups], engine: Fake) -> None:
     groups = make(3, here=2, min_nodes=1)  # the third is a job of its own, which fails at once
     stands(engine, 0, 2, ended={"job 2": "job 2 is over"})
     assert groups.expected() == 2
@@ -355,7 +351,7 @@ def test_daemons_that_were_not_needed_are_not_waited_for(make: Callable[..., Gro
     assert groups.expected() == 1
 
 
-def test_logs_that_cannot_be_read_hide_nothing(
+def test_unreadable_logs_do_not_hide_the_error(
     make: Callable[..., Groups], engine: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> str:
@@ -378,7 +374,7 @@ def test_a_lost_engine_ends_a_run_that_needs_more_nodes_although_budget_is_left(
     monkeypatch.setattr(engine.jobs[0], "status", fail)
     eventually(lambda: groups[0].status.engine_lost)
     groups[0].left("a node", for_good=True)
-    groups.request_missing(2, 0.0)  # one node is enough to go on
+    groups.request_missing(2, 0.0)  # one node is enough to continue
     groups[0].left("a node", for_good=True)
     eventually(lambda: len(engine.jobs) == 2)
     monkeypatch.setattr(engine.jobs[1], "status", fail)

@@ -1,4 +1,4 @@
-"""Named nodes for acting servers: which node is which, and what is said about those that are missing."""
+"""Named nodes for acting servers: which node has which name, and the error for missing ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_node_with_workers_does_not_stand_in_for_one_without() -> None:
     assert world.servers.find("gpu") is None
 
 
-def test_a_name_that_no_node_has_is_refused_as_soon_as_all_nodes_are_connected() -> None:
+def test_unknown_node_name_is_refused_once_all_nodes_are_connected() -> None:
     world = World(RayConfig(nodes=2), ["gpu"], [])
     world.join("a")
     assert not world.servers.check_names(others_connected=False)
@@ -72,6 +72,6 @@ def test_a_spare_host_cannot_have_servers() -> None:
 
 
 @pytest.mark.parametrize("name", ["-oProxyCommand=x", "two words", " ", ""])
-def test_a_named_node_is_one_word_that_ssh_does_not_take_for_an_option(name: str) -> None:
+def test_name_of_a_node_is_one_word_and_not_an_ssh_option(name: str) -> None:
     with pytest.raises(ConfigError, match="a list of distinct nodes"):
         ServedInference(where=[name])

@@ -39,7 +39,7 @@ def numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
 
 
 def random_rows(seed: int, scale: float = 0.5, size: int = 40) -> dict[str, Any]:
-    """Log-probabilities of three policies, advantages and a mask; masked rows hold what must not be looked at."""
+    """Log-probabilities of three policies, advantages and a mask; masked rows hold values that must not be used."""
     generator = torch.Generator().manual_seed(seed)
     behave = -torch.rand(size, generator=generator) * 3
     moves = [scale * torch.randn(size, generator=generator) for _ in range(2)]
@@ -61,7 +61,7 @@ def valid_rows(seed: int) -> dict[str, Any]:
 
 
 def plain_rows(rows: dict[str, Tensor]) -> dict[str, Any]:
-    """What plain PPO takes."""
+    """The arguments of plain PPO."""
     return {
         "logprob": rows["logprob"],
         "old_logprob": rows["behave_logprob"],
@@ -250,7 +250,7 @@ def test_the_gradient_of_plain_ppo_is_that_of_the_formula() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(seeds, st.sampled_from([0.1, 30.0, 1e4]))
-def test_nothing_masked_and_nothing_extreme_makes_nan(seed: int, scale: float) -> None:
+def test_masked_and_extreme_rows_cause_no_nan(seed: int, scale: float) -> None:
     rows = random_rows(seed, scale)
     options: list[Any] = [(None, "mask", None), (2.0, "mask", 3.0), (2.0, "truncate", None)]
     for threshold, mode, c in options:
@@ -271,7 +271,7 @@ def test_nothing_masked_and_nothing_extreme_makes_nan(seed: int, scale: float) -
             assert 0 <= found[name] <= 1 + 1e-6
 
 
-def test_an_action_that_became_impossible_is_no_trouble() -> None:
+def test_loss_is_finite_for_an_action_that_became_impossible() -> None:
     logprob = torch.tensor([-math.inf, -1.0], requires_grad=True)
     behave, both = torch.tensor([-1.0, -1.0]), torch.tensor([True, True])
     proximal = interpolate_proximal(logprob, behave, torch.tensor([0, 0]), 2)
@@ -399,7 +399,7 @@ def test_the_value_loss_row_by_row(seed: int, clip: float | None, delta: float |
     assert values.grad is not None and values.grad.isfinite().all() and not values.grad[~valid].any()
 
 
-def test_returns_that_do_not_vary_explain_nothing() -> None:
+def test_explained_variance_of_constant_returns_is_zero() -> None:
     values, returns = torch.randn(100), torch.full((100,), 0.1)
     returns[::2] = torch.nextafter(returns[::2], torch.ones(50))  # rounding is no variation
     for valid in (None, torch.ones(100, dtype=torch.bool), torch.zeros(100, dtype=torch.bool)):

@@ -32,7 +32,7 @@ units = st.floats(0.0, 1.0)
 
 
 class Rollout(NamedTuple):
-    """Random rows with ends of both kinds; NaN wherever an entry must not be looked at."""
+    """Random rows with ends of both kinds; NaN in entries that must not be used."""
 
     rewards: Array
     values: Array
@@ -170,7 +170,7 @@ def test_lambda_returns_are_a_mean_of_n_step_returns(seed: int, gamma: float, la
 
 @settings(max_examples=50, deadline=None)
 @given(seeds, units, units)
-def test_a_batch_is_worth_what_its_episodes_are_alone(seed: int, gamma: float, lam: float) -> None:
+def test_returns_of_a_batch_equal_those_of_its_single_episodes(seed: int, gamma: float, lam: float) -> None:
     rollout = Rollout.random(seed)
     found = gae(*rollout, gamma, lam)[0]
     for i in range(N):
@@ -191,7 +191,7 @@ def test_small_batches(shape: tuple[int, int]) -> None:
     np.testing.assert_allclose(n_step(*rollout, 0.9, 2), n_step_reference(rollout, 0.9, 2), atol=1e-12)
 
 
-# What nobody knows: filler and cuts.
+# Rows without a known successor: filler rows and cuts.
 
 
 def test_usable_rows_are_transitions_whose_successor_is_known() -> None:
@@ -230,7 +230,7 @@ def cut_rollout(seed: int) -> tuple[Rollout, Array, Rollout, Rollout]:
 
 @settings(max_examples=30, deadline=None)
 @given(seeds, units, units)
-def test_nothing_is_added_up_across_a_cut(seed: int, gamma: float, lam: float) -> None:
+def test_returns_do_not_cross_a_cut(seed: int, gamma: float, lam: float) -> None:
     rollout, mask, before, after = cut_rollout(seed)
     middle = Rollout(*(a[4:7] if a.ndim == 2 else a for a in rollout))
     with np.errstate(all="raise", under="ignore"):
@@ -363,7 +363,7 @@ def test_retrace_of_the_rlax_vectors() -> None:
 
 
 def test_the_hand_worked_vector() -> None:
-    """Spec methods 4.5.4; the last discount is 0, so the bootstrap is nobody's."""
+    """Spec methods 4.5.4; the last discount is 0, so the bootstrap has no effect."""
     rewards, discounts, values = (np.array([a]).T for a in ([1.0, 0, 2], [0.9, 0.9, 0], [0.3, 0.6, 0.2]))
     log_rhos = np.log(np.array([[0.5, 2, 0.8]]).T)
     for bootstrap in (5.0, np.nan):
@@ -404,10 +404,10 @@ def test_vtrace_is_retrace_times_the_clipped_ratio(seed: int, lam: float) -> Non
 @given(seeds, st.floats(0.01, 1.0), units)
 def test_on_policy_all_are_the_n_step_return_and_with_lambda_gae(seed: int, gamma: float, lam: float) -> None:
     rollout = Rollout.random(seed)
-    rewards, discounts, goes_on = fold_ends(
+    rewards, discounts, continues = fold_ends(
         rollout.rewards, rollout.terminated, rollout.truncated, rollout.final_values, gamma
     )
-    np.testing.assert_array_equal(goes_on, ~rollout.ended)
+    np.testing.assert_array_equal(continues, ~rollout.ended)
     rows = np.zeros((T, N)), rewards, rollout.values, rollout.last_values, discounts
     expected = n_step_reference(rollout, gamma, T)
     targets = retrace_q(rows[0], rewards, rollout.values, rollout.values, rollout.last_values, discounts)
@@ -438,9 +438,9 @@ def test_a_discount_of_zero_splits_episodes(seed: int, lam: float, end: int) -> 
 def test_a_truncated_row_bootstraps_from_its_final_observation_and_cuts_the_trace() -> None:
     """r = 1 with 10 still to come at row 0, which is truncated; row 1 is another episode's."""
     rows = np.array([[1.0], [3.0]]), np.array([[False], [False]]), np.array([[True], [False]])
-    rewards, discounts, goes_on = fold_ends(*rows, np.array([[10.0], [np.nan]]), 0.5)
+    rewards, discounts, continues = fold_ends(*rows, np.array([[10.0], [np.nan]]), 0.5)
     assert (rewards.ravel().tolist(), discounts.ravel().tolist()) == ([6.0, 3.0], [0.0, 0.5])
-    assert goes_on.ravel().tolist() == [False, True]
+    assert continues.ravel().tolist() == [False, True]
     arguments = np.log([[0.5], [2.0]]), rewards, np.array([[2.0], [1.0]]), np.array([4.0]), discounts
     assert vtrace(*arguments)[0].ravel().tolist() == pytest.approx([2 + 0.5 * 4, 1 + 4])
     assert vtrace(*arguments)[1].ravel().tolist() == pytest.approx([0.5 * 4, 4])
@@ -458,7 +458,7 @@ def test_extreme_ratios_stay_finite() -> None:
 # Types and refusals.
 
 
-def test_float32_stays_float32_and_is_added_up_in_float64() -> None:
+def test_float32_is_returned_as_float32_and_summed_in_float64() -> None:
     rollout = Rollout.random(1, 2000, 3, np.float32)
     doubles = Rollout(*(a.astype(np.float64) if a.dtype.kind == "f" else a for a in rollout))
     exact = gae(*doubles, 0.999, 0.99)[0]
@@ -466,7 +466,7 @@ def test_float32_stays_float32_and_is_added_up_in_float64() -> None:
     np.testing.assert_array_equal(found, exact.astype(np.float32))
     rollout = rollout._replace(rewards=rollout.rewards.astype(np.float64))
     outputs = [*gae(*rollout, 0.9, 0.9), n_step(*rollout, 0.9, 3), lambda_returns(*rollout, 0.9, 0.9)]
-    assert {a.dtype for a in outputs} == {np.dtype(np.float32)}, "as values are, whatever rewards are"
+    assert {a.dtype for a in outputs} == {np.dtype(np.float32)}, "the dtype of values, for any dtype of rewards"
 
 
 def test_arguments_are_left_as_they_are() -> None:

@@ -1,4 +1,4 @@
-"""What a critic learns that is trained on V-trace and Retrace targets: fixed points, by exact expectations."""
+"""Fixed points of critics that are trained on V-trace and Retrace targets, by exact expectations."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_retrace_learns_the_action_values_of_the_policy(seed: int, lam: float) -
     np.testing.assert_allclose(q, expected, atol=1e-8)
 
 
-def test_the_bandit() -> None:
+def test_bandit_of_the_specification_converges_to_the_expected_values() -> None:
     """Spec methods 4.5.5: pi = (.2, .8), mu = (.5, .5), rewards 0 and 1, one step."""
     log_rhos, rewards, discounts = np.log([[0.4, 1.6]]), np.array([[0.0, 1.0]]), np.zeros((1, 2))
 

@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def one_thread(torch_in_workers: None) -> Iterator[None]:
-    """With several threads, small matrices wait for each other, the more so the busier the machine."""
+    """With several threads, operations on small matrices wait for other threads, above all on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

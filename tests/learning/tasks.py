@@ -1,4 +1,4 @@
-"""Small worlds that a learner must solve, and a way to train in them without a run folder."""
+"""Small tasks that a learner must solve, and training in them without a run folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LEARNERS: dict[type, Any] = {
 
 
 class Identity(gymnasium.Env[Any, Any]):
-    """Pays for doing what is shown: observations are drawn from the action space; ten steps long."""
+    """Rewards the action that equals the observation, which is drawn from the action space; ten steps long."""
 
     def __init__(self, kind: str = "discrete", length: int = 10) -> None:
         self.action_space = {
@@ -77,7 +77,7 @@ def _alike(space: Any, shown: Any, done: Any) -> float:
 
 
 class Recall(gymnasium.Env[Any, Any]):
-    """Shows a bit at the first step and asks for it at the last: without memory nobody does better than half."""
+    """Shows a bit at the first step and asks for it at the last: without memory, no policy exceeds one half."""
 
     def __init__(self, length: int = 5) -> None:
         self.observation_space = spaces.Box(-1, 1, (2,), np.float32)
@@ -101,7 +101,7 @@ class Recall(gymnasium.Env[Any, Any]):
 
 
 class Rows:
-    """Keeps what is logged; sends this process a signal when there are so many rows."""
+    """Keeps logged rows; sends this process a signal after `stop_at` of them."""
 
     def __init__(self, stop_at: int | None = None) -> None:
         self.rows: list[dict[str, float]] = []

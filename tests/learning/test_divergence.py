@@ -17,7 +17,7 @@ KINDS = ["discrete", "multi-discrete", "binary", "continuous", "dict"]
 
 @pytest.mark.parametrize("recurrent", ["none", "lstm"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_travel_only_when_policies_are_apart(kind: str, recurrent: Any) -> None:
+def test_workers_pull_weights_only_above_the_threshold(kind: str, recurrent: Any) -> None:
     net = NetConfig(recurrent=recurrent, core=8, normalize_obs=True)
     config = PPOConfig(num_steps=16, minibatch_size=128, learning_rate=1e-4, update_epochs=2, net=net)
     with make_env(partial(Identity, kind), 8, launcher="in-process", kl_threshold=0.5) as env:

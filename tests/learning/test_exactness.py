@@ -126,7 +126,7 @@ def train_options(folder: Path, name: str, launcher: str) -> list[str]:
 
 
 def after_updates(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
-    """Wait until the run has logged so many updates."""
+    """Wait until the run has logged the given number of updates."""
     metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()

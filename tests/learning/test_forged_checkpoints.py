@@ -50,7 +50,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> checkpoint.Loaded:
 
 
 def forgeries(value: Any) -> dict[str, Any]:
-    """What can be wrong with a value."""
+    """Wrong values in place of a value."""
     if isinstance(value, torch.Tensor):
         forged = forging.forgeries(value.numpy())
         return {name: torch.from_numpy(new) if isinstance(new, np.ndarray) else new for name, new in forged.items()}
@@ -121,7 +121,7 @@ def make_learner(env: farstep.ClusterEnv) -> PPO:
 
 
 def content(training: Training, learner: Any) -> Any:
-    """All that a resume changes, but for the environments."""
+    """All state that a resume changes, except that of the environments."""
     arrays, plain = split_state({"agent": learner.agent.state_dict(), "learner": learner.state()})
     return {name: array.tobytes() for name, array in arrays.items()}, plain, training.progress.state()
 

@@ -1,4 +1,4 @@
-"""Environments that no learner can learn from, or only if it is careful."""
+"""Environments with extreme, constant or invalid rewards and observations."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ScalarObs(CountingEnv):
 
 
 @pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf])
-def test_a_reward_that_is_no_number_ends_the_run_with_its_slot(reward: float, tmp_path: Path) -> None:
+def test_reward_that_is_not_finite_ends_the_run_and_names_its_slot(reward: float, tmp_path: Path) -> None:
     with (
         make_env(BadReward, 4, launcher="in-process", env_kwargs={"reward": reward}) as env,
         pytest.raises(RewardError, match=r"slot 0 returned the reward -?(nan|inf)"),
@@ -52,7 +52,7 @@ def test_a_reward_that_is_no_number_ends_the_run_with_its_slot(reward: float, tm
         make_training(env, CONFIG, 100, checkpoints=tmp_path)[0].run()
 
 
-def test_rewards_too_large_are_told_of_once(
+def test_too_large_rewards_are_warned_about_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
     train = [
@@ -73,7 +73,7 @@ def test_rewards_too_large_are_told_of_once(
     assert not [warning for warning in recwarn if issubclass(warning.category, RuntimeWarning)]
 
 
-def test_an_update_that_changes_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_update_without_finite_gradients_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     with make_env(BadReward, 4, launcher="in-process", env_kwargs={"reward": 1e38}) as env:
         make_training(env, replace(CONFIG, net=NetConfig(normalize_reward=False)), 64)[0].run()
     assert "changed nothing, because none of its gradients was finite" in caplog.text
@@ -89,7 +89,7 @@ def test_more_numbers_than_a_network_can_have_inputs_are_refused() -> None:
         make_agent(spaces.Discrete(1_000_000), spaces.Discrete(2), NetConfig(), 0.99)
 
 
-def test_nan_does_not_go_past_the_end_of_an_episode() -> None:
+def test_nan_does_not_spread_past_the_end_of_an_episode() -> None:
     rewards = np.array([[1.0], [np.nan]])
     ends, never, zeros = np.array([[True], [False]]), np.zeros((2, 1), bool), np.zeros((2, 1))
     advantages, _ = gae(rewards, zeros, np.zeros(1), ends, never, zeros, 0.9, 0.95)

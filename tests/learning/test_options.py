@@ -77,8 +77,8 @@ def small_agent() -> Any:
     return make_agent(*spaces, NetConfig(hidden=(64, 64), normalize_obs=True), 0.99)
 
 
-def test_an_agent_travels_without_its_optimizer() -> None:
-    """Whose one long vector of all parameters each of them is a view of."""
+def test_agent_is_sent_without_its_optimizer() -> None:
+    """All its parameters are views of one long vector."""
     agent = small_agent()
     before = len(pickle.dumps(agent))
     Optimizer(agent, 1e-3, 0.5, seed=0)
@@ -116,7 +116,7 @@ def test_a_resumed_run_learns_at_the_rate_it_is_given(tmp_path: Path) -> None:
     assert [row["train/actor/lr"] for row in sink.rows] == [1e-3, 5e-3]
 
 
-def test_a_run_cannot_go_on_as_another_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_cannot_be_resumed_with_other_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "in-process", "--num-envs", "4", "--num-steps", "16"]
     assert main([*train, "--total-steps", "64", "--folder", str(tmp_path), "--name", "run"]) == 0
     for more in (["--env", "Acrobot-v1"], ["--hidden", "32"], ["--seed", "2"]):
@@ -153,7 +153,7 @@ def test_bytes_of_weights_and_probes_are_logged_over_tcp(tmp_path: Path) -> None
     assert run.launch_config() == LocalConfig(workers_per_node=1, transport="tcp")
 
 
-def test_what_is_watched_is_sampled_alike_with_one_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_samples_the_same_actions_with_one_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train = ["train", "ppo", "--env", "CartPole-v1", "--launcher", "in-process", "--num-envs", "4", "--num-steps", "16"]
     assert main([*train, "--total-steps", "64", "--folder", str(tmp_path), "--name", "run"]) == 0
     found = []

@@ -72,7 +72,7 @@ def train(config: Any, total_steps: int, launcher: str = "local", **options: Any
 
 @pytest.mark.parametrize("concurrent", [True, False])
 def test_updates_per_step_are_held_and_reported(concurrent: bool) -> None:
-    """The ratio counts updates after the first `learning_starts` rows, whatever the sampler's items are."""
+    """The ratio counts updates after the first `learning_starts` rows, for any items of the sampler."""
     config = DQNConfig(replay=replace(REPLAY, updates_per_step=0.5, concurrent=concurrent), net=Q_NET, n_step=3)
     rows, _ = train(config, 1_200)
     last = rows[-1]

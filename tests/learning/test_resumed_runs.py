@@ -1,4 +1,4 @@
-"""Runs that cannot go on exactly go on nevertheless: counts, versions and statistics stay, environments begin anew."""
+"""Runs that cannot be resumed exactly keep counters, versions and statistics, and restart their environments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIGS: dict[str, tuple[Config, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("which", CONFIGS)
-def test_a_run_goes_on_counting_in_other_episodes(which: str, tmp_path: Path) -> None:
+def test_resumed_run_continues_its_counters_in_new_episodes(which: str, tmp_path: Path) -> None:
     config, options = CONFIGS[which]
     first, second = Rows(), Rows()
     with make_env(partial(CountingEnv, 50), 8, launcher="in-process", **options) as env:

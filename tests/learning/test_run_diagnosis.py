@@ -1,4 +1,4 @@
-"""A run of `farstep train` says what it is waiting for: in its events, in the terminal, and once per cause."""
+"""A run of `farstep train` reports each cause of its diagnosis once, in its events and on the terminal."""
 
 from __future__ import annotations
 

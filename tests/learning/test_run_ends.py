@@ -1,4 +1,4 @@
-"""The end of a run: what is evaluated, what is saved, and that it is the end."""
+"""The end of a run: which agent is evaluated and saved, and that resuming a finished run changes nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG = PPOConfig(num_steps=8)
 
 
 class FakeEvaluator:
-    """Takes as long as it is waited for; notes what it was given, and what was saved by then."""
+    """Finishes when it is waited for; records the agents and the checkpoints that existed by then."""
 
     def __init__(self, checkpoints: Path) -> None:
         self.steps: list[int] = []
@@ -72,7 +72,7 @@ def test_every_evaluation_is_logged_and_the_last_agent_has_one(
     assert all(evaluator.saved), "an evaluation at the end must not keep the checkpoint waiting"
 
 
-def test_a_run_that_is_done_stays_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_resuming_a_finished_run_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def run(total: int, resume: bool) -> int:
         with make_env("CartPole-v1", 4, launcher="in-process") as env:
             training, _ = make_training(env, CONFIG, total, checkpoints=tmp_path)

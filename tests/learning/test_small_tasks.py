@@ -33,13 +33,13 @@ def test_identity_is_learned(learner: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("recurrent", ["gru", "lstm"])
-def test_what_was_shown_once_is_remembered(recurrent: Any) -> None:
+def test_recurrent_agent_solves_recall(recurrent: Any) -> None:
     config = PPOConfig(learning_rate=4e-3, num_steps=20, update_epochs=4, net=NetConfig(recurrent=recurrent, core=16))
     mean, _ = trained(partial(Recall, 3), config, 30_000, target=0.95, launcher="in-process")
     assert mean >= 0.95
 
 
-def test_without_memory_it_cannot_be_remembered() -> None:
+def test_agent_without_memory_cannot_solve_recall() -> None:
     """With memory, 3,000 steps are enough."""
     config = PPOConfig(learning_rate=4e-3, num_steps=20, update_epochs=4)
     mean, _ = trained(partial(Recall, 3), config, 5_000, target=0.95, launcher="in-process")

@@ -1,4 +1,4 @@
-"""Every learner trains in staggered environments, gates and all; what brought them there is counted."""
+"""Every learner trains in staggered environments, also with gates; the steps before the first rollout are counted."""
 
 from __future__ import annotations
 

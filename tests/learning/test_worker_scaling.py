@@ -49,7 +49,7 @@ def rows_of_updates(rows: list[dict[str, float]], start: float = 0) -> list[floa
 
 
 def run(config: Config, updates: int, folder: Path | None = None, resume: bool = False, **options: Any) -> Rows:
-    """Train until a signal after so many updates, and return what was logged."""
+    """Train until a signal after the given number of updates, and return the logged rows."""
     sink = Rows(updates)
     with env_of(**options) as env:
         training, _ = make_training(env, config, 10**6, checkpoints=folder, sink=sink)
@@ -282,7 +282,7 @@ def test_rule_without_effect_is_warned_about() -> None:
 
 
 class FewestWorkers(NoiseScale):
-    """Chooses as few workers as it may, whatever the noise scale is."""
+    """Chooses as few workers as allowed, for any noise scale."""
 
     def __call__(self, signals: Signals) -> int:
         return 1

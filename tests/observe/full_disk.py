@@ -1,4 +1,4 @@
-"""A disk that is full, for tests of what runs write."""
+"""Simulates a full disk, for tests of files that runs write."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_events_that_the_full_disk_never_takes_do_not_stop_the_run(caplog: pytes
 @pytest.mark.parametrize(
     "odd", [{"text": "\udcff"}, {"node": "\udc80"}, {"traceback": "\udcff"}, {"worker": np.int64(3)}], ids=repr
 )
-def test_an_event_with_odd_values_is_written_and_so_are_the_next(odd: dict[str, Any], tmp_path: Path) -> None:
+def test_event_with_unusual_values_and_the_next_one_are_written(odd: dict[str, Any], tmp_path: Path) -> None:
     log, file = EventLog(), EventFile(tmp_path / "events.jsonl")
     subscription = log.subscribe(file.write)
     log.emit("lost", **{"text": "an environment died", **odd})

@@ -1,4 +1,4 @@
-"""Loggers: what is written can be read again, also after a crash and a resume."""
+"""Loggers: written metrics can be read again, also after a crash and a resume."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.observe.full_disk import full_disk
 
 
 class Kept:
-    """A logger that keeps what it is told, or raises."""
+    """A logger that keeps the metrics that it gets, or raises."""
 
     def __init__(self, failure: Exception | None = None) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
@@ -52,7 +52,7 @@ def test_lines_are_there_as_soon_as_they_are_logged(tmp_path: Path) -> None:
     assert read_rows(file)[1] == {"step": 256, "a": None, "b": None, "c": None}
 
 
-def test_a_resumed_run_cuts_off_what_it_trains_again(tmp_path: Path) -> None:
+def test_resumed_run_drops_metrics_that_it_logs_again(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     with Loggers(JsonlLogger(file)) as loggers:
         for step in (10, 20, 30):
@@ -75,7 +75,7 @@ def test_a_resume_leaves_only_whole_lines(rest: bytes, tmp_path: Path) -> None:
     assert file.read_bytes() == b'{"step": 10}\n'
 
 
-def test_a_crash_while_cutting_loses_nothing(tmp_path: Path, monkeypatch) -> None:
+def test_crash_while_dropping_metrics_loses_no_row(tmp_path: Path, monkeypatch) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(before := b'{"step": 10}\n{"step": 20}\n')
 

@@ -1,4 +1,4 @@
-"""Plots: runs are grouped and averaged as they should be, and drawn."""
+"""Plots: grouping and averaging of runs, and the figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from farstep.errors import ConfigError, RunError
 from farstep.observe.curves import Run, read_groups, smoothed, stacked
 from farstep.observe.loggers import JsonlLogger
-from farstep.observe.plots import _round_step, _thousands, plot
+from farstep.observe.plots import plot
 from farstep.observe.run_folder import RunFolder
 
 if importlib.util.find_spec("matplotlib") is None:  # imported when a test needs it, not by every process
@@ -61,7 +61,7 @@ def test_runs_that_differ_by_seed_are_one_group(tmp_path: Path) -> None:
     assert read_groups([runs[0], runs[0]])[0].label == "mean of 2 runs"
 
 
-def test_labels_say_what_differs(tmp_path: Path) -> None:
+def test_labels_name_the_options_that_differ(tmp_path: Path) -> None:
     def labels(*configs: dict[str, Any]) -> list[str]:
         runs = [make_run(tmp_path, "r", updates=1, **config) for config in configs]
         return [group.label for group in read_groups(runs)]
@@ -142,7 +142,7 @@ def titles(figure: Any) -> list[str]:
     return [axes.get_title(loc="left") for axes in figure.axes]
 
 
-def test_there_is_no_panel_for_what_did_not_happen(tmp_path: Path, monkeypatch) -> None:
+def test_metrics_without_data_have_no_panel(tmp_path: Path, monkeypatch) -> None:
     figures = as_drawn(monkeypatch)
     row: dict[str, float] = {"step": 5, "env/return_mean": 3.0, "lag/versions_mean": 0.0, "lag/versions_max": 0.0}
     more: list[dict[str, float]] = [{}, {"seconds": 2.0}, {"lag/versions_max": 1.0}, {"workers/restarts": 0}]
@@ -185,7 +185,7 @@ def test_throughput_is_that_of_a_window(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_evaluations_are_drawn_where_they_started(tmp_path: Path, monkeypatch) -> None:
-    """An evaluation is logged when it finishes; training went on meanwhile."""
+    """An evaluation is logged when it finishes; training continued meanwhile."""
     run = RunFolder.create(tmp_path, "run", {})
     rows = [{"step": step, "seconds": step / 100, "env/return_mean": 0.0} for step in (1000, 2000, 3000)]
     rows[2] |= {"eval/step": 1500, "eval/return_mean": 7.0}
@@ -197,7 +197,7 @@ def test_evaluations_are_drawn_where_they_started(tmp_path: Path, monkeypatch) -
     assert dots == [[[1500.0]], [[15.0]]]
 
 
-def test_counters_are_drawn_as_what_was_added(tmp_path: Path) -> None:
+def test_counters_are_drawn_as_increments(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path, "run", {})
     rows: list[dict[str, float]] = [{}, {"dropped/stale": 2}, {"dropped/stale": 2, "dropped/cancelled": 3}, {}]
     rows += [{"dropped/stale": 1}]  # a resumed run counts from zero
@@ -237,6 +237,22 @@ def test_a_missing_package_is_named_with_its_command(tmp_path: Path, monkeypatch
         plot([make_run(tmp_path, updates=1)], tmp_path / "a.png")
 
 
-def test_axes_have_short_numbers() -> None:
-    assert [_thousands(value) for value in (0, 500, 2000, 1.5e6, 2e9)] == ["0", "500", "2k", "1.5M", "2G"]
-    assert [_round_step(rough) for rough in (0.7, 1.0, 1.2, 3.0, 60.0)] == [1.0, 1.0, 2.0, 5.0, 100.0]
+def test_axes_have_short_numbers(tmp_path: Path, monkeypatch) -> None:
+    figures = as_drawn(monkeypatch)
+    plot([make_run(tmp_path)], tmp_path / "a.png")
+    by_steps, _, speed, _ = figures[0].axes
+    for axis in (by_steps.xaxis, speed.xaxis, speed.yaxis):
+        written = axis.get_major_formatter().format_ticks([0, 500, 2000, 1.5e6, 2e9])
+        assert written == ["0", "500", "2k", "1.5M", "2G"]
+
+
+def test_ticks_of_the_time_axis_are_round(tmp_path: Path, monkeypatch) -> None:
+    figures = as_drawn(monkeypatch)
+    minute, hour = 60, 3600
+    for seconds in (4.2 * minute, 6 * minute, 7.2 * minute, 18 * minute, 360 * hour):
+        run = RunFolder.create(tmp_path, "run", {})
+        rows = [{"step": 1, "seconds": share * seconds, "env/return_mean": 0.0} for share in (0.5, 1.0)]
+        run.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        plot([run.path], tmp_path / "a.png")
+    steps = [np.diff(figure.axes[1].get_xticks())[0] for figure in figures]
+    np.testing.assert_allclose(steps, [1 * minute, 1 * minute, 2 * minute, 5 * minute, 100 * hour])

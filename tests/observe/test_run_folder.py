@@ -1,4 +1,4 @@
-"""The folder of a run: made once, found again, written by one process at a time."""
+"""The folder of a run: creation, reading, and a lock for one writing process."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_taken_name_gets_a_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "a/b", ".."])
-def test_a_name_that_leads_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
+def test_name_that_leaves_the_root_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="plain name"):
         RunFolder.create(tmp_path, name, {})
 
@@ -85,7 +85,7 @@ def test_a_root_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         RunFolder.create(tmp_path / "file", "a", {})
 
 
-def test_a_path_that_is_no_run_names_the_nearest_ones(tmp_path: Path) -> None:
+def test_error_for_an_unknown_run_names_the_nearest_runs(tmp_path: Path) -> None:
     for name in ("CartPole-1", "CartPole-2", "Pong-1", "Pong-2", "Pong-3", "Pong-4"):
         RunFolder.create(tmp_path, name, {})
     with pytest.raises(RunError, match=r"CartPol-2 does not exist; expected .*config\.json.* Runs in .*: CartPole-2, "):

@@ -1,4 +1,4 @@
-"""Videos: what was rendered is in the file, and nothing is left of a failure."""
+"""Videos: the file has the rendered frames, and a failure leaves no file."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RenderFailed(Exception):
     pass
 
 
-def test_frames_that_raise_leave_nothing_and_the_old_video(tmp_path: Path) -> None:
+def test_failed_video_leaves_no_file_and_keeps_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "a.mp4"
     path.write_bytes(b"old")
 
@@ -82,7 +82,7 @@ def test_frames_that_raise_leave_nothing_and_the_old_video(tmp_path: Path) -> No
         ([None], "frame 0 is object"),
     ],
 )
-def test_what_is_no_frame_is_named(frames: list, message: str, tmp_path: Path) -> None:
+def test_invalid_frames_are_named(frames: list, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         write_video(tmp_path / "a.mp4", frames)
     assert not list(tmp_path.iterdir())
@@ -103,7 +103,7 @@ def use_ffmpeg(folder: Path, script: str, monkeypatch) -> None:
     monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", lambda: str(stand_in))
 
 
-def test_what_ffmpeg_says_is_in_the_error(tmp_path: Path, monkeypatch) -> None:
+def test_error_quotes_ffmpeg(tmp_path: Path, monkeypatch) -> None:
     use_ffmpeg(tmp_path, "echo no luck >&2; exit 3", monkeypatch)
     with pytest.raises(RunError, match=r"the video was not written: ffmpeg ended early\. Its output:\nno luck"):
         write_video(tmp_path / "a.mp4", moving_square(200, 64, 64))
@@ -121,7 +121,7 @@ def test_an_ffmpeg_that_hangs_is_ended(tmp_path: Path, monkeypatch) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["ffmpeg"]
 
 
-def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_file(tmp_path: Path) -> None:
     def frames() -> Iterator[np.ndarray]:
         yield from moving_square(5, 32, 32)
         os.kill(os.getpid(), 2)

@@ -1,4 +1,4 @@
-"""Which rows probes are about: the same on both sides, spread over the chunk, and bounded."""
+"""The rows of probes: the same on both sides, spread over the chunk, and bounded."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class ByArrays:
 
 
 class Counting:
-    """Whose answer depends on how often it was asked."""
+    """Its decision depends on the number of calls."""
 
     asked = 0
 
@@ -114,19 +114,19 @@ def test_the_contract_finds_a_broken_rule(broken: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [Blind, Backward, Halved])
-def test_what_a_rule_wants_measured_is_checked_at_construction(kind: Any) -> None:
+def test_invalid_measurements_of_a_rule_are_refused_at_construction(kind: Any) -> None:
     for make in (lambda: EnvConfig(env_name="A", sync=kind()), lambda: MaxLag(3) | kind(), lambda: kind() | MaxLag(3)):
         with pytest.raises(ConfigError, match=r"(rows|probes) is .*; it must be an integer of at least"):
             make()
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_no_rule_pulls_what_it_has(rule: SyncRule) -> None:
+def test_no_rule_pulls_the_version_that_it_holds(rule: SyncRule) -> None:
     assert not rule.should_pull(SyncState(held=7, newest=7))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_every_rule_begins_with_weights(rule: SyncRule) -> None:
+def test_every_rule_pulls_before_its_first_action(rule: SyncRule) -> None:
     assert all(rule.should_pull(SyncState(-1, newest)) is True for newest in (0, 1, 7, 10**9))
 
 
@@ -159,7 +159,7 @@ def test_a_rule_pulls_when_it_should(rule: SyncRule, state: SyncState, pulls: bo
     assert rule.should_pull(state) is pulls
 
 
-def test_the_running_divergence_weighs_what_is_newer_more() -> None:
+def test_running_divergence_weighs_newer_probes_more() -> None:
     state = SyncState(0, 9, divergences=[1.0, 2.0, 4.0, 100.0])
     assert AAPS(1.0, window=3, decay=0.5).divergence(state) == pytest.approx((1 + 0.5 * 2 + 0.25 * 4) / 1.75)
     assert AAPS(1.0, window=3, decay=1.0).divergence(state) == pytest.approx(7 / 3)
@@ -173,7 +173,7 @@ def test_rules_say_how_many_probes_they_look_at() -> None:
     assert probes_of(AAPS(math.inf)) == probes_of(AAPS(math.inf) | MaxLag(3)) == 0  # which nothing exceeds
 
 
-def test_a_rule_may_be_the_users_own() -> None:
+def test_users_may_define_rules() -> None:
     class Hourly:
         probes = 1
 
@@ -211,7 +211,7 @@ def test_a_rule_may_be_the_users_own() -> None:
         lambda: AnyOf(AAPS(0.1)),  # type: ignore[arg-type]
     ],
 )
-def test_a_rule_that_makes_no_sense_is_refused_by_name(make: Callable[[], Any]) -> None:
+def test_invalid_rules_are_refused_by_name(make: Callable[[], Any]) -> None:
     with pytest.raises(ConfigError, match=r"EveryK|EverySeconds|MaxLag|AAPS"):
         make()
 
@@ -226,7 +226,7 @@ def test_a_rule_that_makes_no_sense_is_refused_by_name(make: Callable[[], Any]) 
         ({"kl_threshold": 0.1, "sync": MaxLag(3)}, "AAPS"),
     ],
 )
-def test_a_threshold_that_makes_no_sense_is_refused(options: dict[str, Any], reason: str) -> None:
+def test_invalid_thresholds_are_refused(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         EnvConfig(env_name="CartPole-v1", **options)
 

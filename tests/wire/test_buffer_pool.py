@@ -1,4 +1,4 @@
-"""Memory for messages is used again, and only when nobody looks into it any more."""
+"""Receive buffers are reused, but never while a view of them exists."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from farstep.wire.buffer_pool import BufferPool
 LARGE = 1 << 20
 
 
-def address(room: memoryview) -> int:
-    return np.frombuffer(room, np.uint8).ctypes.data
+def address(buffer: memoryview) -> int:
+    return np.frombuffer(buffer, np.uint8).ctypes.data
 
 
-def test_a_room_is_used_again() -> None:
+def test_released_buffer_is_reused() -> None:
     pool = BufferPool()
     first = pool.take(LARGE)
     place = address(first)
@@ -28,14 +28,14 @@ def test_a_room_is_used_again() -> None:
 @pytest.mark.parametrize(
     "look",
     [
-        lambda room: room[10:20],
-        lambda room: memoryview(room).cast("B", [LARGE // 4, 4]),
-        lambda room: np.frombuffer(room[8:], np.float64),
-        lambda room: np.frombuffer(room, np.uint8).reshape(2, -1)[1:, ::2],
+        lambda buffer: buffer[10:20],
+        lambda buffer: memoryview(buffer).cast("B", [LARGE // 4, 4]),
+        lambda buffer: np.frombuffer(buffer[8:], np.float64),
+        lambda buffer: np.frombuffer(buffer, np.uint8).reshape(2, -1)[1:, ::2],
     ],
     ids=["slice", "cast", "array", "part of an array"],
 )
-def test_who_looks_into_a_room_keeps_it(look: object) -> None:
+def test_buffer_with_a_live_view_is_not_reused(look: object) -> None:
     pool = BufferPool()
     first = pool.take(LARGE)
     place = address(first)
@@ -51,17 +51,17 @@ def test_who_looks_into_a_room_keeps_it(look: object) -> None:
     assert address(pool.take(LARGE)) == place
 
 
-def test_a_much_larger_room_is_left_to_others() -> None:
+def test_much_larger_buffer_is_not_taken_for_a_small_message() -> None:
     pool = BufferPool()
     place = address(pool.take(8 * LARGE))
     assert address(pool.take(LARGE)) != place
 
 
-def test_not_more_is_kept_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_keeps_at_most_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_KEPT_BYTES", 3 * LARGE)
     pool = BufferPool()
     held = [pool.take(LARGE) for _ in range(10)]
-    assert len({address(room) for room in held}) == 10
+    assert len({address(buffer) for buffer in held}) == 10
     assert pool.kept_bytes == 3 * LARGE
     del held
     pool.take(100 * LARGE)

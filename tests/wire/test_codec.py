@@ -1,4 +1,4 @@
-"""The data-only encoding, and what becomes of bytes that nobody of ours wrote."""
+"""The data-only encoding: round trips, and bytes that farstep did not write."""
 
 from __future__ import annotations
 
@@ -68,24 +68,24 @@ ARRAYS = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_values_come_back_as_they_were(value: Any) -> None:
+def test_values_survive_a_round_trip(value: Any) -> None:
     got = unpack(pack(value))
     assert got == value and type(got) is type(value)
 
 
-def test_nan_comes_back() -> None:
+def test_nan_survives_a_round_trip() -> None:
     assert np.isnan(unpack(pack(float("nan"))))
 
 
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda a: f"{a.dtype.str}{a.shape}")
-def test_arrays_come_back_as_they_were(array: Any) -> None:
+def test_arrays_survive_a_round_trip(array: Any) -> None:
     got = unpack(pack(array))
     assert got.dtype == array.dtype and got.shape == array.shape
     np.testing.assert_array_equal(got, array)
     assert got.flags.writeable
 
 
-def test_arrays_of_objects_keep_what_is_data() -> None:
+def test_arrays_of_objects_keep_their_data() -> None:
     array = np.empty((2, 2), object)
     array[:] = [[None, [1, 2]], [np.arange(3), [3, 4]]]
     got = unpack(pack(array))
@@ -94,7 +94,7 @@ def test_arrays_of_objects_keep_what_is_data() -> None:
 
 
 @pytest.mark.parametrize("space", SPACES, ids=lambda s: type(s).__name__)
-def test_spaces_come_back_equal(space: spaces.Space[Any]) -> None:
+def test_spaces_survive_a_round_trip(space: spaces.Space[Any]) -> None:
     got = unpack(pack(space))
     assert got == space and got.dtype == space.dtype and got.shape == space.shape
     assert repr(got) == repr(space)
@@ -153,13 +153,13 @@ def test_generators_with_impossible_states_are_refused(state: list[Any]) -> None
     [object(), {1, 2}, lambda: None, "\udcff", {"deep": [object()]}],
     ids=["object", "set", "function", "text", "deep"],
 )
-def test_what_is_not_data_is_refused_or_described(value: Any) -> None:
+def test_objects_are_refused_or_described(value: Any) -> None:
     with pytest.raises(WireError):
         pack(value)
     assert isinstance(unpack(pack({"x": value}, opaque=True)), dict)
 
 
-def test_nesting_without_end_is_refused() -> None:
+def test_unbounded_nesting_is_refused() -> None:
     value: list[Any] = []
     value.append(value)
     with pytest.raises(WireError, match="levels deep"):
@@ -199,7 +199,7 @@ MESSAGES: list[Any] = [
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_messages_come_back_equal(message: Any) -> None:
+def test_messages_survive_a_round_trip(message: Any) -> None:
     assert m.decode_from_worker([m.encode(message)]) == message
 
 
@@ -211,7 +211,7 @@ def test_messages_come_back_equal(message: Any) -> None:
         [b"\xc1"],
         [m.encode(m.Stop())],  # the head's, not a worker's
         [msgspec.msgpack.encode({"type": "hello", "worker": "one"})],
-        [msgspec.msgpack.encode({"type": "nobody"})],
+        [msgspec.msgpack.encode({"type": "unknown"})],
         [b"\x82\xa4type\xa5reply\xa1x" + b"\x91" * 100_000 + b"\x01"],
         [b"\x82\xa4type\xa7failure\xa7message\xa2\xff\xfe"],
         [msgspec.msgpack.encode({"type": "progress", "words": [2**63]})],
@@ -230,7 +230,7 @@ def test_messages_come_back_equal(message: Any) -> None:
         "oversized",
     ],
 )
-def test_messages_that_are_none_are_refused(frames: list[bytes]) -> None:
+def test_invalid_messages_are_refused(frames: list[bytes]) -> None:
     with pytest.raises(WireError):
         m.decode_from_worker(frames)
 

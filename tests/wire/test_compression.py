@@ -1,4 +1,4 @@
-"""Arrays come back as they were, compressed where that pays; nobody can make the head take more than it expects."""
+"""Arrays survive compression, are compressed where it saves time, and never decompress to more than announced."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def unpacked(choice: str, frame: Any, array: Any) -> bytes:
     return b"".join(rows.tobytes() for rows in unpack(choice, frame, array.nbytes, array[0].nbytes))
 
 
-def test_both_packages_are_there() -> None:
+def test_both_compression_packages_are_installed() -> None:
     assert sorted(available()) == ["lz4", "zstd"]
 
 
 @pytest.mark.parametrize("choice", [*ALL, *(DELTA + name for name in ALL)])
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_what_was_packed_comes_back(choice: str, data: st.DataObject) -> None:
+def test_packed_arrays_survive_a_round_trip(choice: str, data: st.DataObject) -> None:
     shape = data.draw(st.tuples(st.integers(1, 20), st.integers(1, 5), st.integers(1, 9)))
     array = np.random.default_rng(data.draw(st.integers(0, 99))).integers(0, 3, shape).astype(np.uint8)
     array = array[:, :: data.draw(st.integers(1, 2))]  # not always one after the other
@@ -51,7 +51,7 @@ def test_what_was_packed_comes_back(choice: str, data: st.DataObject) -> None:
                 unpacked(choice, wrong, array)
 
 
-def test_a_slow_connection_gets_less_to_carry() -> None:
+def test_arrays_are_compressed_on_a_slow_connection() -> None:
     movie = frames()
     codec, frame = Compressor("auto", ALL, lambda: SLOW).pack("obs", movie)
     assert codec
@@ -59,17 +59,17 @@ def test_a_slow_connection_gets_less_to_carry() -> None:
     assert unpacked(codec, frame, movie) == movie.tobytes()
 
 
-def test_a_fast_connection_gets_it_as_it_is() -> None:
+def test_arrays_are_not_compressed_on_a_fast_connection() -> None:
     movie = frames()
     assert Compressor("auto", ALL, lambda: FAST).pack("obs", movie) == ("", movie.tobytes())
 
 
-def test_noise_is_left_alone() -> None:
+def test_noise_is_not_compressed() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (32, 1000), np.uint8)
     assert Compressor("auto", ALL, lambda: SLOW).pack("obs", noise)[0] == ""
 
 
-def test_before_the_connection_is_known_nothing_is_decided() -> None:
+def test_no_choice_is_made_before_the_rate_is_known() -> None:
     rate = [math.inf]
     compressor = Compressor("auto", ALL, lambda: rate[0])
     assert compressor.pack("obs", frames())[0] == ""
@@ -78,11 +78,11 @@ def test_before_the_connection_is_known_nothing_is_decided() -> None:
 
 
 @pytest.mark.parametrize(("mode", "accepted"), [("none", ALL), ("auto", ()), ("lz4", ("zstd",))])
-def test_what_is_not_wanted_or_not_known_to_the_head_is_not_used(mode: str, accepted: tuple[str, ...]) -> None:
+def test_methods_that_are_disabled_or_unknown_to_the_head_are_not_used(mode: str, accepted: tuple[str, ...]) -> None:
     assert Compressor(mode, accepted, lambda: SLOW).pack("obs", frames())[0] == ""
 
 
-def test_each_array_is_looked_at_again() -> None:
+def test_each_array_has_its_own_choice() -> None:
     rate = [SLOW]
     compressor = Compressor("auto", ALL, lambda: rate[0])
     arrays = [np.full((16, 256), i, np.uint8) for i in range(4)]
@@ -94,7 +94,7 @@ def test_each_array_is_looked_at_again() -> None:
     assert compressed[-1] == set()
 
 
-def test_a_choice_is_looked_at_again() -> None:
+def test_choices_are_reconsidered() -> None:
     rate = [SLOW]
     compressor = Compressor("auto", ALL, lambda: rate[0])
     assert compressor.pack("obs", frames())[0] != ""
@@ -103,7 +103,7 @@ def test_a_choice_is_looked_at_again() -> None:
 
 
 @pytest.mark.parametrize("choice", [*ALL, *(DELTA + name for name in ALL)])
-def test_a_bomb_does_not_go_off(choice: str) -> None:
+def test_decompression_bomb_is_refused(choice: str) -> None:
     huge = np.zeros((1, 50_000_000), np.uint8)
     packed = Compressor("auto", ALL, lambda: SLOW).compressed(choice, huge)
     with pytest.raises(WireError, match="at most 1000 fit"):
@@ -115,7 +115,7 @@ def test_a_bomb_does_not_go_off(choice: str) -> None:
 
 @pytest.mark.parametrize("frame", [b"", b"x", b"\0" * 8, b"\1" + b"\0" * 7 + b"nonsense"])
 @pytest.mark.parametrize("choice", [*ALL, "delta-", "gzip", "delta-delta-lz4"])
-def test_what_is_no_compressed_array_is_refused(choice: str, frame: bytes) -> None:
+def test_invalid_compressed_arrays_are_refused(choice: str, frame: bytes) -> None:
     with pytest.raises(WireError):
         list(unpack(choice, frame, 1000, 10))
 

@@ -1,8 +1,8 @@
 """Nothing that a peer sent is unpickled, evaluated or loaded as code: every place that could is known, with the reason.
 
 The syntax tree of the whole package is searched for what turns bytes or strings into objects of any class, or into
-code. Whoever adds such a place adds it to `ALLOWED` and says who wrote what it reads; under `TRUSTS_NOBODY` there is
-none, since that is what reads from workers and nodes.
+code. A new such place must be added to `ALLOWED`, with the origin of its input. Folders in `UNTRUSTED_INPUT` have none,
+because they read from workers and nodes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EXECUTES = {
     *("torch.load", "torch.jit.load", "numpy.load", "numpy.lib.format.read_array"),
 }
 IN_STRINGS = re.compile(r"(pickle|marshal|torch)\.loads?\b")
-FROM_THE_HEAD = "the worker's: from the head, which it has authenticated and which is there to tell it what to run"
+FROM_THE_HEAD = "the worker's: from the head, which it has authenticated and which decides what it runs"
 ALLOWED = {
     ("__init__.py", "__getattr__"): "the package's own modules, by names of a table in the same file",
     ("learners/__init__.py", "__getattr__"): "the package's own modules, by names of a table in the same file",
@@ -59,7 +59,7 @@ ALLOWED = {
     ("rollout/nested_launch.py", "import_as_worker"): "the module of an environment or wrapper that the user names",
     ("rollout/sources.py", "_callable"): FROM_THE_HEAD,
 }
-TRUSTS_NOBODY = ("head", "buffer", "launch", "wire", "sync")
+UNTRUSTED_INPUT = ("head", "buffer", "launch", "wire", "sync")
 
 
 def names_of(tree: ast.Module) -> dict[str, str]:
@@ -136,7 +136,7 @@ def is_dangerous(what: str) -> bool:
         "import torch\ntorch.load(x)",
         "from torch import load\nload(x)",
         "import numpy as np\nnp.load(x)",
-        "np.fromwhatever(x, allow_pickle=True)",
+        "np.fromunknown(x, allow_pickle=True)",
         "eval(x)",
         "f = exec",
         "__import__(x)",
@@ -146,7 +146,7 @@ def is_dangerous(what: str) -> bool:
         "run(['python', '-c', 'import cloudpickle; cloudpickle.load(f)'])",
     ],
 )
-def test_it_would_be_found(source: str) -> None:
+def test_check_finds_code_that_executes_data(source: str) -> None:
     uses = f"{source}\nUnpickler" if "Unpickler" in source else source
     assert list(findings(uses))
 
@@ -161,7 +161,7 @@ def test_it_would_be_found(source: str) -> None:
         "import ctypes\nctypes.CDLL(None, use_errno=True)",
     ],
 )
-def test_what_is_harmless_is_not(source: str) -> None:
+def test_check_ignores_harmless_code(source: str) -> None:
     assert not list(findings(source))
 
 
@@ -171,14 +171,14 @@ def test_nothing_received_is_executed() -> None:
     }
     assert not {place: what for place, what in found.items() if place not in ALLOWED}
     assert not ALLOWED.keys() - found.keys(), "no longer there"
-    assert not [place for place in found if place[0].split("/")[0] in TRUSTS_NOBODY]
+    assert not [place for place in found if place[0].split("/")[0] in UNTRUSTED_INPUT]
 
 
-def test_what_reads_from_workers_imports_no_module_that_could() -> None:
+def test_modules_that_read_from_workers_do_not_import_pickle() -> None:
     """`head/members/broadcast.py` writes pickles for workers; nothing else there even imports one."""
     imports = {
         (str(path.relative_to(ROOT)), name)
-        for folder in TRUSTS_NOBODY
+        for folder in UNTRUSTED_INPUT
         for path in (ROOT / folder).rglob("*.py")
         for name in names_of(ast.parse(path.read_text())).values()
         if name.partition(".")[0] in PICKLES

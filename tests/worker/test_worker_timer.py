@@ -73,7 +73,7 @@ def test_long_rows_are_all_measured() -> None:
 
 
 @pytest.mark.parametrize("period", [2, 3, 5, 7, 8, 16])
-def test_short_rows_are_sampled_whatever_their_pattern(period: int) -> None:
+def test_periodic_short_rows_are_sampled_without_bias(period: int) -> None:
     def act_ns(call: int) -> int:
         return 30_000 if call % period == 0 else 3_000
 
@@ -115,7 +115,7 @@ def test_every_moment_belongs_to_one_part() -> None:
 
 
 @pytest.mark.parametrize("suspended_in", ["tickets", "send"])
-def test_suspension_is_not_counted_wherever_it_fell(suspended_in: str) -> None:
+def test_suspension_is_counted_in_no_phase(suspended_in: str) -> None:
     clock = Clock()
     timer = WorkerTimer(clock)
     clock.ns += 3_000_000 + 10**9 * (suspended_in == "send")

@@ -1,4 +1,4 @@
-"""The model block: versions are whole, whoever reads and whoever dies."""
+"""The model block: readers see complete versions only, even if a writer dies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_an_object_is_read_as_it_was_published(model: ModelBlock):
     assert model.read("noise_scale") == (1, 4.5)
 
 
-def test_what_is_read_is_a_copy(model: ModelBlock):
+def test_read_returns_a_copy(model: ModelBlock):
     model.publish("net", np.zeros(3))
     model.read("net")[1][:] = 7
     assert model.read("net")[1].tolist() == [0, 0, 0]
@@ -194,14 +194,14 @@ def test_changed_array_in_a_later_version_is_named(model: ModelBlock):
         model.publish("net", {"0.weight": np.zeros(4)})
 
 
-def test_what_is_no_object_is_refused(tmp_path):
+def test_files_without_an_object_are_refused(tmp_path):
     for content in (b"", b"x" * 10, b"x" * 9000):
         (tmp_path / "file").write_bytes(content)
         with pytest.raises(ConfigError, match="does not hold an object"):
             SharedObject.attach(tmp_path / "file")
 
 
-def test_two_who_publish_a_name_first_publish_one_object(model: ModelBlock, monkeypatch: pytest.MonkeyPatch):
+def test_concurrent_first_publishers_of_a_name_share_one_object(model: ModelBlock, monkeypatch: pytest.MonkeyPatch):
     meeting, create = threading.Barrier(2, timeout=0.2), SharedObject.create
     made: list[SharedObject] = []
 

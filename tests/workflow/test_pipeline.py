@@ -1,4 +1,4 @@
-"""The mini-batch pipeline: gradients of parts, in whatever order they come, add up to that of the whole."""
+"""The mini-batch pipeline: gradients of parts add up to that of the whole batch in any order of arrival."""
 
 from __future__ import annotations
 

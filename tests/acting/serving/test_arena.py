@@ -1,4 +1,4 @@
-"""Mailboxes of several workers in one memory: workers come and go."""
+"""Mailboxes of several workers in one memory, while workers join and leave."""
 
 from __future__ import annotations
 

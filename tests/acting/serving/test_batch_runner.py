@@ -42,7 +42,7 @@ class EchoAgent:
 
 
 class SlowPolicy(Policy):
-    """Like a policy on the GPU: returns before the outputs are there. Records what happens."""
+    """Like a policy on the GPU: returns before the outputs are complete. Records its calls."""
 
     overlaps = True
 

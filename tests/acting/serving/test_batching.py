@@ -33,7 +33,7 @@ def test_a_request_larger_than_max_batch_is_a_batch() -> None:
     assert batch_of([1.0, 0.0], 2, 9.0, 10, 0.0, num_envs=100) == ([1], 0.0)
 
 
-def test_the_window_ends_with_time_with_rows_or_when_nobody_else_can_come() -> None:
+def test_window_ends_by_time_by_rows_or_when_no_other_request_can_arrive() -> None:
     assert batch_of([1.0], 3, 1.002, 64, 0.005) == ([], 1.0 + 0.005 - 1.002)
     assert batch_of([1.0], 3, 1.006, 64, 0.005)[0] == [0]
     assert batch_of([1.0, 1.001], 3, 1.002, 8, 0.005)[0] == [0, 1]

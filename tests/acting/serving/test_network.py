@@ -1,4 +1,4 @@
-"""An acting server that listens on the network: who may connect, and what workers may send."""
+"""An acting server that listens on the network: which workers may connect and what they may send."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def connected(listener: NetworkListener, pair: KeyPair) -> Iterator[DealerLink]:
         link.close(linger_ms=0)
 
 
-def test_only_a_worker_with_a_key_of_the_head_is_heard() -> None:
+def test_only_workers_with_a_key_of_the_head_are_accepted() -> None:
     known, unknown = KeyPair.fresh(), KeyPair.fresh()
     listener = NetworkListener(["tcp://127.0.0.1:*"], 10.0, encrypted=True)
     with contextlib.closing(listener), connected(listener, unknown) as stranger, connected(listener, known) as worker:
@@ -117,7 +117,7 @@ def request(any_starts: bool) -> bytes:
 
 
 @pytest.mark.parametrize("any_starts", [False, True])
-def test_a_request_and_its_answer_travel_whole(mailbox: Mailbox, any_starts: bool) -> None:
+def test_request_and_answer_arrive_unchanged(mailbox: Mailbox, any_starts: bool) -> None:
     take_request(mailbox, am.Act(0, [1, 9, 0, any_starts, 0, 4, 1], 9), request(any_starts))
     np.testing.assert_array_equal(mailbox.arrays["obs"][:2], np.arange(6).reshape(2, 3))
     assert mailbox.arrays[STARTS].tolist() == [any_starts, False, False]
@@ -151,7 +151,7 @@ def test_a_request_and_its_answer_travel_whole(mailbox: Mailbox, any_starts: boo
         lambda box: check_rows({"obs": "text"}, 3),
     ],
 )
-def test_what_does_not_fit_is_refused(mailbox: Mailbox, refused: Callable[[Mailbox], None]) -> None:
+def test_messages_that_do_not_fit_are_refused(mailbox: Mailbox, refused: Callable[[Mailbox], None]) -> None:
     with pytest.raises(WireError):
         refused(mailbox)
 

@@ -366,7 +366,7 @@ def test_bfloat16_layers_are_captured(graphs: Any, captures: list[int]) -> None:
         (ArrayPolicy, "returns something other than tensors"),
     ],
 )
-def test_a_policy_that_cannot_be_captured_acts_eagerly_and_says_so_once(
+def test_policy_that_cannot_be_captured_acts_eagerly_and_is_reported_once(
     graphs: Any, kind: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     agent = kind()

@@ -1,4 +1,4 @@
-"""Agents of the kinds people write, and the check that a replay of one gives what it gives itself."""
+"""Typical agents of users, and the check that a replay equals the eager call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replayed act gives what the eager one gives."""
+"""A replayed act equals the eager one."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_compiling_inside_inference_mode() -> None:
 
 
 @pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.__name__)
-def test_an_act_that_enters_inference_mode_itself(agent: type[Any]) -> None:
+def test_act_may_enter_inference_mode_itself(agent: type[Any]) -> None:
     torch.manual_seed(1)
     act = agent().act
     program = check(lambda obs: torch.inference_mode()(act)(obs), lambda: torch.randn(3, 4), tolerance=1e-4)
@@ -168,7 +168,7 @@ def test_without_a_batch_dimension() -> None:
     check(Discrete().act, lambda: torch.randn(4))
 
 
-def test_parameters_moved_elsewhere_are_noticed() -> None:
+def test_parameters_with_new_memory_are_noticed() -> None:
     agent = Discrete()
     program = compile_act(agent.act, torch.zeros(4, 4))
     assert program.is_current()
@@ -226,7 +226,7 @@ def test_operations_that_only_change_a_shape_or_only_check() -> None:
         program(np.full((3, 4), 1000, np.float32))
 
 
-def test_names_that_python_would_not_take() -> None:
+def test_names_that_clash_with_generated_code() -> None:
     def act(add: Tensor, v0: Tensor) -> Tensor:
         return add + 1 + v0
 
@@ -260,7 +260,7 @@ def test_invalid_distributions_raise_as_in_eager() -> None:
 
 
 @pytest.mark.parametrize("bad", [[[0.0, 0.0], [0.5, 0.5]], [[-1.0, 1.0], [0.5, 0.5]], [[np.inf, 1.0], [0.5, 0.5]]])
-def test_probabilities_that_are_none_raise_as_in_eager(bad: Any) -> None:
+def test_invalid_probabilities_raise_as_in_eager(bad: Any) -> None:
     program = compile_act(lambda p: torch.multinomial(p * 1, 1), torch.ones(2, 2))
     with pytest.raises(RuntimeError, match=r"probability|multinomial"):
         program(np.array(bad, np.float32))
@@ -272,7 +272,7 @@ def test_a_negative_deviation_raises_as_in_eager() -> None:
         program(np.array([1, -1, 1], np.float32))
 
 
-def test_no_warnings_reach_the_user() -> None:
+def test_recording_emits_no_warnings() -> None:
     program = compile_act(lambda x: (x.log(), 1 / x, x.exp()), torch.ones(3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,4 +1,4 @@
-"""Any composition of operations, replayed, gives what it gives in eager."""
+"""The replay of any composition of operations equals the eager call."""
 
 from __future__ import annotations
 

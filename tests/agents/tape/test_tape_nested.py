@@ -35,6 +35,6 @@ from farstep.agents.tape import equal_results  # noqa: E402
         (torch.tensor(1.0), torch.tensor(1.0001), "differs by 0.0001"),
     ],
 )
-def test_equal_results(a: Any, b: Any, why: str | None) -> None:
+def test_difference_of_nested_results_is_described(a: Any, b: Any, why: str | None) -> None:
     found = equal_results(a, b)
     assert found is None if why is None else why in (found or "")

@@ -1,4 +1,4 @@
-"""What is no function of inputs, weights and torch's random numbers is refused, and not replayed wrongly."""
+"""An act that is not a function of inputs, weights and torch's random numbers is refused, not replayed wrongly."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Stateful(nn.Module):
 
 
 @pytest.mark.parametrize("name", [name for name in vars(Stateful) if not name.startswith("_")])
-def test_refused(name: str) -> None:
+def test_act_that_cannot_be_traced_is_refused(name: str) -> None:
     with pytest.raises(Untraceable) as caught:
         compile_act(getattr(Stateful(), name), torch.linspace(-1, 2, 12).view(3, 4))
     assert "\n" not in str(caught.value) and str(caught.value)[0].islower()
@@ -152,7 +152,7 @@ def test_state_in_a_closure_is_seen() -> None:
         compile_act(act, torch.zeros(3))
 
 
-def test_a_nan_among_the_attributes_is_no_change() -> None:
+def test_nan_in_an_attribute_does_not_count_as_a_change() -> None:
     agent = Stateful()
     check(lambda obs: agent.net(obs), lambda: torch.randn(3, 4))
 

@@ -44,7 +44,7 @@ def test_dper() -> None:
 @pytest.mark.parametrize("arrays", [("episode_start", "terminated"), ("terminated",), ("episode_start",)])
 @pytest.mark.parametrize("chunk", [1, 2, 5, 100])
 def test_dper_counts_whole_episodes_only(arrays: tuple[str, ...], chunk: int) -> None:
-    """However the rows come: one under way does not count, nor one whose beginning was overwritten."""
+    """Neither an unfinished episode counts nor one whose first rows were overwritten, however rows are inserted."""
     lengths = [3, 1, 4, 2, 6, 2]
     data = episodes([*lengths, 3])
     data["terminated"][-1] = False  # the last one is under way
@@ -80,7 +80,7 @@ def test_dper_with_zeros_still_samples_episodes() -> None:
         assert set(buffer.sample(100)[0]["number"][:, 0]) == {0, 3, 5}
 
 
-def test_a_trajectory_s_priority() -> None:
+def test_priority_of_a_trajectory() -> None:
     td, ratios, logprobs = np.array([1.0, -3.0]), np.array([0.5, 100.0]), np.array([-1.0, -2.0])
     assert trajectory_priority(td, ratios, logprobs, w1=2, w2=3, w3=4) == pytest.approx(2 * 2 + 3 * 5.25 + 4 * 1.5)
     assert trajectory_priority(td * 0, ratios * 0, logprobs * 0) == 1e-6

@@ -104,7 +104,7 @@ SHARED = ["schema", "removed", "limiter", "rng", "format", "rows/obs", "rows/rew
 
 
 def forged_fields(forger: Forger, case: str) -> Iterator[tuple[Way, str, Any]]:
-    """Every field of a checkpoint with everything that can be wrong with it: the way there, what, and the value."""
+    """Forgeries of every field of a checkpoint: the path of the field, the kind of forgery, and the value."""
     first = next(iter(CASES))
     for way, value in fields(forger.state):
         if len(way) > 1 and (case == first or way[1] not in SHARED):
@@ -138,7 +138,7 @@ def is_equal(value: Any, new: Any) -> bool:
 
 
 def is_possible(way: Way, kind: str, case: str) -> bool:
-    """Whether a buffer could have been saved in the state that a forgery leads to."""
+    """Whether a buffer could have been saved with the forged state."""
     match way[1:], kind:
         case (("rows/obs" | "rows/obs.x" | "rows/reward" | "store/tails.obs.x",), "negative" | "infinite" | "nan"):
             return True

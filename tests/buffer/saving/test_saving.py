@@ -1,4 +1,4 @@
-"""Checkpoints of a buffer: what goes on afterwards is what would have gone on without."""
+"""A restored buffer continues like the saved one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Rows:
-    """The same rows again and again, from a seed."""
+    """Rows that depend on a seed only."""
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
@@ -79,7 +79,7 @@ def assert_equal_from_now_on(one: Buffer, other: Buffer) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_restored_buffer_goes_on_as_the_one_that_was_saved(case: str, tmp_path: Path) -> None:
+def test_restored_buffer_continues_like_the_saved_one(case: str, tmp_path: Path) -> None:
     with filled(CASES[case]) as buffer:
         buffer.checkpoint(tmp_path)
         with Buffer.restore(tmp_path) as restored:
@@ -88,7 +88,7 @@ def test_a_restored_buffer_goes_on_as_the_one_that_was_saved(case: str, tmp_path
             assert_equal_from_now_on(buffer, restored)
 
 
-def test_keys_from_before_name_the_same_rows_after(tmp_path: Path) -> None:
+def test_keys_name_the_same_rows_after_a_restore(tmp_path: Path) -> None:
     with filled({"sampler": Prioritized()}) as buffer:
         _, info = buffer.sample(5)
         buffer.checkpoint(tmp_path)
@@ -111,14 +111,14 @@ def test_a_corrupt_checkpoint_is_refused_by_name_and_the_previous_one_used(
     assert newest.name in caplog.text and largest.name in caplog.text
 
 
-def test_nothing_to_restore_is_said(tmp_path: Path) -> None:
+def test_missing_checkpoint_and_empty_buffer_are_errors(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         Buffer.restore(tmp_path / "nowhere")
     with Buffer(4, Uniform()) as empty, pytest.raises(ConfigError, match="no arrays yet"):
         empty.checkpoint(tmp_path)
 
 
-def test_a_sampler_of_ones_own_is_given_again(tmp_path: Path) -> None:
+def test_custom_sampler_must_be_passed_to_restore(tmp_path: Path) -> None:
     class Mine(Uniform):
         pass
 

@@ -1,4 +1,4 @@
-"""A buffer is used while its checkpoint is written: nobody waits, and the checkpoint has the rows of one moment."""
+"""A buffer is used while its checkpoint is written: no thread waits, and the checkpoint is a consistent snapshot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.buffer.saving.test_saving import CASES, Rows, assert_equal_from_now_o
 
 
 class Moment:
-    """The marker of a checkpoint; knows whether its moment has come, and what it was called with."""
+    """The marker of a checkpoint; records its calls and whether the snapshot was taken."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._buffer, self.has_come = buffer, False

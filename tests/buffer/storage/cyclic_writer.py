@@ -18,7 +18,7 @@ CHUNKS = (1, 3, 7, 2)
 
 
 def values(blocks: CyclicBlocks, start: np.ndarray, columns: np.ndarray, rows: int) -> dict[str, np.ndarray]:
-    """What the next rows of these columns hold."""
+    """The values of the next rows of these columns."""
     number = (start[None] + np.arange(rows)[:, None]) * 1000 + columns[None]
     return {
         name: np.broadcast_to(number.reshape(*number.shape, *[1] * len(spec.shape)), (*number.shape, *spec.shape))

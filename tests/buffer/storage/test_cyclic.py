@@ -33,7 +33,7 @@ def number(row: int, column: int) -> int:
 
 
 class Blocks(RuleBasedStateMachine):
-    """Row `p` of column `c` holds the same number everywhere, whoever writes it; what a dead writer left is torn."""
+    """Row `p` of column `c` holds the same number in all arrays, for every writer; rows of a dead writer are torn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Blocks(RuleBasedStateMachine):
     @precondition(lambda self: self.writers)
     @rule(data=st.data(), rows=st.integers(1, ROWS), written=st.integers(0, ROWS), keys=st.integers(0, 2))
     def crash(self, data: Any, rows: int, written: int, keys: int) -> None:
-        """It claimed, wrote some rows and perhaps committed some keys, and is never heard of again."""
+        """It claimed, wrote some rows and perhaps committed some keys, and died."""
         (first, count), writer = self.chosen(data)
         for columns, start in writer.claim(rows):
             for here, _ in spans(start % ROWS, min(rows, written), ROWS):
@@ -200,7 +200,7 @@ TestBlocks = Blocks.TestCase
 TestBlocks.settings = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)
 
 
-def test_what_a_dead_writer_overwrote_is_not_read() -> None:
+def test_rows_overwritten_by_a_dead_writer_are_not_read() -> None:
     """The next writer claims less than the dead one had: rows beyond are still torn."""
     blocks = CyclicBlocks.create(SCHEMA, ROWS, 1)
     writer = blocks.join(0, 1)
@@ -225,7 +225,7 @@ def test_a_reader_that_a_new_writer_overtook_gets_nothing() -> None:
     writer.commit(1, ["a"])
 
     class Meanwhile:
-        """The array as a slow reader sees it: between its two halves a writer dies and another one comes."""
+        """The array as a slow reader sees it: between its two halves a writer dies and another one joins."""
 
         def __getitem__(self, place: Any) -> np.ndarray:
             blocks.leave(0, 1)
@@ -326,7 +326,7 @@ class Killable:
 
 
 def read_some(blocks: CyclicBlocks, rng: np.random.Generator) -> int:
-    """Read a few rows somewhere; how many came, all of them whole and in their place."""
+    """Read a few rows at a random position, check that they are complete, and return their number."""
     column, count = int(rng.integers(blocks.columns)), int(rng.integers(1, 9))
     newest = int(blocks.committed()[column])
     start = max(0, int(rng.choice([blocks.oldest(column), newest - count, newest - blocks.rows])))

@@ -1,4 +1,4 @@
-"""The items of a buffer: their keys, how many there is room for, and their memory."""
+"""The items of a buffer: their keys, the capacity, and their memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_bytes_limit_the_capacity() -> None:
         Buffer(10, Uniform(), max_bytes=0)
 
 
-def test_closing_gives_the_memory_back() -> None:
+def test_close_frees_the_memory() -> None:
     def mapped() -> int:
         with open("/proc/self/maps") as maps:  # noqa: PTH123
             return sum("farstep-buffer" in line for line in maps)
@@ -54,8 +54,8 @@ def test_closing_gives_the_memory_back() -> None:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from("aaald"), st.integers(1, 9)), min_size=1, max_size=40))
-def test_a_key_names_one_item_for_ever(calls: list[tuple[str, int]]) -> None:
-    """However rows come: as arrays, which are written at once, or as lists, which are looked at more closely."""
+def test_keys_are_never_reused(calls: list[tuple[str, int]]) -> None:
+    """Rows may be arrays, which are written at once, or lists, which are converted."""
     named: dict[int, int] = {}  # row by key
     there: list[int] = []
     with Buffer(12, Uniform(), spec={"number": 0}, seed=21) as buffer:
@@ -121,7 +121,7 @@ def test_numbers_that_fit_are_stored_as_they_are() -> None:
 
 
 def test_signed_integers_that_fit_are_converted() -> None:
-    """NumPy's integers are signed unless told otherwise."""
+    """NumPy's integers are signed by default."""
     buffer = Buffer(10, FIFO(), spec={"x": ((), "uint8")})
     buffer.insert({"x": np.array([5, 255])})
     assert buffer.sample(2)[0]["x"].tolist() == [5, 255]

@@ -165,7 +165,7 @@ class Streams:
 def test_sampled_rows_never_cross_environments_or_episodes(
     sampler: Sampler, most: int, calls: list[tuple[int, int, str]]
 ) -> None:
-    """Whichever cells the rows are in."""
+    """For any cells of the rows."""
     streams, ended, deleted = Streams(), set[float](), 0
     with Buffer(16, sampler, max_times_sampled=most, seed=0) as buffer:
         for count, seed, then in calls:

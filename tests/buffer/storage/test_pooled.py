@@ -76,7 +76,7 @@ def test_rows_of_a_slow_slot_do_not_outlive_those_of_a_fast_one() -> None:
         assert held(buffer) == set(envs.inserted[-12:]) and max(held(buffer)) < SLOT
 
 
-def test_absent_slots_waste_nothing_and_new_slots_can_be_added() -> None:
+def test_absent_slots_take_no_capacity_and_new_slots_can_be_added() -> None:
     envs = Envs()
     with Buffer(10, NStep(1, 0.9, by=Uniform()), pooled=True, seed=1) as buffer:
         buffer.bind(SCHEMA, 8, {"obs": "obs"})

@@ -96,7 +96,7 @@ def test_integers_may_have_an_exponent(tmp_path: Path) -> None:
     assert (options.run.seed, options.learner.net.hidden, options.nodes.nodes) == (0, (100, 64), 10)
 
 
-def test_another_launcher_takes_what_it_has_of_the_file(tmp_path: Path) -> None:
+def test_another_launcher_uses_the_options_that_it_has_of_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, "env: X\nlauncher: slurm\nnodes: 4\npartition: cpu\nlease_s: 7\n")
     slurm = parsed("--config", path).nodes
     assert isinstance(slurm, SlurmConfig) and (slurm.nodes, slurm.partition, slurm.lease_s) == (4, "cpu", 7.0)

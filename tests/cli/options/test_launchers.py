@@ -18,7 +18,7 @@ def test_training_has_the_options_of_an_engine(launcher: str, capsys: pytest.Cap
     assert status == 0 and "--min-nodes" in output and "--learning-rate" in output
 
 
-def test_the_launcher_is_found_wherever_it_stands() -> None:
+def test_launcher_is_found_at_any_position() -> None:
     assert chosen_launcher(["--env", "x", "--launcher=ssh", "--hosts", "a"]) == "ssh"
     assert chosen_launcher(["--launcher", "slurm"]) == "slurm"
     assert chosen_launcher([], "ssh") == "ssh"

@@ -32,7 +32,7 @@ def test_a_run_folder_without_a_learner_is_named(tmp_path: Path, capsys: pytest.
         ("--env-kwargs '{\"a\": 1}'", "--env-kwargs '{}'"),
     ],
 )
-def test_what_cannot_change_is_said_as_it_is_typed(
+def test_error_names_options_that_cannot_change_as_they_are_typed(
     option: str, before: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"algorithm": "ppo", "run": {"env": "X"}, "learner": {}}))

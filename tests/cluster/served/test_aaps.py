@@ -96,7 +96,7 @@ class BrokenCoin(CoinAgent):
         return super().distribution(obs)
 
 
-def test_what_a_comparison_raises_in_the_server_reaches_the_caller() -> None:
+def test_exception_of_a_comparison_in_the_server_reaches_the_caller() -> None:
     agent = BrokenCoin()
     with cluster(envs=4, workers=2, sync=AAPS(0.05), inference="served") as env:
         within(lambda: env.collect(agent, 32))

@@ -45,7 +45,7 @@ def announced(env: farstep.ClusterEnv) -> list[str]:
     return [event.text for event in env.events("announced")]
 
 
-def test_the_measurement_chooses_and_says_so(choice: str) -> None:
+def test_measurement_chooses_and_announces_the_choice(choice: str) -> None:
     with cluster(envs=4, workers=2, inference="auto") as env:
         assert env.chosen_inference is None
         batch = within(lambda: env.collect(WhoAgent(), 5))

@@ -109,7 +109,7 @@ def test_draws_from_rng_follow_the_seeds() -> None:
         np.testing.assert_array_equal(found[0][name], found[1][name])
 
 
-def test_an_agent_that_cannot_be_captured_says_so_once() -> None:
+def test_agent_that_cannot_be_captured_is_reported_once() -> None:
     agent = ReadingAgent()
     with served() as env:
         for k in range(3):

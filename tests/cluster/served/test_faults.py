@@ -1,4 +1,4 @@
-"""Whatever happens to an acting server, a call returns a full batch or raises the right error in time."""
+"""After any fault of an acting server, a call returns a full batch or raises the right error in time."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class ExhaustingAgent(TableAgent):
 @pytest.mark.usefixtures("torch_in_workers")
 @pytest.mark.parametrize("memory", MEMORY_ERRORS)
 @pytest.mark.parametrize("methods", ["act", "act, load", "priorities"])
-def test_a_server_without_memory_says_so_and_is_replaced(methods: str, memory: str, tmp_path: Path) -> None:
+def test_server_without_memory_reports_it_and_is_replaced(methods: str, memory: str, tmp_path: Path) -> None:
     agent = ExhaustingAgent(memory, methods, str(tmp_path))
     with cluster(envs=4, workers=2, inference="served") as env:
         for _ in range(6):
@@ -236,7 +236,7 @@ def close_when_acting(env: farstep.ClusterEnv) -> None:
 
 
 class BlockingEnv(CountingEnv):
-    """While there is a file `block`, the first environment that steps waits for its removal."""
+    """The first environment that steps while the file `block` exists waits for its removal."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ def test_a_call_after_an_interrupt_uses_new_weights_although_a_worker_still_step
         assert (outcomes["collect"].get()["number"] == 1).all()
 
 
-def test_what_act_raises_reaches_the_caller_with_its_traceback() -> None:
+def test_exception_of_act_reaches_the_caller_with_its_traceback() -> None:
     agent = FaultyActor("raise")
     with cluster(envs=4, workers=2, inference="served") as env, pytest.raises(RemoteEnvError) as caught:
         for _ in range(9):
@@ -289,7 +289,7 @@ def test_what_act_raises_reaches_the_caller_with_its_traceback() -> None:
 
 @pytest.mark.parametrize("options", [{"inference": "served"}, OVER_THE_NETWORK], ids=["node", "head"])
 @pytest.mark.parametrize("error", [FileNotFoundError, EOFError])
-def test_what_priorities_raises_is_not_taken_for_a_lost_connection(
+def test_exception_of_priorities_is_not_taken_for_a_lost_connection(
     error: type[Exception], options: dict[str, Any]
 ) -> None:
     class Unprioritized(TableAgent):

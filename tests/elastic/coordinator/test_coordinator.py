@@ -76,7 +76,7 @@ class World:
         assert self.coordinator.save() == saved
 
     def check(self) -> None:
-        """The coordinator and the runs whose lease has not ended use no more than there is."""
+        """The coordinator and the runs whose lease has not ended use no more slots and devices than exist."""
         registered = {workload.id: workload for workload in self.coordinator.workloads}
         assert sum(workload.held for workload in registered.values()) <= self.slots
         used = [run for run in self.runs.values() if run.id in registered]
@@ -91,7 +91,7 @@ class World:
 
 
 class Run:
-    """A run that does what it is told when it reads an answer."""
+    """A run that follows the coordinator's answers when it reads them."""
 
     def __init__(self, register: Register) -> None:
         self.register, self.name, self.used = register, register.name, 0
@@ -146,7 +146,7 @@ class Run:
             self.sent.append(self.register)
 
 
-def test_slots_are_shared_equally_and_the_rest_goes_to_who_wants_more() -> None:
+def test_slots_are_shared_equally_and_the_rest_goes_to_runs_that_want_more() -> None:
     world = World(slots=10)
     world.join("a", wanted=10)
     world.settle()
@@ -286,7 +286,7 @@ def test_rollouts_of_two_runs_alternate_and_each_uses_all_slots() -> None:
         world.settle()
 
 
-def test_returned_slots_go_to_a_run_that_never_returns_its_own_and_come_back() -> None:
+def test_returned_slots_are_lent_to_a_run_that_never_returns_its_own() -> None:
     world = World(slots=4)
     a, b = world.join("a", wanted=4), world.join("b", wanted=4)
     world.settle()
@@ -310,7 +310,7 @@ def test_rollout_that_takes_longer_than_a_turn_shares_its_slots() -> None:
     assert world.used == {"a": 2, "b": 0}  # workers that join a rollout late would only make it longer
 
 
-def test_rollout_waits_for_its_share_but_not_for_long() -> None:
+def test_rollout_waits_for_its_share_for_a_bounded_time() -> None:
     world = World(slots=4)
     a, b = world.join("a"), world.join("b", wanted=3)
     world.settle()

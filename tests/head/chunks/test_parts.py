@@ -1,4 +1,4 @@
-"""Chunks that travel in parts: what a worker sends, and what the head believes of it."""
+"""Chunks that are sent in parts: what a worker sends, and what the head accepts."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class World:
 @pytest.mark.parametrize("transfer", TRANSFERS.values(), ids=TRANSFERS)
 @pytest.mark.parametrize("answers", [True, False], ids=["quick", "slow"])
 @pytest.mark.parametrize("ends", [0, 1, 5])
-def test_what_was_rolled_is_what_arrives(transfer: TransferTrigger, answers: bool, ends: int) -> None:
+def test_chunks_arrive_unchanged(transfer: TransferTrigger, answers: bool, ends: int) -> None:
     world = World(transfer, ends=ends, answers=answers)
     piece = world.give_all()
     world.assert_all_there(piece)
@@ -136,14 +136,14 @@ def test_what_was_rolled_is_what_arrives(transfer: TransferTrigger, answers: boo
     assert len(world.messages) == len(fragments) + stages
 
 
-def test_the_first_stage_of_dual_is_what_advantages_need() -> None:
+def test_first_stage_of_dual_has_the_arrays_for_advantages() -> None:
     first, second = TransferTrigger.dual().split(Layout(1, STEPS, 2, ROWS, STATE).names())
     assert second == [*OBS, "action"]
     assert {"reward", "terminated", "truncated", "valid", "episode_start", "version", "value", "state"} < set(first)
     assert {kind + name for kind in ("last_", "final_") for name in OBS} < set(first)
 
 
-def test_a_more_exact_name_wins_and_the_rest_travels_last() -> None:
+def test_most_specific_name_wins_and_other_arrays_are_sent_last() -> None:
     world = World(TRANSFERS["three"])
     first, second, third = (message.keys for message, _ in world.messages[-3:])
     assert first == ["obs.pose", "reward"]
@@ -151,7 +151,7 @@ def test_a_more_exact_name_wins_and_the_rest_travels_last() -> None:
     assert {"action", "value", "state", "final_obs.pose"} < set(third)
 
 
-def test_a_part_shows_the_columns_of_its_stage_and_nothing_else() -> None:
+def test_a_part_has_only_the_columns_of_its_stage() -> None:
     world = World(TransferTrigger.dual())
     (first, *_), _ = world.messages
     ends = world.give(first, world.messages[0][1])
@@ -236,7 +236,7 @@ MALFORMED: dict[str, tuple[int, Callable[[Message], Message]]] = {
     "a-stage-without-an-array": (2, without("reward")),
     "a-stage-without-final-observations": (2, frame("final_obs.pose", lambda f: b"")),
     "a-stage-before-its-turn": (2, changed(stage=1)),
-    "a-stage-that-there-is-not": (2, changed(stage=7)),
+    "a-missing-stage": (2, changed(stage=7)),
     "rows-of-a-negative-stage": (0, changed(stage=-2)),
     "ends-with-rows": (0, ends(lambda f: AN_END)),
     "half-an-end": (2, ends(lambda f: f[:-1])),
@@ -253,7 +253,7 @@ MALFORMED: dict[str, tuple[int, Callable[[Message], Message]]] = {
 
 
 @pytest.mark.parametrize("case", MALFORMED.values(), ids=MALFORMED)
-def test_what_does_not_fit_is_refused(case: tuple[int, Callable[[Message], Message]]) -> None:
+def test_messages_that_do_not_fit_are_refused(case: tuple[int, Callable[[Message], Message]]) -> None:
     at, change = case
     world = World(TRANSFERS["dual-rows"])
     assert [getattr(message, "stage", None) for message, _ in world.messages] == [-1, -1, 0, None]
@@ -281,7 +281,7 @@ def test_a_chunk_without_one_of_its_parts_is_refused(without: int) -> None:
 
 
 @pytest.mark.parametrize("until", [1, 2, 3])
-def test_a_ticket_that_is_done_once_more_begins_anew(until: int) -> None:
+def test_parts_of_a_repeated_ticket_replace_earlier_ones(until: int) -> None:
     world = World(TRANSFERS["dual-rows"])
     for message in world.messages[:until]:
         world.give(*message)
@@ -298,7 +298,7 @@ def test_parts_of_a_lost_chunk_count_for_no_other_ticket() -> None:
         world.give(*changed(ticket=5)(world.messages[3]))
 
 
-def test_with_shared_memory_nothing_travels_ahead() -> None:
+def test_shared_memory_sends_no_parts_ahead_of_their_chunk() -> None:
     world = World(TRANSFERS["dual-rows"], remote=False)
     with pytest.raises(WireError):
         world.give(*world.messages[0])
@@ -306,7 +306,7 @@ def test_with_shared_memory_nothing_travels_ahead() -> None:
         world.give(*world.messages[2])
 
 
-def test_a_header_with_more_than_it_should_have_is_no_message() -> None:
+def test_header_with_additional_fields_is_refused() -> None:
     part, _ = World(TRANSFERS["rows"]).messages[0]
     assert isinstance(part, m.Part)
     assert m.decode_from_worker([m.encode(part)]) == part
@@ -337,12 +337,12 @@ def test_an_environment_configuration_takes_a_mapping() -> None:
     ],
     ids=lambda value: str(value),
 )
-def test_a_mistake_in_the_option_is_named(options: dict[str, Any], message: str) -> None:
+def test_invalid_transfer_option_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TransferTrigger.of(options)
 
 
-def test_a_name_that_no_array_has_is_refused_with_the_nearest() -> None:
+def test_unknown_array_name_is_refused_with_the_nearest() -> None:
     names = Layout(1, STEPS, 2, ROWS, STATE).names()
     TransferTrigger(keys=(("reward", "obs", "last_obs", "final_obs.pose", "*"), ("obs.camera",))).check(names)
     with pytest.raises(ConfigError, match=r"valu.*value"):

@@ -1,4 +1,4 @@
-"""Turns: in order, never more than may, and nobody waits for the dead."""
+"""The send queue grants turns in order and up to its limit, and drops dead workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def of(*incarnations: int) -> Callable[[int], int]:
     return incarnations.__getitem__
 
 
-def test_two_at_a_time_in_order_of_asking():
+def test_turns_are_granted_in_order_of_requests_up_to_the_limit():
     turns = SendQueue(2)
     for worker in (3, 1, 0, 2):
         turns.request(worker, 0, 10 + worker)
@@ -25,14 +25,14 @@ def test_two_at_a_time_in_order_of_asking():
     assert turns.next(of(0, 0, 0, 0)) == [(0, 10)]
 
 
-def test_without_a_limit_all_go_at_once():
+def test_without_a_limit_all_workers_send_at_once():
     turns = SendQueue(None)
     for worker in range(3):
         turns.request(worker, 0, worker)
     assert len(turns.next(of(0, 0, 0))) == 3
 
 
-def test_the_turn_of_a_worker_that_died_passes_on():
+def test_turn_of_a_dead_worker_goes_to_the_next_one():
     turns = SendQueue(1)
     turns.request(0, 0, 1)
     turns.request(1, 0, 1)
@@ -44,7 +44,7 @@ def test_the_turn_of_a_worker_that_died_passes_on():
     assert turns.done(0) and turns.next(of(1, 1)) == []  # it died while it waited
 
 
-def test_a_worker_that_is_gone_holds_no_turn_and_no_place():
+def test_removed_worker_has_neither_turn_nor_place_in_the_queue():
     turns = SendQueue(1)
     for worker in (0, 1, 2):
         turns.request(worker, 0, 5)
@@ -57,7 +57,7 @@ def test_a_worker_that_is_gone_holds_no_turn_and_no_place():
 
 
 @given(st.integers(1, 3), st.lists(st.tuples(st.sampled_from(["ask", "done", "die"]), st.integers(0, 3)), max_size=60))
-def test_never_more_than_may_and_everybody_in_the_end(limit: int, events: list[tuple[str, int]]):
+def test_limit_holds_and_every_worker_gets_a_turn(limit: int, events: list[tuple[str, int]]):
     turns, incarnations, asked, sending = SendQueue(limit), [0] * 4, set[int](), set[int]()
     for what, worker in events:
         if what == "ask" and worker not in asked | sending:

@@ -30,7 +30,7 @@ PHASES = ["", "construct", "reset", "step", "unlimited"]
 
 @dataclass
 class Process:
-    """What is really there, as opposed to what membership believes."""
+    """The true state of a process, as opposed to that in `Membership`."""
 
     running: bool = False
     incarnation: int = -1
@@ -74,7 +74,7 @@ class MemberWorld:
         self.rng.choices(list(events), list(events.values()))[0]()
 
     def advance(self) -> None:
-        """Time passes; now and then a lot of it, as when the head itself was suspended. What was killed ends soon."""
+        """Let time pass; sometimes hours, as when the head was suspended. Killed processes end soon."""
         for worker, process in enumerate(self.processes):
             if process.killed and process.running and self.rng.random() < 0.99:
                 self._end(worker)
@@ -88,7 +88,7 @@ class MemberWorld:
         actions = self.membership.tick(now)
         gives_up = any(isinstance(action, GiveUp) for action in actions)
         assert gives_up == (undead and not self.gave_up), "a process that does not die ends the run, once"
-        assert {a.worker for a in actions if isinstance(a, Kill)} == overdue, "killed: who is stuck, nobody else"
+        assert {a.worker for a in actions if isinstance(a, Kill)} == overdue, "exactly the stuck workers are killed"
         self._perform(actions)
 
     def _overdue(self, process: Process) -> bool:
@@ -116,7 +116,7 @@ class MemberWorld:
             self._handle(Observed(worker, process.phase, (process.count, 0)))
 
     def same(self) -> None:
-        """Its words are looked at and have not moved: that is no progress."""
+        """The same words are observed again, which is no progress."""
         worker, process = self._any()
         if process.running and process.count:
             self._handle(Observed(worker, process.phase, (process.count, 0)))
@@ -136,7 +136,7 @@ class MemberWorld:
         worker, process = self._any()
         if process.running and not process.killed:
             self._handle(Disconnected(worker))
-            assert process.killed, "what cannot be talked to must not go on writing"
+            assert process.killed, "a process without a connection must not write any more"
 
     def fail(self) -> None:
         worker, process = self._any()
@@ -144,7 +144,7 @@ class MemberWorld:
             self._fail_of(worker, Failed(worker))
 
     def nonsense(self) -> None:
-        """Events that come late, twice or from nobody change nothing."""
+        """Late, repeated and unexpected events change nothing."""
         worker, process = self._any()
         if not process.running:
             for event in (Hello(worker), Ready(worker), Disconnected(worker), Ended(worker)):
@@ -161,7 +161,7 @@ class MemberWorld:
         self._perform(self.membership.handle(event, self.clock()))
 
     def _fail_of(self, worker: int, event: Ended | Failed) -> None:
-        """Something that costs a restart: it must be within the budget of the last ten minutes, or the end."""
+        """A failure that costs a restart: within the budget of the last ten minutes, or the run ends."""
         now = self.clock()
         if not self.gave_up:
             self.failures.append(now)

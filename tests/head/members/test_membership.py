@@ -33,7 +33,7 @@ RUNS, EVENTS = 15, 2000  # for each of 4 budgets: 120,000 events
 
 
 @pytest.mark.parametrize("budget", [0, 3, 20, 10**9])
-def test_promises_hold_after_every_random_event(budget: int) -> None:
+def test_invariants_hold_after_every_random_event(budget: int) -> None:
     restarts = kills = 0
     for seed in range(RUNS):
         world = MemberWorld(seed, workers=seed % 5 + 1, budget=budget)
@@ -54,7 +54,7 @@ def ready_worker(budget: int = 10) -> tuple[Membership, FakeClock]:
     return membership, clock
 
 
-def test_a_busy_worker_is_left_alone_however_long_it_works() -> None:
+def test_busy_worker_is_never_killed() -> None:
     membership, clock = ready_worker()
     for count in range(1000):
         membership.handle(Observed(0, "step", (count, 0)), clock())
@@ -78,7 +78,7 @@ def test_worker_is_not_lost_during_an_episode_of_hours_while_it_steps() -> None:
     assert membership.tick(clock.advance(1.1)) == [Lost(0), Kill(0, stuck_in="step")], "it no longer steps"
 
 
-def test_a_chunk_that_travels_for_long_is_no_idle_worker() -> None:
+def test_worker_whose_chunk_is_sent_for_long_is_not_idle() -> None:
     (record,) = split(1, 2, 1, 0)
     assert (expected(record, None), expected(record, 7)) == ("", "idle")
     record.words[ROLLED] = 7
@@ -101,7 +101,7 @@ def test_a_stuck_worker_is_killed_once_and_replaced_only_when_it_has_ended() -> 
     assert membership.tick(clock.advance(0.1)) == [RequestStacks(0)]
     assert membership.tick(clock.advance(0.9)) == []  # once is enough
     assert membership.tick(clock.advance(0.1)) == [Lost(0), Kill(0, stuck_in="step")]
-    assert membership.tick(clock.advance(DEATH_S)) == []  # it may wake up once more: nobody takes its place
+    assert membership.tick(clock.advance(DEATH_S)) == []  # it may wake up again: it is not replaced yet
     assert membership.handle(Ended(0), clock()) == []
     assert membership.tick(clock()) == [Start(0, 1)]
 
@@ -166,7 +166,7 @@ def test_the_budget_is_spent_by_ends_and_by_environments_that_raise() -> None:
     assert membership.tick(clock.advance(10**6)) == []
 
 
-def test_rare_faults_never_add_up() -> None:
+def test_rare_faults_do_not_use_up_the_budget() -> None:
     membership, clock = ready_worker(budget=1)
     for _ in range(50):
         clock.advance(RESTART_WINDOW_S + 1)

@@ -108,7 +108,7 @@ class World:
         assert not +tickets.dropped
 
     def starves(self) -> bool:
-        """Whether there is no batch although all workers that are not parked do all they may."""
+        """Whether there is no batch although all workers that are not parked roll all their tickets."""
         self.idle()
         before = self.batches
         for _ in range(3 * (self.num_chunks or 1) + 3):
@@ -184,7 +184,7 @@ def test_worker_that_is_unparked_during_an_update_rolls_no_rows_that_would_becom
     tickets.park(1)
 
     def roll(version: int, *workers: int) -> list[int]:
-        """Let workers roll everything that they may."""
+        """Let workers roll all their tickets."""
         rolled = tickets.grant(workers, version)
         for ticket in rolled:
             assert tickets.accept(ticket.worker, ticket.seq, version, None)
@@ -219,7 +219,7 @@ class Retiring:
         return worker == 1 and self._tickets.must_finish(1)
 
 
-def test_worker_rolls_what_was_requested_before_it_is_parked() -> None:
+def test_worker_rolls_its_requested_chunks_before_it_is_parked() -> None:
     tickets = Tickets(2)
     tickets.open(None, 4, feed=FeedPlan(windows=None, chunks=2, invited={0: 2, 1: 2}))
     tickets.grant(range(2), 0)
@@ -251,7 +251,7 @@ def parked(workers: int = 1, budget: int = 1) -> Membership:
 
 def test_worker_is_suspended_only_when_it_is_idle() -> None:
     membership = alive()
-    assert membership.handle(Idle(0), 1.0) == []  # nobody wants to park it
+    assert membership.handle(Idle(0), 1.0) == []  # it is not to be parked
     assert membership.handle(Park(0), 1.0) == [Retire(0)]
     assert membership.members[0].state is State.ALIVE
     assert membership.handle(Park(0), 1.0) == []  # once is enough
@@ -278,7 +278,7 @@ def test_parked_worker_has_no_time_limit_and_gets_one_again_when_it_is_unparked(
     assert Lost(0) in membership.tick(1e6 + 11)
 
 
-def test_closed_connection_of_a_parked_worker_means_nothing() -> None:
+def test_closed_connection_of_a_parked_worker_is_ignored() -> None:
     membership = parked()
     assert membership.handle(Disconnected(0), 2.0) == []
     assert membership.members[0].state is State.PARKED

@@ -23,7 +23,7 @@ def updated(prewarming: Prewarming, updates_s: list[float], start_s: float) -> N
         now += 1.0 + update_s
 
 
-def test_workers_are_resumed_after_a_window_of_equal_updates_and_suspended_if_nothing_comes() -> None:
+def test_workers_are_resumed_after_a_window_of_equal_updates_and_suspended_without_a_rollout() -> None:
     calls: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def resume() -> None:

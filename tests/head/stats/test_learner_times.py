@@ -12,7 +12,7 @@ from farstep.head.stats.rates import Rate
 
 
 class Clock:
-    """A clock that moves only when it is told to."""
+    """A clock that moves only when the test advances it."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -44,7 +44,7 @@ def test_time_between_two_batches_is_that_of_the_update() -> None:
             clock.sleep(1)
     assert times.snapshot() == {"wait": 12, "prepare": 6, "update": 24, "publish": 3}
     clock.sleep(1000)
-    assert times.snapshot()["update"] == 24, "only the next call shows whether the loop goes on"
+    assert times.snapshot()["update"] == 24, "only the next call shows whether the loop continues"
 
 
 def test_a_wait_in_progress_is_counted_until_now() -> None:

@@ -1,4 +1,4 @@
-"""What the head's counters forget when a worker ends."""
+"""The head's counters after the end of a worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches without workers that have no node, as the tickets see it."""
+"""Tickets of batches while some workers have no node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from farstep.head.tickets.tickets import Tickets
 
 
 def roll(tickets: Tickets, available: set[int]) -> None:
-    """Everybody who may does what it may, at once."""
+    """Every available worker gets and completes its tickets."""
     for order in tickets.grant(sorted(available), 0):
         assert tickets.accept(order.worker, order.seq, 0, None)
 
@@ -22,7 +22,7 @@ def workers_of(tickets: Tickets) -> list[int] | None:
     return None if batch is None else [arrived.ticket.worker for arrived in batch]
 
 
-def test_a_batch_goes_on_without_who_is_absent() -> None:
+def test_batch_continues_without_absent_workers() -> None:
     tickets = Tickets(3, quorum=1)
     tickets.leave(2)
     tickets.open(None, batches=1)
@@ -30,7 +30,7 @@ def test_a_batch_goes_on_without_who_is_absent() -> None:
     assert workers_of(tickets) == [0, 1]
 
 
-def test_who_leaves_in_the_middle_is_not_waited_for() -> None:
+def test_batch_does_not_wait_for_a_worker_that_leaves() -> None:
     tickets = Tickets(2, quorum=1)
     tickets.open(None, batches=1)
     orders = tickets.grant([0, 1], 0)
@@ -42,7 +42,7 @@ def test_who_leaves_in_the_middle_is_not_waited_for() -> None:
     assert workers_of(tickets) == [0]
 
 
-def test_who_comes_in_the_middle_is_part_of_the_next_batch() -> None:
+def test_worker_that_joins_takes_part_in_the_next_batch() -> None:
     tickets = Tickets(2, quorum=1)
     tickets.leave(1)
     tickets.open(1)
@@ -60,7 +60,7 @@ def test_who_comes_in_the_middle_is_part_of_the_next_batch() -> None:
 
 
 @pytest.mark.parametrize("fewest", [1, 2, 3])
-def test_too_few_are_waited_for_and_all_who_come_count(fewest: int) -> None:
+def test_batch_waits_for_the_minimum_and_has_all_workers_that_joined(fewest: int) -> None:
     tickets = Tickets(3, fewest)
     for worker in range(3):
         tickets.leave(worker)
@@ -76,7 +76,7 @@ def test_too_few_are_waited_for_and_all_who_come_count(fewest: int) -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_batches_continue_while_workers_join_and_leave(seed: int) -> None:
-    """Random arrivals, losses and chunks: while enough are there, a batch is complete after everybody did its work."""
+    """Random arrivals, losses and chunks: with enough workers, a batch is complete after all of them did their work."""
     chance = random.Random(seed)
     tickets = Tickets(4, quorum=2)
     tickets.open(chance.choice([None, 0, 1, 2]))

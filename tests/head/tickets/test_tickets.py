@@ -29,7 +29,7 @@ def worlds(max_staleness: int, mode: str, eager: bool) -> list[TicketWorld]:
 @STALENESS
 @MODES
 @pytest.mark.parametrize("eager", [False, True], ids=["publishes-once-per-batch", "publishes-often"])
-def test_promises_hold_after_every_random_event(max_staleness: int, mode: str, eager: bool) -> None:
+def test_invariants_hold_after_every_random_event(max_staleness: int, mode: str, eager: bool) -> None:
     for world in worlds(max_staleness, mode, eager):
         for event in range(EVENTS):
             world.random_event()
@@ -73,7 +73,7 @@ def test_synchronous_collection_is_one_ticket_each() -> None:
     assert granted(tickets) == []  # and there is no second batch
 
 
-def test_staleness_zero_gives_nothing_while_the_learner_learns() -> None:
+def test_staleness_zero_grants_no_ticket_during_an_update() -> None:
     tickets = Tickets(2)
     tickets.open(0)
     hand_over(tickets, granted(tickets), 0)
@@ -155,7 +155,7 @@ def test_a_lost_worker_is_asked_for_the_same_batch_again() -> None:
     assert tickets.dropped == {"worker_lost": 1}
 
 
-def test_what_a_lost_worker_had_handed_over_counts() -> None:
+def test_delivered_chunks_of_a_lost_worker_count() -> None:
     tickets = Tickets(1)
     tickets.open(0)
     hand_over(tickets, granted(tickets, workers=1), 0)
@@ -186,7 +186,7 @@ def test_a_batch_may_have_more_chunks_than_there_are_workers(num_chunks: int) ->
     assert len(tickets.take(0) or ()) == num_chunks
 
 
-def test_cancelling_counts_what_is_thrown_away() -> None:
+def test_cancel_counts_discarded_rows() -> None:
     tickets = Tickets(2)
     tickets.open(1)
     orders = granted(tickets)
@@ -200,9 +200,9 @@ def test_cancelling_counts_what_is_thrown_away() -> None:
 
 @pytest.mark.parametrize("of", ["actors", "windows"])
 @pytest.mark.parametrize("seed", range(40))
-def test_a_feed_never_stands_still_and_never_runs_too_far_ahead(seed: int, of: str) -> None:
-    """Random workers, deaths and windows: whenever all is rolled that may be, enough workers have a whole window, or
-    there are enough windows."""
+def test_feed_neither_deadlocks_nor_runs_too_far_ahead(seed: int, of: str) -> None:
+    """Random workers, deaths and windows: whenever every granted chunk is rolled, enough workers have a whole window,
+    or there are enough windows."""
     rng = random.Random(seed)
     workers, chunks, depth = rng.randint(1, 5), rng.randint(1, 4), rng.randint(1, 3)
     actors = rng.randint(1, workers if of == "actors" else 2 * workers)

@@ -10,7 +10,7 @@ from farstep.head.tickets.tickets import Tickets
 
 
 class TicketWorld:
-    """Keeps its own books, so that a mistake of `Tickets` cannot hide in the numbers it reports itself."""
+    """Counts independently, so that a bug in the counters of `Tickets` is found."""
 
     def __init__(
         self, seed: int, workers: int, max_staleness: int, num_chunks: int | None, eager: bool, rollouts: int = 1
@@ -81,7 +81,7 @@ class TicketWorld:
         self.closed_seqs.append((worker, order.seq))
 
     def learn(self) -> None:
-        """The learner asks for the next batch, and thereby lets go of the one it had."""
+        """The learner takes the next batch, which releases its last one."""
         if self.held:
             self.tickets.release()
             self.held = []
@@ -124,7 +124,7 @@ class TicketWorld:
             assert not self.tickets.give_back(worker, seq, "environment_failed")
 
     def impostor(self) -> None:
-        """A worker hands over, or gives back, what another one is rolling; or a ticket that never was."""
+        """A worker hands over, or gives back, what another one is rolling; or an unknown ticket."""
         worker, other = self.rng.randrange(self.workers), self.rng.randrange(self.workers)
         seq = self.queues[worker][0].seq if worker != other and self.queues[worker] else 10**9
         assert not self.tickets.accept(other, seq, self.version, "stolen")
@@ -196,7 +196,7 @@ class TicketWorld:
         assert set(self.delivered) | set(self.unread) <= set(self.accepted)
 
     def next_batch(self) -> list[AcceptedChunk]:
-        """With everybody there and at work, the learner gets a batch: it is never starved."""
+        """When all workers are present and roll, the learner gets a batch: it is never starved."""
         self.up = [True] * self.workers
         for worker in range(self.workers):
             self.tickets.join(worker)

@@ -1,4 +1,4 @@
-"""The line about what the head is waiting for: short, and it names what stands out."""
+"""The line about pending workers and nodes is short and groups them by state."""
 
 from __future__ import annotations
 

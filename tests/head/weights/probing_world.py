@@ -1,4 +1,4 @@
-"""Agents of every kind, and one worker and the head between which probes travel, without processes."""
+"""Agents of every kind, and one worker and the head that exchange probes, without processes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class JaxAgent(LinearAgent):
 
 
 class TorchAgent(torch.nn.Module):
-    """Would notice if it was asked in training mode: dropout, and statistics of batches."""
+    """Its results differ in training mode: dropout, and statistics of batches."""
 
     def __init__(self, weight: float = 0.0) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class DeterministicAgent(LinearAgent):
 
 
 class World:
-    """One worker and the head, with what travels between them."""
+    """One worker and the head, with the messages between them."""
 
     def __init__(self, learner: Any, worker: Any, num_seats: int = 1) -> None:
         rows = {"obs": ArraySpec((SIZE,), "<f8"), "action": ArraySpec((), "<i8"), "episode_start": ArraySpec((), "|b1")}

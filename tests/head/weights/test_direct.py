@@ -59,7 +59,7 @@ class Server:
     """Another process that loads weights into its copy of the agent."""
 
     def __init__(self, store: ParameterStore, agent: Any, **fake: Any) -> None:
-        store.refresh_host()  # as the head does before it tells a server where parameters are
+        store.refresh_host()  # as the head does before it sends a server the place of parameters
         self._pipe, other = FORK.Pipe()
         fd = store.memory.fd
         self._process = FORK.Process(target=_serve, args=(other, fd, store.message(), agent, fake), daemon=True)

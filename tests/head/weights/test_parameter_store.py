@@ -105,7 +105,7 @@ def test_a_bad_version_is_refused_by_name_and_the_old_one_stays(
         assert pulled(store, worker) == 0
         for mine, theirs in zip(numbers(agent()), numbers(worker), strict=True):
             np.testing.assert_array_equal(mine, theirs)
-        assert store.publish(agent()) == 1  # and the store goes on
+        assert store.publish(agent()) == 1  # and the store is still usable
 
 
 @pytest.mark.parametrize("method", [ParameterStore.publish, published_if_changed])
@@ -155,7 +155,7 @@ def test_get_parameters_that_raises_is_named(get_parameters: Callable[[], Any]) 
 
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf")])
-def test_infinities_are_ordinary(value: float) -> None:
+def test_infinite_parameters_are_accepted(value: float) -> None:
     learner: Any = Module()
     worker: Any = Module()
     learner.scale[0] = value  # as in a mask of attention
@@ -210,7 +210,7 @@ class CloningModule(Module):
 
 
 class DataModule(Module):
-    """Aliases whose version counters are their own."""
+    """Returns aliases with separate version counters."""
 
     def get_parameters(self) -> Any:
         return [parameter.data for parameter in self.parameters()]
@@ -269,7 +269,7 @@ class TensorWithCallback(torch.Tensor):
 
 @pytest.mark.parametrize("read", ["publish", "changed"])
 def test_a_change_while_parameters_are_read_is_noticed_later(read: str) -> None:
-    """Another thread trains on: what it changes after its values were read is a change still."""
+    """Another thread trains on: its changes after the values were read still count."""
     agent: Any = SetterAgent()
     first, last = torch.zeros(LARGE).add_(1), torch.zeros(1).add_(1).as_subclass(TensorWithCallback)
     agent.parameters, last.on_read = {"first": first, "last": last}, lambda: None

@@ -57,7 +57,7 @@ def test_the_divergence_is_exact_on_rows_that_the_worker_sent(kind: Any) -> None
     assert found > 0.01
 
 
-def test_asking_leaves_modes_and_generators_as_they_were() -> None:
+def test_probing_does_not_change_modes_and_generators() -> None:
     agent = TorchAgent(0.3)
     agent.norm.eval()
     world = World(agent, TorchAgent())
@@ -70,7 +70,7 @@ def test_asking_leaves_modes_and_generators_as_they_were() -> None:
 
 
 class OwnNamesAgent(TorchAgent):
-    """Whose parameters and modules are something else than torch's."""
+    """Its attributes `parameters` and `modules` are not those of torch."""
 
     def parameters(self) -> Any:  # type: ignore[override]
         return {"learning_rate": 0.1}
@@ -92,7 +92,7 @@ def test_the_same_weights_do_not_diverge() -> None:
 
 
 class LogProbAgent(LinearAgent):
-    """Knows nothing but probabilities of actions."""
+    """Returns only log-probabilities of actions."""
 
     distribution = None  # type: ignore[assignment]
 
@@ -127,7 +127,7 @@ def test_an_estimate_looks_at_actions_of_the_weights_in_use_where_it_has_any() -
     assert both == pytest.approx((np.expm1(ratio) - ratio).mean(), rel=1e-4)
 
 
-def test_a_deterministic_policy_brings_its_own_measure() -> None:
+def test_deterministic_policy_is_compared_by_its_own_measure() -> None:
     world = World(DeterministicAgent(0.3), DeterministicAgent(0.1))
     world.roll()
     obs = world.worker.recent.all()[0].arrays["obs"]
@@ -135,7 +135,7 @@ def test_a_deterministic_policy_brings_its_own_measure() -> None:
 
 
 class OwnMeasureAgent(DeterministicAgent):
-    """Whose measure is just this, for each row."""
+    """Its measure returns `said` for each row."""
 
     said: Any = None
 
@@ -155,7 +155,7 @@ class OwnMeasureAgent(DeterministicAgent):
     ],
     ids=["negative", "mapping", "nothing", "number", "matrix", "text"],
 )
-def test_a_measure_that_is_none_is_refused(said: Any, words: str) -> None:
+def test_invalid_results_of_a_custom_measure_are_refused(said: Any, words: str) -> None:
     agent = OwnMeasureAgent()
     agent.said = said
     with pytest.raises(AgentError, match=words):
@@ -181,7 +181,7 @@ class RecurrentAgent(LinearAgent):
         return {"logits": obs @ self.w + state.sum(axis=1, keepdims=True) * self.w[0]}
 
 
-def test_a_recurrent_policy_is_asked_where_its_state_is_known() -> None:
+def test_recurrent_policy_is_probed_at_rows_with_a_known_state() -> None:
     world = World(RecurrentAgent(0.3), RecurrentAgent(0.1))
     world.roll()
     pick = world.worker.recent.all()[0]
@@ -217,7 +217,7 @@ def test_a_description_that_takes_other_arguments_is_refused(kind: Any, state: A
 
 
 class LoudAgent(LinearAgent):
-    """Whose numbers are beyond all measure."""
+    """Its outputs overflow."""
 
     said: Any = None
 
@@ -239,7 +239,7 @@ class LoudAgent(LinearAgent):
     ],
     ids=str,
 )
-def test_numpy_does_not_warn_beside_us(said: dict[str, float]) -> None:
+def test_numpy_warnings_are_suppressed(said: dict[str, float]) -> None:
     learner, worker = LoudAgent(), LoudAgent()
     learner.said, worker.said = said, dict.fromkeys(said, 0.0)
     for sides in ((learner, worker), (worker, learner), (learner, learner)):
@@ -326,7 +326,7 @@ def test_comparing_by_act_does_not_change_the_agent(kind: Any) -> None:
     assert agent.calls == twin.calls == [1]
 
 
-def test_an_agent_that_cannot_be_copied_is_told_to_add_a_method() -> None:
+def test_error_of_an_agent_that_cannot_be_copied_names_the_missing_method() -> None:
     agent = CountingActs()
     agent.own = threading.Lock()  # type: ignore[assignment]
     outputs = {"action": ArraySpec((), "<i8"), "logits": ArraySpec((4,), "<f4")}
@@ -345,14 +345,14 @@ def test_a_description_without_a_row_per_observation_is_refused() -> None:
         world.probe()
 
 
-def test_sides_that_describe_themselves_differently_are_told_apart() -> None:
+def test_different_descriptions_of_learner_and_worker_are_reported() -> None:
     world = World(LinearAgent(), GaussianAgent())
     world.roll()
     with pytest.raises(AgentError, match="same arrays on both"):
         world.publish()
 
 
-def test_what_cannot_be_compared_counts_as_too_far() -> None:
+def test_policies_that_cannot_be_compared_count_as_too_far() -> None:
     world = World(LinearAgent(), LinearAgent())
     assert world.publish() == math.inf  # nothing was sent yet
     world.roll()
@@ -363,7 +363,7 @@ def test_what_cannot_be_compared_counts_as_too_far() -> None:
     assert world.worker.take_note() == ""
 
 
-def test_a_policy_that_says_nan_is_too_far_and_told_once() -> None:
+def test_policy_that_returns_nan_is_too_far_and_reported_once() -> None:
     world = World(LinearAgent(np.nan), LinearAgent())
     world.roll()
     for said in ("distribution() returns NaN (logits)", ""):  # once
@@ -371,12 +371,12 @@ def test_a_policy_that_says_nan_is_too_far_and_told_once() -> None:
         assert world.worker.take_note() == said
 
 
-def test_what_is_left_after_a_pull_is_measured_by_the_probe_that_it_was_for() -> None:
+def test_divergence_left_by_a_pull_is_measured_by_the_probe_of_that_pull() -> None:
     learner, worker = LinearAgent(0.3), LinearAgent(0.1)
     world = World(learner, worker)
     world.roll()
     world.publish()
-    worker.w[:] = learner.w.astype(np.float16) * 0.9  # what travelled is not what the learner has
+    worker.w[:] = learner.w.astype(np.float16) * 0.9  # the sent weights differ from the learner's
     rows = world.worker.recent.all()[0].arrays["obs"]
     sides = [flat_distribution({"logits": rows @ w}) for w in (worker.w, learner.w)]
     assert world.worker.pulled(world.version) == pytest.approx(kl_divergence(*sides).mean(), rel=1e-4)
@@ -385,7 +385,7 @@ def test_what_is_left_after_a_pull_is_measured_by_the_probe_that_it_was_for() ->
 
 
 @pytest.mark.parametrize("kind", [LinearAgent, LogProbAgent], ids=["distribution", "log_prob"])
-def test_nothing_is_left_after_a_pull_of_everything(kind: Any) -> None:
+def test_pull_of_all_parameters_leaves_no_divergence(kind: Any) -> None:
     learner, worker = kind(0.3), kind(0.1)
     world = World(learner, worker)
     world.roll()
@@ -407,7 +407,7 @@ def test_late_and_repeated_probes_are_harmless() -> None:
     assert world.worker.divergences == said
 
 
-def test_a_replaced_worker_is_not_asked_about_what_its_predecessor_sent() -> None:
+def test_replaced_worker_is_not_probed_about_rows_of_its_predecessor() -> None:
     world = World(LinearAgent(), LinearAgent())
     world.roll()
     world.records[0].incarnation += 1
@@ -417,7 +417,7 @@ def test_a_replaced_worker_is_not_asked_about_what_its_predecessor_sent() -> Non
     assert world.head.requests()[0].indices == [1]
 
 
-def test_all_workers_are_asked_about_in_one_evaluation() -> None:
+def test_probes_of_all_workers_take_one_evaluation() -> None:
     calls = []
 
     class Counting(LinearAgent):
@@ -496,7 +496,7 @@ def test_a_worker_without_weights_passes_no_probe() -> None:
     assert world.worker.compared == -1 and world.worker.divergences == ()
 
 
-def test_a_worker_busy_for_long_is_not_buried_in_probes() -> None:
+def test_busy_worker_gets_a_bounded_number_of_probes() -> None:
     world = World(LinearAgent(), LinearAgent())
     world.roll()
     assert sum(len(world.head.requests()) for _ in range(1000)) < 100

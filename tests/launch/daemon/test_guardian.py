@@ -1,4 +1,4 @@
-"""Promises are kept when the head is gone, and only then."""
+"""The guardian runs registered commands when the head has ended, and only then."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def wait_until_gone(pid: int) -> None:
         time.sleep(0.01)
 
 
-def test_a_killed_heads_promises_are_kept(tmp_path: Path) -> None:
+def test_guardian_runs_the_registered_commands_of_a_killed_head(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HEAD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as head:
         assert head.stdout is not None
         guardian = int(head.stdout.readline())
@@ -47,7 +47,7 @@ def test_a_killed_heads_promises_are_kept(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
-def test_without_promises_it_ends_at_once_and_does_nothing(tmp_path: Path) -> None:
+def test_guardian_without_commands_ends_at_once(tmp_path: Path) -> None:
     guardian = Guardian()
     guardian.close()
     guardian = Guardian()
@@ -59,7 +59,7 @@ def test_without_promises_it_ends_at_once_and_does_nothing(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
-def test_a_fork_of_the_head_does_not_hold_it_back(tmp_path: Path) -> None:
+def test_fork_of_the_head_does_not_delay_the_guardian(tmp_path: Path) -> None:
     guardian = Guardian()
     guardian.register("a", ["true"])
     pid = guardian.pid
@@ -75,7 +75,7 @@ def test_a_fork_of_the_head_does_not_hold_it_back(tmp_path: Path) -> None:
         os.waitpid(child, 0)
 
 
-def test_a_command_that_fails_is_tried_until_the_deadline(tmp_path: Path) -> None:
+def test_failing_command_is_retried_until_the_deadline(tmp_path: Path) -> None:
     script = tmp_path / "second_time"
     script.write_text('#!/bin/sh\n[ -e "$0.once" ] && touch "$0.twice" || { touch "$0.once"; exit 1; }\n')
     script.chmod(0o755)
@@ -83,6 +83,6 @@ def test_a_command_that_fails_is_tried_until_the_deadline(tmp_path: Path) -> Non
     assert (tmp_path / "second_time.twice").exists()
 
 
-def test_what_cannot_be_kept_is_given_up() -> None:
+def test_guardian_gives_up_commands_that_cannot_succeed() -> None:
     lines = b'{"register": "a", "command": ["/nowhere"]}\n{"register": "b", "command": ["sleep", "60"]}\n{"promi'
     guard(io.BytesIO(lines), 0.3)

@@ -1,4 +1,4 @@
-"""A node daemon where its head is silent, or messages were lost."""
+"""A node daemon whose head is silent or whose messages were lost."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def messages(hub: Hub) -> Iterator[Any]:
         time.sleep(0.01)
 
 
-def test_an_end_that_the_head_did_not_hear_of_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_of_a_worker_is_reported_again_until_the_head_received_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head repeats a request if it has heard nothing of the worker."""
     starts = mock.Mock(side_effect=OSError("no memory"))
     monkeypatch.setattr(ProcessStarter, "start", starts)
@@ -85,7 +85,7 @@ def test_an_end_that_the_head_did_not_hear_of_is_told_again(monkeypatch: pytest.
     assert starts.call_count == 1
 
 
-def test_a_worker_that_the_zygote_refused_is_reported_as_blameless() -> None:
+def test_worker_that_the_zygote_refused_does_not_use_the_restart_budget() -> None:
     """Its replacement starts cold, and must not use the restart budget."""
     with contextlib.closing(Hub("tcp://127.0.0.1:*", reliable=True)) as hub:
         zygote = {"start_method": "zygote", "modules": ["no_such_module"]}
@@ -103,7 +103,7 @@ def test_a_worker_that_the_zygote_refused_is_reported_as_blameless() -> None:
     assert (ended.note, ended.blameless) == ("the process that forks workers could not start it", True)
 
 
-def test_a_daemon_that_is_reclaimed_while_it_looks_for_its_head_says_so_by_its_status() -> None:
+def test_daemon_that_is_reclaimed_while_it_reconnects_ends_with_its_status() -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "farstep.launch.daemon.node_daemon"],
         stdin=subprocess.PIPE,
@@ -160,15 +160,15 @@ def test_a_message_that_cannot_be_sent_ends_only_its_worker(monkeypatch: pytest.
         link.close()
 
 
-def test_more_workers_than_a_node_can_have_are_not_listened_to() -> None:
+def test_heartbeat_with_too_many_workers_is_refused() -> None:
     most = [(worker, 0) for worker in range(n.MOST_WORKERS)]
     assert n.decode_from_node([n.encode(n.NodeBeat("0" * 16, most))]) == n.NodeBeat("0" * 16, most)
     with pytest.raises(WireError):
         n.decode_from_node([n.encode(n.NodeBeat("0" * 16, [*most, (0, 1)]))])
 
 
-def test_a_worker_that_closes_its_output_is_not_asked_for_it_again() -> None:
-    """Or its daemon would find it readable for ever."""
+def test_closed_output_of_a_worker_is_not_read_again() -> None:
+    """Otherwise its daemon would poll a closed pipe in a busy loop."""
     starter = ProcessStarter(1)
     board = ProgressBoard(1, 1)
     try:

@@ -1,4 +1,4 @@
-"""Processes that workers run in."""
+"""The processes of workers."""
 
 from pathlib import Path
 

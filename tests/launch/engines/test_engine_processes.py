@@ -1,4 +1,4 @@
-"""Programs of engines that do not end by themselves."""
+"""Ending the processes of engines that do not end by themselves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STUBBORN = (
 )
 
 
-def test_sessions_end_whatever_their_programs_say() -> None:
+def test_sessions_of_programs_that_ignore_signals_end() -> None:
     sessions = [EngineProcess([sys.executable, "-c", STUBBORN], f"host{i}", b"") for i in range(3)]
     sessions.append(EngineProcess(["true"], "host3", b""))
     deadline = time.monotonic() + 30
@@ -29,10 +29,10 @@ def test_sessions_end_whatever_their_programs_say() -> None:
         time.sleep(0.01)
     end_processes(sessions, patience_s=0.0)
     assert all(session.ended for session in sessions)
-    assert sessions[0].tail() == "here"  # what they said is still known
+    assert sessions[0].tail() == "here"  # their output is still available
 
 
-def test_who_holds_the_output_of_a_program_is_ended_with_it(tmp_path: Path) -> None:
+def test_processes_that_hold_the_output_of_a_program_end_with_it(tmp_path: Path) -> None:
     program = Program(["sh", "-c", f"sleep 60 & echo $! > {tmp_path}/pid; wait"])
     deadline = time.monotonic() + 30
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():

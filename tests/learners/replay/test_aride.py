@@ -1,4 +1,4 @@
-"""A-RIDE: what its critics learn, which steps train the actor, priorities of episodes, and penalties."""
+"""A-RIDE: values of its critics, steps that train the actor, priorities of episodes, and penalties."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def policy_of(agent: ActorCritic) -> Tensor:
     return torch.softmax(distribution["logits"], -1)[0]
 
 
-def bandit(actions: list[int], rewards: list[float], behaviour: float = 0.5, **columns: Any) -> ReplayBatch:
+def bandit(actions: list[int], rewards: list[float], behavior: float = 0.5, **columns: Any) -> ReplayBatch:
     """Episodes of one step, all in the same state."""
     count = len(actions)
     rows = {
         "obs": torch.zeros(count, 1, 2),
         "next_obs": torch.zeros(count, 1, 2),
         "action": torch.tensor(actions)[:, None],
-        "logprob": torch.full((count, 1), math.log(behaviour)),
+        "logprob": torch.full((count, 1), math.log(behavior)),
         "reward": torch.tensor(rewards)[:, None],
         "terminated": torch.ones(count, 1, dtype=torch.bool),
         "truncated": torch.zeros(count, 1, dtype=torch.bool),
@@ -124,7 +124,7 @@ def test_gate_decides_which_actions_become_less_likely(gate: Any, kept: float, f
     with torch.no_grad():
         for parameter in learner.agent.critic.parameters():
             parameter.zero_()
-    batch = bandit([0, 1, 1], [1.0, -1.0, -1.0], behaviour=1 / 3)
+    batch = bandit([0, 1, 1], [1.0, -1.0, -1.0], behavior=1 / 3)
     metrics, _ = learner.step(batch)
     before = policy_of(learner.agent)
     for _ in range(20):
@@ -180,7 +180,7 @@ def read_all(learner: Aride, buffer: Buffer) -> ReplayBatch:
 @pytest.mark.parametrize("kind", ["discrete", "continuous", "dict"])
 @pytest.mark.parametrize("recurrent", ["none", "gru", "lstm"])
 def test_ratios_of_own_episodes_are_one(kind: str, recurrent: Any) -> None:
-    """Behaviour log-probabilities are those of the samples; a recurrent agent is unrolled from each episode's start."""
+    """Behavior log-probabilities are those of the samples; a recurrent agent is unrolled from each episode's start."""
     config = ArideConfig(net=NetConfig(hidden=(8,), core=8, recurrent=recurrent))
     learner, buffer = collected(Identity, config, 35, env_kwargs={"kind": kind})
     with buffer:

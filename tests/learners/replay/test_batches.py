@@ -94,7 +94,7 @@ def test_each_batch_is_received_once_and_only_one_is_prefetched(buffer: Buffer) 
     assert device.threads[0] == threading.current_thread().name and set(device.threads[1:]) == {"farstep-prefetch_0"}
 
 
-def test_rows_that_are_read_are_received_beside_a_prefetched_batch(buffer: Buffer) -> None:
+def test_rows_are_read_while_a_prefetched_batch_is_pending(buffer: Buffer) -> None:
     """A refresh of priorities reads all rows while the next batch is on its way."""
     device = SlowDevice()
     batches = batches_of(buffer, device)

@@ -134,7 +134,7 @@ class Endless:
 @pytest.mark.parametrize(
     "launch", [farstep.InProcessConfig(workers_per_node=2), farstep.LocalConfig(workers_per_node=2)]
 )
-def test_learner_stops_when_a_report_says_so(launch: Any) -> None:
+def test_learner_stops_when_a_report_ends_the_loop(launch: Any) -> None:
     loop: Any = Endless(reports=3)
     with make_env(launch) as env:
         TwinLearner(CONFIG).run(env, loop)
@@ -144,9 +144,7 @@ def test_learner_stops_when_a_report_says_so(launch: Any) -> None:
 
 @pytest.mark.parametrize("chunk_rows", [1, 16, 500])
 @pytest.mark.parametrize("updates_per_step", [0.01, 0.5, 20])
-def test_limiter_neither_blocks_for_ever_nor_lets_the_learner_run_ahead(
-    updates_per_step: float, chunk_rows: int
-) -> None:
+def test_limiter_neither_deadlocks_nor_lets_the_learner_run_ahead(updates_per_step: float, chunk_rows: int) -> None:
     config = ReplayConfig(learning_starts=100, batch_size=32, updates_per_step=updates_per_step)
     limiter = make_limiter(config, round_rows=2 * chunk_rows)
     rng, updates = np.random.default_rng(0), 0
@@ -248,7 +246,7 @@ def test_names_of_saved_parts_stay_so_that_older_checkpoints_load(kind: str) -> 
             learner.load({**learner.state(), **wrong} if "another" in wrong else wrong)
 
 
-def test_number_of_updates_that_is_no_count_is_refused() -> None:
+def test_invalid_number_of_updates_is_refused() -> None:
     learner = learner_of("dqn")
     with pytest.raises(Refused, match=r"learner\.updates"):
         learner.load({**learner.state(), "updates": -1})

@@ -1,4 +1,4 @@
-"""What a run checks before it creates its folder: the memory that its replay buffer will take."""
+"""The memory of the replay buffer is checked before a run creates its folder."""
 
 from __future__ import annotations
 

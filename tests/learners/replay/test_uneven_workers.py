@@ -80,7 +80,7 @@ CASES: dict[str, tuple[LoopConfig, Sampler]] = {
 
 
 @pytest.mark.parametrize("items", CASES)
-def test_short_episodes_are_not_favoured(items: str, tmp_path: Path) -> None:
+def test_short_episodes_are_not_favored(items: str, tmp_path: Path) -> None:
     config, sampler = CASES[items]
     env_config = {"type": "factory", "env_name": partial(Mixed, tmp_path), "envs_per_node": 4, "seed": 3}
     with farstep.ClusterEnv(env_config, farstep.LocalConfig(workers_per_node=2)) as env:

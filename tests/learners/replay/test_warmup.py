@@ -1,4 +1,4 @@
-"""Recorded episodes: they are those that were played, learners replay them before they roll, misfits are named."""
+"""Recorded episodes: recording, replay before the first rollout, and errors for recordings that do not fit."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def events_of(env: farstep.ClusterEnv) -> list[str]:
 
 
 def test_recorded_episodes_are_those_that_were_played(tmp_path: Path) -> None:
-    """`Recall` shows the bit at the first step, and pays for it at the last."""
+    """`Recall` shows the bit at the first step and rewards it at the last."""
     found = recording(tmp_path / "file.npz", agent=Biased(), episodes=30)
     loaded = RecordedEpisodes.load(tmp_path / "file.npz")
     assert len(loaded) == 30 and loaded.lengths.tolist() == [5] * 30
@@ -148,7 +148,7 @@ def refused(path: Path, env: Any = Recall, **options: Any) -> str:
     return str(raised.value)
 
 
-def test_files_that_are_no_recording_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_not_recordings_are_refused(tmp_path: Path) -> None:
     assert "No such file" in refused(tmp_path / "missing.npz")
     (tmp_path / "text.npz").write_text("episodes")
     assert "farstep eval RUN --sample --record" in refused(tmp_path / "text.npz")

@@ -1,4 +1,4 @@
-"""Each rule fires on the counters of its cause, and only there; the rules see nothing but two snapshots."""
+"""Each rule of the diagnosis fires on the counters of its cause, and on no others."""
 
 from __future__ import annotations
 
@@ -216,13 +216,13 @@ HEALTHY_WINDOWS: dict[str, Window] = {
     "a full buffer of a busy learner": window(stats(wait=0.1, **full(0.5))),
     "few stale chunks": window(stats(dropped={"stale": 5})),
     "uneven workers": window(stats([worker(env=0.7, tickets=0.3), worker(env=0.5, tickets=0.5)], wait=0.6)),
-    "a straggler that nobody waits for": window(stats([BUSY, worker(env=0.8, tickets=0.2)], wait=0.1)),
+    "a straggler that no call waits for": window(stats([BUSY, worker(env=0.8, tickets=0.2)], wait=0.1)),
     "a network that is not waited for": window(stats([worker(env=0.3, send=0.4, tickets=0.3)] * 2, wait=0.2)),
     "synchronous PPO": window(stats([worker(env=0.2, inference=0.15, tickets=0.65)] * 2, wait=0.35)),
     "workers that left, and one that joined": window(
         stats([worker(env=0.6, tickets=0.4), LEFT, LEFT, JOINED], wait=0.5) | {"workers": {"alive": 2}}
     ),
-    "a restart that nobody waits for": window(stats(wait=0.1) | {"workers": {"alive": 2, "restarts": 1}}),
+    "a restart that no call waits for": window(stats(wait=0.1) | {"workers": {"alive": 2, "restarts": 1}}),
     "metrics that are not finite": window(metrics=updates(train__actor__skipped_steps=math.nan)),
     "environments half of the time": window(stats([worker(env=0.6, tickets=0.4)] * 2, wait=0.6)),
 }
@@ -260,14 +260,14 @@ def test_independent_causes_are_all_named_and_consequences_are_not() -> None:
 
 
 def test_a_bottleneck_is_named_before_it_is_a_problem() -> None:
-    """Something limits every run: a learner that is always busy is as it should be."""
+    """Something limits every run: a learner that is always busy is healthy."""
     limited = {"slow environment": stats([BUSY, BUSY], wait=0.85), "slow learner": stats([IDLE, IDLE], wait=0.02)}
     for cause, counters in limited.items():
         found = diagnose(window(counters))
         assert found.cause == cause and not found.is_problem and found.remedy
 
 
-def test_too_little_data_is_said() -> None:
+def test_too_little_data_is_reported() -> None:
     start = Snapshot(time_s=0.0, stats={})
     short = diagnose(Window(start, Snapshot(time_s=2.0, stats=stats([BUSY, BUSY], wait=0.9, seconds=2.0))))
     silent = diagnose(Window(start, Snapshot(time_s=60.0, stats=stats([BUSY, BUSY], wait=0.9))))

@@ -183,7 +183,7 @@ def _run_workflow(seen: Seen) -> None:
 def _run_workflow_on_nodes(seen: Seen, folder: Path) -> None:
     """A node is killed after its worker has rolled a part of the window for which a trigger waits."""
     with on_nodes(folder, 2, 2) as env:
-        rows = 65536  # so many that no worker can complete the window before its node is killed
+        rows = 65536  # too many for a worker to complete the window before its node is killed
         flow = farstep.Workflow(env, TableAgent(), full(2 * rows), steps=4)
         flow.on(DataKeyTrigger(n="all", size=rows), flow.batch)
         killed: list[int] = []
@@ -234,7 +234,7 @@ def test_entries_refer_to_the_metrics_that_are_computed_from_them() -> None:
     assert {part: STATS[f"time/workers/{part}"].logged_as for part in WORKER_METRICS} == WORKER_METRICS
 
 
-def test_labels_are_what_the_parts_in_angle_brackets_stand_for() -> None:
+def test_labels_match_the_parts_in_angle_brackets() -> None:
     entry = STATS["time/per_worker/<worker>/env"]
     assert entry.labels("time/per_worker/12/env") == {"worker": "12"}
     assert entry.labels("time/per_worker/12/send") is None
@@ -301,7 +301,7 @@ def test_a_learner_may_log_names_of_its_own(tmp_path: Path) -> None:
 
 
 def test_names_in_the_sources_are_in_the_glossary() -> None:
-    """Whatever reads metrics (warnings, diagnosis, plots, benchmarks) finds them under these names."""
+    """Code that reads metrics (warnings, diagnosis, plots, benchmarks) uses names of the glossary."""
     prefixes = "|".join(re.escape(namespace.prefix) for namespace in NAMESPACES if namespace.prefix)
     literal = re.compile(rf"""["'`]((?:{prefixes})[a-z][a-z0-9_/]*)["'`]""")
     folders = (SOURCE, SOURCE.parents[1] / "benchmarks", SOURCE.parents[1] / "examples")

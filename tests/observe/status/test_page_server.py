@@ -1,4 +1,4 @@
-"""The status page's server: who gets what, and what clients cannot disturb."""
+"""The server of the status page: access control, and clients that misbehave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the status page computes from counters, metrics and events."""
+"""The data of the status page, computed from counters, metrics and events."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_workers_have_one_entry_per_column() -> None:
     }
 
 
-def test_workers_without_a_node_say_what_is_known_about_it() -> None:
+def test_workers_without_a_node_have_the_state_of_the_launch() -> None:
     states = {"states": ["alive", "queued"], "hosts": ["a", "?"], "steps_per_second": [5.0, 0.0], "restarts": 0}
     workers = view.workers_view(STATS_NOW | {"workers": states}, "1 of 2 nodes not connected yet: requested")
     assert workers["host"] == ["a", None]

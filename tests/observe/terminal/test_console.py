@@ -1,4 +1,4 @@
-"""The terminal: what is shown, when, and what it looks like afterwards."""
+"""Progress on the terminal: plain lines, the live display, and the state of the terminal afterwards."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def after(*updates: dict[str, float], total_steps: int = 500_000) -> RunStatus:
     return status
 
 
-def test_the_line_says_how_the_run_stands() -> None:
+def test_line_shows_the_progress_of_the_run() -> None:
     status = RunStatus(500_000)
     status.update(51_200, METRICS, 0.0)
     assert line(status, 0.0) == (
@@ -106,7 +106,7 @@ def test_a_run_that_reached_its_target_is_done() -> None:
     assert not after(METRICS | {"env/episodes": 100}).reached_target
 
 
-def test_what_is_not_a_number_is_as_if_it_were_not_there() -> None:
+def test_metrics_that_are_not_finite_are_ignored() -> None:
     status = after({"env/return_mean": 5.0}, {"env/return_mean": math.nan, "time/actor_training": math.inf})
     assert status.latest == {"env/return_mean": 5.0} and status.returns == [5.0] and not status.shares()
     assert line(after({"env/return_mean": math.nan}), 1.0) == "steps 2,048 of 500,000 (0 %)"
@@ -170,7 +170,7 @@ def test_numbers_are_short(text: str, expected: str) -> None:
     assert text == expected
 
 
-def test_the_picture_shows_everything() -> None:
+def test_live_display_shows_every_part() -> None:
     text = shown(after(METRICS, METRICS | EVALUATION | {"workers/restarts": 1, "dropped/stale": 12}))
     for part in (
         "CartPole-v1",
@@ -191,12 +191,12 @@ def test_the_picture_shows_everything() -> None:
     assert len(bar) == 84 and [bar.count(mark) for mark in "█▓▒"] == [51, 31, 2]
 
 
-def test_before_the_first_update_it_says_so() -> None:
+def test_live_display_says_that_there_was_no_update_yet() -> None:
     assert "waiting for the first update" in shown(RunStatus(100))
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 200])
-def test_the_picture_fits_any_terminal(width: int) -> None:
+def test_live_display_fits_any_terminal(width: int) -> None:
     phases = ("collect", "recompute_logprobs", "advantages", "actor_training", "publish", "checkpoint", "evaluate")
     text = shown(after(METRICS | EVALUATION | {f"time/{name}": 0.1 for name in phases}), width)
     assert {len(each) for each in text.splitlines()} == {min(width, 100)}
@@ -221,7 +221,7 @@ def test_plain_lines_come_at_most_every_five_seconds_and_at_both_ends() -> None:
     assert [each.endswith(" · the environment is slow") for each in lines] == [False, False, False, True]
 
 
-def test_plain_lines_have_no_diagnosis_that_is_no_problem() -> None:
+def test_plain_lines_have_only_diagnoses_that_are_problems() -> None:
     console = Console(file=io.StringIO(), width=80)
     logger = PlainLines(10_000, console)
     logger.show(Diagnosis(cause="slow learner", text="the learner is the bottleneck"))
@@ -288,7 +288,7 @@ def test_a_stream_of_ascii_gets_ascii() -> None:
     assert b"(10 %) ? return 123.4" in stream.buffer.getvalue()
 
 
-def test_the_terminal_decides_what_it_gets(monkeypatch) -> None:
+def test_display_depends_on_the_terminal(monkeypatch) -> None:
     assert isinstance(console_logger(10, console=Console(file=io.StringIO())), PlainLines)
     ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     assert isinstance(console_logger(10, console=Console(file=ascii_only, force_terminal=True)), PlainLines)
@@ -299,7 +299,7 @@ def test_the_terminal_decides_what_it_gets(monkeypatch) -> None:
     assert isinstance(console_logger(10, console=terminal()), PlainLines)
 
 
-def test_closing_leaves_the_terminal_as_it_was() -> None:
+def test_close_restores_the_terminal() -> None:
     console, streams = terminal(), (sys.stdout, sys.stderr)
     live = LiveDisplay(500_000, "CartPole-v1", console)
     assert sys.stdout is not streams[0]
@@ -312,7 +312,7 @@ def test_closing_leaves_the_terminal_as_it_was() -> None:
     assert "51,200 of 500,000" in plain(console) and plain(console).endswith("╯\n")
 
 
-def test_what_is_printed_or_logged_comes_above_the_picture() -> None:
+def test_printed_and_logged_lines_appear_above_the_live_display() -> None:
     console = terminal()
     log = logging.getLogger("farstep")
     stream = sys.stderr
@@ -334,7 +334,7 @@ def test_what_is_printed_or_logged_comes_above_the_picture() -> None:
         assert text.count(each) == 1 and text.index(each) < last
 
 
-def test_printing_without_end_does_not_stop_the_drawing() -> None:
+def test_continuous_printing_does_not_stop_the_live_display() -> None:
     console = terminal()
     live = LiveDisplay(500_000, "CartPole-v1", console)
     live.log(51_200, METRICS)
@@ -387,7 +387,7 @@ def test_pipe_without_a_reader_does_not_end_the_training(
     assert warning == "the program that read the output of this run has ended; training continues without printing"
 
 
-def test_a_terminal_that_is_gone_does_not_end_the_training(caplog, capsys) -> None:
+def test_closed_terminal_does_not_end_the_training(caplog, capsys) -> None:
     streams = (sys.stdout, sys.stderr)
     live = LiveDisplay(100, "run", Console(file=Gone(), force_terminal=True))
     print("what is said is not lost")

@@ -1,4 +1,4 @@
-"""Sessions deliver every message whole, in order and once, whatever connections lose, repeat or mix up."""
+"""Messages arrive in order and exactly once over connections that lose, repeat or reorder packets."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_small_message_waits_for_the_large_one_before_it() -> None:
     assert pair.got[Side.HEAD][1] == [b"second"]
 
 
-def test_only_what_is_missing_is_sent_again() -> None:
+def test_only_missing_segments_are_retransmitted() -> None:
     pair = Pair()
     text = os.urandom(10 * SEGMENT_BYTES)
     pair.send(Side.WORKER, [text])
@@ -122,7 +122,7 @@ def test_only_what_is_missing_is_sent_again() -> None:
     assert pair.sent_bytes < 12.1 * SEGMENT_BYTES
 
 
-def test_a_slow_connection_is_not_given_everything_twice() -> None:
+def test_slow_connection_causes_no_needless_retransmission() -> None:
     pair = Pair()
     pair.send(Side.WORKER, [os.urandom(4 * SEGMENT_BYTES)])
     for _ in range(4):  # a segment every ten seconds; meanwhile the worker asks, and hears how far it is
@@ -138,7 +138,7 @@ def test_a_slow_connection_is_not_given_everything_twice() -> None:
     assert pair.sent_bytes < 4.1 * SEGMENT_BYTES
 
 
-def test_what_is_lost_without_anybody_noticing_is_sent_again_in_the_end() -> None:
+def test_silently_lost_segments_are_retransmitted() -> None:
     pair = Pair()
     pair.send(Side.HEAD, [b"lost"])
     pair.lines[Side.HEAD, False].clear()
@@ -149,7 +149,7 @@ def test_what_is_lost_without_anybody_noticing_is_sent_again_in_the_end() -> Non
 
 @settings(deadline=None, max_examples=150)
 @given(st.integers(0, 2**32 - 1))
-def test_nothing_is_lost_or_comes_twice_whatever_breaks(seed: int) -> None:
+def test_random_failures_neither_lose_nor_repeat_messages(seed: int) -> None:
     chance = random.Random(seed)
     small, segment = module.SMALL_BYTES, module.SEGMENT_BYTES
     module.SMALL_BYTES, module.SEGMENT_BYTES = 8, 16
@@ -243,7 +243,7 @@ def test_no_nonce_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in Kind if kind not in (Kind.SEGMENT, Kind.BULK_OPENED)])
 def test_the_bulk_connection_takes_only_segments(kind: Kind) -> None:
-    """Else whoever can write to it could put words into a worker's mouth, or say that something has arrived."""
+    """Otherwise an attacker who can write to it could forge messages or acknowledgments."""
     head = ReliableChannel(Cipher(os.urandom(32), Side.HEAD))
     list(head.send([b"to be confirmed"], 0.0))
     with pytest.raises(WireError, match="wrong connection"):
@@ -265,7 +265,7 @@ def test_the_bulk_connection_takes_only_segments(kind: Kind) -> None:
         [b"\x01" + b"\xff" * 20, b"far ahead"],
     ],
 )
-def test_what_is_no_packet_is_refused(frames: list[bytes], bulk: bool) -> None:
+def test_invalid_packets_are_refused(frames: list[bytes], bulk: bool) -> None:
     with pytest.raises(WireError):
         ReliableChannel(Cipher(os.urandom(32), Side.HEAD)).receive(Packet(bulk, frames), 0.0)
 

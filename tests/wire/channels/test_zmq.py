@@ -1,4 +1,4 @@
-"""What must not get through a link: broken packets on local ones, strangers on ZeroMQ."""
+"""Links refuse malformed packets, and ZeroMQ links refuse peers without a key."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_an_unread_large_message_takes_no_memory(local: tuple[LocalLink, socket.
 
 def test_a_large_message_must_be_in_memory(local: tuple[LocalLink, socket.socket]) -> None:
     link, raw = local
-    reader, writer = os.pipe()  # reading it would block for ever
+    reader, writer = os.pipe()  # reading it would block forever
     socket.send_fds(raw, [b"M" + frame_lengths([3])], [reader])
     os.close(reader)
     os.close(writer)
@@ -306,7 +306,7 @@ def test_a_secret_is_not_printed() -> None:
 
 
 def test_the_name_of_a_connection_cannot_be_guessed(hub: Hub) -> None:
-    """Whoever connects by a name gets what is sent to it, so it is not made of what can be overheard."""
+    """A peer that connects by a name gets the messages to it, so no part of a name can be overheard."""
     victim, liar = hub.admit(1, 0), hub.admit(2, 0)
     with contextlib.closing(DealerLink(hub.address, hub.keys.public, victim, MAIN)) as link:
         link.send([b"here"])
@@ -421,7 +421,7 @@ def test_peers_connect_with_a_lease_of_days() -> None:
         hub.close()
 
 
-def test_a_hub_that_answers_no_handshake_counts_as_reached_and_a_closed_port_does_not() -> None:
+def test_hub_that_answers_no_handshake_counts_as_reached_and_a_closed_port_does_not() -> None:
     reliable = Hub("tcp://127.0.0.1:*", reliable=True)
     with contextlib.closing(reliable), socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # it does not listen

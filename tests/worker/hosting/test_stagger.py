@@ -60,13 +60,13 @@ def test_options_have_defaults_and_may_be_a_mapping() -> None:
         ({"horizn": 3}, "option of Stagger 'horizn'.*horizon"),
     ],
 )
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(farstep.ConfigError, match=message):
         of(**options)
 
 
 @pytest.mark.parametrize("value", [200, "auto", True])
-def test_what_is_no_mapping_is_refused(value: Any) -> None:
+def test_value_that_is_not_a_mapping_is_refused(value: Any) -> None:
     with pytest.raises(farstep.ConfigError, match="expected a Stagger or a mapping"):
         farstep.EnvConfig(env_name="CartPole-v1", stagger=value)
 
@@ -107,7 +107,7 @@ def test_groups_are_even_and_the_same_for_any_number_of_workers(data: st.DataObj
     assert sorted(set(found)) == [g * (horizon // count) for g in range(count)]
     sizes = [found.count(o) for o in set(found)]
     assert max(sizes) - min(sizes) <= 1
-    assert max(sizes) <= -(-num_slots // count)  # invariant (c): so many resets at a time
+    assert max(sizes) <= -(-num_slots // count)  # invariant (c): the bound on simultaneous resets
     active = data.draw(st.integers(1, num_slots))  # the last workers are parked
     sizes = [found[:active].count(o) for o in set(found)]
     assert max(sizes) - min(sizes) <= 1
@@ -148,7 +148,7 @@ def test_gates_open_where_the_specification_says() -> None:
         assert gates == [s for s in range(40) if (s + i * size) % 10 == 0]
 
 
-def test_a_replaced_worker_finds_its_place() -> None:
+def test_replaced_worker_continues_at_the_phase_that_is_due() -> None:
     old, new = StaggerSchedule(Stagger(horizon=10, groups=3), 3), None
     old.fix_offsets(slots(0, 3), 4)
     new = StaggerSchedule(Stagger(horizon=10, groups=3), 3, clock=old.clock(17))
@@ -158,7 +158,7 @@ def test_a_replaced_worker_finds_its_place() -> None:
         assert new.clock(later) == old.clock(17 + later)
 
 
-def test_all_begin_anew() -> None:
+def test_restart_computes_all_offsets_again() -> None:
     schedule = StaggerSchedule(Stagger(horizon=12), 4)
     schedule.fix_offsets(slots(0, 4), 3)
     schedule.fix_offsets(slots(0, 4), 6)  # a later rollout of another length changes nothing ...
@@ -173,7 +173,7 @@ def test_resumed_worker_catches_up_with_the_clock_of_the_others() -> None:
     schedule, others = (StaggerSchedule(Stagger(horizon=10, groups=3), 3) for _ in range(2))
     for each in (schedule, others):
         each.fix_offsets(slots(0, 3), 4)
-    assert not schedule.catch_up(others.clock(8), 8)  # nobody rolled meanwhile
+    assert not schedule.catch_up(others.clock(8), 8)  # no worker rolled meanwhile
     assert schedule.catch_up(others.clock(25), 8)
     for later in range(25):
         assert [schedule.phase(i, 8 + later) for i in range(3)] == [others.phase(i, 25 + later) for i in range(3)]

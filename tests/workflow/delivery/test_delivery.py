@@ -34,7 +34,7 @@ def message(number: int = 0, trigger_id: str = "it") -> Message:
     return {"trigger_id": trigger_id, "number": number}
 
 
-def test_direct_is_done_at_once_whatever_it_returns() -> None:
+def test_direct_delivery_is_done_at_once_for_any_return_value() -> None:
     taken: list[Message] = []
     delivery = Direct(lambda message: bool(taken.append(message)))  # type: ignore[func-returns-value]
     assert delivery(message()) is True
@@ -85,7 +85,7 @@ def test_a_thread_gets_everything_in_order() -> None:
     assert starts == list(range(50))
 
 
-def test_what_a_thread_raises_is_raised_where_it_is_waited_for() -> None:
+def test_exception_of_a_consumer_thread_is_raised_in_the_waiting_thread() -> None:
     queue = LocalQueue()
     with consumer(queue, lambda taken: 1 / taken["number"]):
         queue(message(0))
@@ -96,7 +96,7 @@ def test_what_a_thread_raises_is_raised_where_it_is_waited_for() -> None:
         assert queue.finished(PATIENCE_S) == ["it"]
 
 
-def test_a_queue_never_blocks_who_passes() -> None:
+def test_queue_never_blocks_its_sender() -> None:
     queue = LocalQueue(maxsize=1)
     assert queue(message()) is False
     assert queue.full
@@ -110,7 +110,7 @@ def test_a_queue_never_blocks_who_passes() -> None:
     assert len(dispatcher.check(state)) == 1
 
 
-def test_the_end_of_a_queue() -> None:
+def test_closed_queue_hands_out_its_messages_and_then_raises() -> None:
     queue = LocalQueue(maxsize=2)
     assert queue.take(0) is None
     assert queue.finished(PATIENCE_S) == [], "there is nothing to wait for"
@@ -201,7 +201,7 @@ def test_another_process_takes_messages_and_says_when_it_is_done(endpoint: str |
     assert started[0]["versions"] == [[4, 5]]
 
 
-def test_a_dispatcher_notices_by_itself_when_another_process_is_done() -> None:
+def test_dispatcher_learns_that_another_process_is_done() -> None:
     state, dispatcher = Ledger(), Dispatcher()
     with contextlib.closing(ZmqSender(connect_s=PATIENCE_S)) as sender:
         receiver = ZmqReceiver(sender.invitation)
@@ -223,7 +223,7 @@ def test_a_dispatcher_notices_by_itself_when_another_process_is_done() -> None:
             assert sender.finished(PATIENCE_S) == [fired[0]["trigger_id"]]
 
 
-def test_a_failure_there_is_told_here() -> None:
+def test_failure_in_another_process_is_raised_by_the_sender() -> None:
     with contextlib.closing(ZmqSender(connect_s=PATIENCE_S)) as sender, receiving(sender):
         sender(message(0, "update"))
         with pytest.raises(DeliveryError, match=r"(?s)trigger 'update' in another process raised.*ZeroDivisionError"):
@@ -233,7 +233,7 @@ def test_a_failure_there_is_told_here() -> None:
         assert sender.finished(PATIENCE_S) == ["it"]
 
 
-def test_a_receiver_that_is_killed_is_an_error_and_no_hang() -> None:
+def test_killed_receiver_raises_instead_of_hanging() -> None:
     with contextlib.closing(ZmqSender(connect_s=PATIENCE_S)) as sender:
         with receiving(sender) as process:
             sender({**message(), "number": "hold"})
@@ -257,15 +257,15 @@ def test_a_receiver_that_is_killed_is_an_error_and_no_hang() -> None:
             assert sender.finished(PATIENCE_S) == ["it"]
 
 
-def test_a_receiver_that_never_comes_is_an_error_and_no_hang() -> None:
+def test_missing_receiver_raises_instead_of_hanging() -> None:
     with contextlib.closing(ZmqSender(connect_s=0.01)) as sender:
-        assert sender(message()) is False, "whoever passes it does not wait"
+        assert sender(message()) is False, "the sender does not wait"
         with pytest.raises(DeliveryError, match=r"trigger 'it' .* no receiver has connected within"):
             sender.finished(PATIENCE_S)
         assert sender.finished(PATIENCE_S) == ["it"] and sender.failed == {"it"}
 
 
-def test_what_was_passed_before_there_is_a_receiver_is_sent_in_order() -> None:
+def test_messages_sent_before_the_receiver_connects_arrive_in_order() -> None:
     with contextlib.closing(ZmqSender(connect_s=PATIENCE_S)) as sender:
         sender(message(1, "one"))
         sender(message(2, "two"))
@@ -278,7 +278,7 @@ def test_what_was_passed_before_there_is_a_receiver_is_sent_in_order() -> None:
             assert not sender.failed
 
 
-def test_a_delivery_that_is_closed_says_so() -> None:
+def test_closed_sender_raises() -> None:
     sender = ZmqSender()
     sender.close()
     act: Callable[[], object]
@@ -293,7 +293,7 @@ def test_a_delivery_that_is_closed_says_so() -> None:
                 act()
 
 
-def test_a_receiver_that_closes_leaves_nothing_pending() -> None:
+def test_closed_receiver_leaves_no_message_pending() -> None:
     with contextlib.closing(ZmqSender(connect_s=PATIENCE_S)) as sender:
         with contextlib.closing(ZmqReceiver(sender.invitation)) as receiver:
             sender(message())
@@ -303,7 +303,7 @@ def test_a_receiver_that_closes_leaves_nothing_pending() -> None:
         assert sender.finished(PATIENCE_S) == ["it"]
 
 
-def test_only_data_travels() -> None:
+def test_only_data_can_be_sent() -> None:
     with contextlib.closing(ZmqSender()) as sender:
         with pytest.raises(WireError, match="cannot be sent"):
             sender({"trigger_id": "it", "call": print})
@@ -324,7 +324,7 @@ def guest(sender: ZmqSender) -> DealerLink:
 @pytest.mark.parametrize(
     "said", [b"", b"\xc1", msgspec.msgpack.encode(["s", "dance"]), msgspec.msgpack.encode(["s", "done", ["x"]])]
 )
-def test_what_is_no_report_is_refused(said: bytes) -> None:
+def test_invalid_reports_are_refused(said: bytes) -> None:
     with contextlib.closing(ZmqSender(connect_s=PATIENCE_S)) as sender, contextlib.closing(guest(sender)) as link:
         link.send([said])
         sender(message())
@@ -332,7 +332,7 @@ def test_what_is_no_report_is_refused(said: bytes) -> None:
             sender.finished(PATIENCE_S)
 
 
-def test_a_receiver_that_is_replaced_leaves_nothing_pending() -> None:
+def test_replaced_receiver_leaves_no_message_pending() -> None:
     with contextlib.closing(ZmqSender(connect_s=PATIENCE_S)) as sender, contextlib.closing(guest(sender)) as link:
         link.send([msgspec.msgpack.encode(["s", "hello"])])
         sender(message())
@@ -346,7 +346,7 @@ def test_a_receiver_that_is_replaced_leaves_nothing_pending() -> None:
         assert sender.finished(PATIENCE_S) == ["next"]
 
 
-def test_done_for_what_was_never_passed_is_ignored() -> None:
+def test_report_of_an_unknown_message_is_ignored() -> None:
     with contextlib.closing(ZmqSender(connect_s=PATIENCE_S)) as sender, contextlib.closing(guest(sender)) as link:
         link.send([msgspec.msgpack.encode(["s", "hello"])])
         sender(message())
@@ -357,7 +357,7 @@ def test_done_for_what_was_never_passed_is_ignored() -> None:
         assert sender.finished(PATIENCE_S) == []
 
 
-def test_who_has_no_invitation_is_not_admitted() -> None:
+def test_receiver_without_an_invitation_is_not_admitted() -> None:
     with contextlib.closing(ZmqSender(connect_s=0.1)) as sender:
         fresh = KeyPair.fresh()
         stranger = {**sender.invitation, "public": fresh.public.decode(), "secret": fresh.secret.decode()}
@@ -372,7 +372,7 @@ def test_who_has_no_invitation_is_not_admitted() -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5000", "tcp://*:*", "inproc://x", "", 5])
-def test_only_this_machine_is_listened_on(endpoint: Any) -> None:
+def test_sender_listens_on_loopback_only(endpoint: Any) -> None:
     with pytest.raises(ConfigError, match=r"expected ipc://\.\.\., tcp://127\.0\.0\.1:\* or None"):
         ZmqSender(endpoint)
 
@@ -383,7 +383,7 @@ def test_an_endpoint_that_is_taken_is_named() -> None:
         ZmqSender(sender.invitation["address"])
 
 
-def test_closing_twice_does_nothing_more() -> None:
+def test_closing_twice_has_no_effect() -> None:
     sender = ZmqSender()
     receiver = ZmqReceiver(sender.invitation)
     for end in (receiver, sender, receiver, sender):

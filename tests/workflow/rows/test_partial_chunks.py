@@ -1,4 +1,4 @@
-"""What came ahead of its chunk: which steps the ledger knows of, and what is left of chunks that are lost."""
+"""Parts that arrive before their chunk: the steps in the ledger, and the rest of chunks that are lost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def written(ledger: Ledger, actor: int = 0) -> list[int]:
     return [ledger.written(actor, [name]) for name in KEYS]
 
 
-def test_keys_are_told_as_they_come_and_the_last_with_the_chunk(ledger: Ledger, ahead: PartialChunks) -> None:
+def test_keys_are_reported_on_arrival_and_the_last_with_the_chunk(ledger: Ledger, ahead: PartialChunks) -> None:
     ahead.add(0, 7, 70, 3, rows("reward"))
     assert written(ledger) == [4, 0, 0]
     ahead.add(0, 7, 70, 3, rows("reward", "value"))
@@ -58,13 +58,13 @@ def test_keys_are_told_as_they_come_and_the_last_with_the_chunk(ledger: Ledger, 
     assert ahead.stored(0, 9) is None
 
 
-def test_steps_are_not_told_as_whole_ahead_of_their_chunk(ledger: Ledger, ahead: PartialChunks) -> None:
+def test_steps_are_not_reported_as_complete_before_their_chunk(ledger: Ledger, ahead: PartialChunks) -> None:
     ahead.add(0, 7, 70, 3, rows(*KEYS))
     assert written(ledger) == [0, 0, 0]
     assert ahead.stored(0, 7) == list(KEYS)
 
 
-def test_a_ticket_that_is_done_once_more_begins_anew(ledger: Ledger, ahead: PartialChunks) -> None:
+def test_parts_of_a_repeated_ticket_replace_earlier_ones(ledger: Ledger, ahead: PartialChunks) -> None:
     ahead.add(0, 7, 70, 3, rows("reward", "value", value=1.0))
     ahead.add(0, 7, 72, 4, rows("reward", value=2.0))
     assert written(ledger) == [4, 0, 0]
@@ -72,7 +72,7 @@ def test_a_ticket_that_is_done_once_more_begins_anew(ledger: Ledger, ahead: Part
     assert ledger.span(0, 0, 4, ["reward"]) == (4, 4)
 
 
-def test_what_is_left_moves_up_when_a_chunk_before_it_is_lost(ledger: Ledger, ahead: PartialChunks) -> None:
+def test_parts_move_up_when_an_earlier_chunk_is_lost(ledger: Ledger, ahead: PartialChunks) -> None:
     ahead.add(0, 7, 70, 3, rows("reward", "value", value=1.0))
     ahead.add(1, 8, 10, 3, rows("reward"))
     ahead.add(0, 9, 71, 5, rows("reward", value=2.0))
@@ -84,7 +84,7 @@ def test_what_is_left_moves_up_when_a_chunk_before_it_is_lost(ledger: Ledger, ah
     assert (written(ledger), written(ledger, 1)) == ([0, 0, 0], [0, 0, 0])
 
 
-def test_batches_side_by_side_have_what_all_of_them_have() -> None:
+def test_joined_batches_have_the_arrays_that_all_have() -> None:
     late, early = rows("reward", "obs", value=2.0, slots=(2, 3, 4)), rows("reward", value=1.0, continues=True)
     both = side_by_side([late, early])
     assert set(both) == {"reward"} == set(both.structures)

@@ -1,4 +1,4 @@
-"""DataKeyTrigger as it is defined: looks at every actor every time. What the incremental one must agree with."""
+"""DataKeyTrigger by its definition: checks every actor every time. The incremental trigger must agree with it."""
 
 from __future__ import annotations
 

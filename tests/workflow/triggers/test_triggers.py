@@ -1,4 +1,4 @@
-"""Triggers: when they fire and on what, by the tables of ARTOS, joined, and over long random histories."""
+"""Triggers: when they fire and on which rows, by the tables of ARTOS, combined, and over long random histories."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ def wrote(actor: str, steps: int, version: Any = 0, keys: Any = None) -> Callabl
         ),
     ],
 )
-def test_data_that_is_taken_once(trigger: Trigger, changes: Any, fired: list[str]) -> None:
+def test_consuming_trigger_takes_each_step_once(trigger: Trigger, changes: Any, fired: list[str]) -> None:
     assert short(fire(trigger, *changes)) == fired
 
 
-def test_the_message_of_data() -> None:
+def test_message_of_a_data_trigger_names_its_rows() -> None:
     trigger = DataKeyTrigger(n=2, size=4)
     changes = [wrote("a", 1, 3), wrote("a", 2, 5), wrote("b", 4, (6, 8)), wrote("a", 2, 7), wrote("a", 3, 9)]
     assert fire(trigger, *changes, wrote("b", 4, 1))[0] == {
@@ -123,14 +123,14 @@ def test_actors_that_were_ready_first_are_taken_between_checks() -> None:
     assert short(fired) == ["a@0", "b@0", "a@2", "b@2"]
 
 
-def test_an_actor_is_ready_when_its_last_key_is_there() -> None:
+def test_an_actor_is_ready_when_its_last_key_has_arrived() -> None:
     state = Ledger(KEYS)
     for actor, keys in [("a", ["obs"]), ("b", ["reward"]), ("c", None), ("b", ["obs"]), ("a", ["reward"])]:
         state.wrote(actor, 1, 0, keys)
     assert short([DataKeyTrigger(n=3, size=1).ready(state) or {}]) == ["c@0 b@0 a@0"]
 
 
-def test_what_is_whole_at_first_may_come_in_parts_later() -> None:
+def test_steps_may_arrive_in_parts_after_complete_ones() -> None:
     state = Ledger(KEYS)
     state.wrote("a", 3, 1)
     state.wrote("a", 2, 2, ["obs"])
@@ -175,7 +175,7 @@ def test_stages_fire_in_order_for_each_fragment() -> None:
     ]
 
 
-def test_stages_of_steps_that_are_lost_come_again() -> None:
+def test_stages_of_lost_steps_are_repeated() -> None:
     state, dispatcher = Ledger(KEYS), Dispatcher()
     trigger = DataKeyTrigger(n=2, size=2, keys=(("reward",), ("obs",)))
     dispatcher.add(trigger, lambda message: None)
@@ -253,7 +253,7 @@ def test_steps_as_time(unit: Any) -> None:
     assert trigger.deadline(Ledger()) is None
 
 
-def test_what_is_no_change_counts_as_none() -> None:
+def test_repeated_times_and_versions_do_not_count_as_changes() -> None:
     state = Ledger(now=5.0)
     state.tick(4.0)
     state.tick(5.0)
@@ -306,7 +306,7 @@ def test_one_without_consume_fires_once_per_change() -> None:
     assert len(fire(Always() & AtLeast(2), learn, learn)) == 1
 
 
-def test_its_own_message_is_no_reason_for_it_to_fire_again() -> None:
+def test_trigger_does_not_fire_on_its_own_message() -> None:
     state, dispatcher = Ledger(), Dispatcher()
     dispatcher.add(Always(), lambda message: state.learned())
     assert len(dispatcher.check(state)) == 1
@@ -330,7 +330,9 @@ def test_one_without_consume_is_a_gate_for_those_with() -> None:
         (ObjectKeyTrigger("never"), None),
     ],
 )
-def test_when_time_alone_may_fire_it(trigger: Trigger, deadline: float | None) -> None:
+def test_deadline_is_the_time_at_which_a_trigger_fires_without_a_change(
+    trigger: Trigger, deadline: float | None
+) -> None:
     state, dispatcher = Ledger(), Dispatcher()
     name = dispatcher.add(trigger, later)
     state.published("published", 1)
@@ -347,7 +349,7 @@ def test_when_time_alone_may_fire_it(trigger: Trigger, deadline: float | None) -
 # The dispatcher
 
 
-def test_so_many_messages_are_outstanding_and_no_more() -> None:
+def test_max_outstanding_bounds_the_messages_in_flight() -> None:
     state, dispatcher = Ledger(), Dispatcher()
     slow = dispatcher.add(DataKeyTrigger(n=1, size=1), later, max_outstanding=2)
     state.wrote("a", 5, 0)
@@ -384,7 +386,7 @@ def test_a_delivery_may_change_the_state_and_ask_for_a_check() -> None:
     assert order == ["update", 1, "update", 3]
 
 
-def test_an_exception_says_whose_it_is_and_leaves_the_rest_usable() -> None:
+def test_exception_names_its_trigger_and_leaves_the_others_usable() -> None:
     state, dispatcher = Ledger(), Dispatcher()
 
     def broken(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""What tests of triggers share."""
+"""Helpers for tests of triggers."""
 
 from __future__ import annotations
 

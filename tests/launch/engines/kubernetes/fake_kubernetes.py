@@ -1,5 +1,5 @@
-"""A Kubernetes API server of which nothing is real but its manners: it refuses what does not fit the schemas, and
-deletes what belongs to something that is gone."""
+"""A fake Kubernetes API server: it refuses objects that do not fit the schemas, and deletes objects whose owner was
+deleted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PATH = re.compile(r"/(?:api|apis/\w+)/v1/namespaces/([\w-]+)/(\w+)(?:/([\w.-]+)
 
 
 class FakeKubernetes:
-    """What it holds, by kind in the plural and name."""
+    """Its objects, by kind in the plural and name."""
 
     def __init__(self) -> None:
         self.objects: dict[str, dict[str, Any]] = {"secrets": {}, "jobs": {}, "deployments": {}, "pods": {}}
@@ -69,7 +69,7 @@ class FakeKubernetes:
         return 200, held
 
     def collect(self) -> None:
-        """Until nothing is left that belongs to nothing."""
+        """Delete objects until no object has a missing owner."""
         before = self.names()
         there = {each["metadata"].get("uid") for held in self.objects.values() for each in held.values()}
         for held in self.objects.values():

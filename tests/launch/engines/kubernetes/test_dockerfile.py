@@ -1,4 +1,4 @@
-"""The image's recipe names things that are there (no test builds it: base images come from a registry)."""
+"""The Dockerfile names existing files and extras (no test builds it: base images come from a registry)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[4]
 TEXT = (ROOT / "Dockerfile").read_text()
 
 
-def test_what_is_copied_is_there_and_not_ignored() -> None:
+def test_copied_files_exist_and_are_not_ignored() -> None:
     kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     for sources in re.findall(r"^COPY (?!--from)(.*) \S+$", TEXT, re.M):
         for source in sources.split():
@@ -29,6 +29,6 @@ def test_extras_exist_and_python_is_new_enough() -> None:
     assert project["requires-python"] == f">={python}"
 
 
-def test_its_user_is_the_one_that_pods_run_as() -> None:
+def test_user_of_the_image_is_that_of_pods() -> None:
     assert f"USER {manifests.POD_USER}:{manifests.POD_USER}" in TEXT
     assert f"--uid {manifests.POD_USER}" in TEXT

@@ -1,4 +1,4 @@
-"""The engine against an API server that is not real: what it creates, says and leaves."""
+"""The Kubernetes engine with a fake API server: objects, status and errors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def request(engine: KubernetesEngine, nodes: int = 2) -> Pods:
     return engine.request(nodes, BOOTSTRAP)
 
 
-def test_jobs_own_their_secret_and_go_when_cancelled(cluster: FakeKubernetes, engine: Any) -> None:
+def test_jobs_own_their_secret_and_are_deleted_when_cancelled(cluster: FakeKubernetes, engine: Any) -> None:
     group = request(engine())
     assert cluster.names() == ["jobs/farstep-ab12-0-0", "jobs/farstep-ab12-0-1", "secrets/farstep-ab12-0"]
     owners = cluster.objects["secrets"]["farstep-ab12-0"]["metadata"]["ownerReferences"]
@@ -73,7 +73,7 @@ def test_a_second_group_has_names_of_its_own(cluster: FakeKubernetes, engine: An
     second.cancel()
 
 
-def test_jobs_that_are_over_are_nodes_that_will_not_come(cluster: FakeKubernetes, engine: Any) -> None:
+def test_finished_jobs_provide_no_more_nodes(cluster: FakeKubernetes, engine: Any) -> None:
     group = request(engine())
     assert group.status().nodes == 2 and "no pods yet" in group.status().text
     jobs = cluster.objects["jobs"]
@@ -117,7 +117,9 @@ def test_jobs_that_are_over_are_nodes_that_will_not_come(cluster: FakeKubernetes
         ({"phase": "Failed", "reason": "Evicted", "message": "low on memory"}, "1 Failed (Evicted: low on memory)"),
     ],
 )
-def test_pods_that_do_not_run_say_why(cluster: FakeKubernetes, engine: Any, status: dict[str, Any], text: str) -> None:
+def test_pods_that_do_not_run_have_a_reason(
+    cluster: FakeKubernetes, engine: Any, status: dict[str, Any], text: str
+) -> None:
     group = request(engine(), 1)
     cluster.add_pod("p", cluster.objects["jobs"]["farstep-ab12-0-0"], **status)
     assert text in group.status().text
@@ -143,7 +145,7 @@ def test_a_deployment_shrinks_by_the_pods_whose_daemons_were_released(cluster: F
     assert group.status().nodes == 0
 
 
-def test_a_deployment_that_only_crashes_is_not_waited_for(cluster: FakeKubernetes, engine: Any) -> None:
+def test_deployment_whose_pods_only_crash_is_not_waited_for(cluster: FakeKubernetes, engine: Any) -> None:
     group = request(engine(kind="deployment"), 1)
     crashed = {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "restartCount": 5}
     cluster.add_pod("p", cluster.objects["deployments"]["farstep-ab12-0"], containerStatuses=[crashed])
@@ -184,7 +186,7 @@ def test_missing_rights_are_one_sentence_and_leave_nothing(cluster: FakeKubernet
     assert cluster.names() == []
 
 
-def test_what_does_not_fit_the_schemas_is_refused_by_name(cluster: FakeKubernetes, engine: Any) -> None:
+def test_objects_that_do_not_fit_the_schemas_are_refused_by_name(cluster: FakeKubernetes, engine: Any) -> None:
     with pytest.raises(LaunchError, match=r"refused to create a Job.*hostNetwrk"):
         request(engine(pod_template={"spec": {"hostNetwrk": True}}))
 
@@ -215,7 +217,7 @@ def test_a_missing_package_is_one_sentence(engine: Any, monkeypatch: pytest.Monk
         request(engine())
 
 
-def test_in_a_pod_everything_belongs_to_it(
+def test_objects_that_a_pod_creates_are_owned_by_it(
     cluster: FakeKubernetes, engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The service account's files, with the fake in place of the cluster's address."""

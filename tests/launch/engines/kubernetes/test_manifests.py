@@ -1,4 +1,4 @@
-"""What Kubernetes is asked for, against its own schemas and by hand."""
+"""Manifests: valid by the schemas of Kubernetes, and with the values of the options."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_kubernetes_schemas_accept_it(kind: str, options: dict[str, Any], versio
         kubernetes_validate.validate(manifest, version, strict=True)
 
 
-def test_a_job_per_node_is_never_tried_again_and_goes_by_itself() -> None:
+def test_job_of_a_node_is_never_retried_and_expires() -> None:
     secret, *jobs = asked(nodes=3, time_limit="1:00:00")
     assert [job["metadata"]["name"] for job in jobs] == [f"farstep-ab12-3-{i}" for i in range(3)]
     for job in jobs:
@@ -120,7 +120,7 @@ def test_options_reach_the_pod() -> None:
 
 @pytest.mark.parametrize("shells", [["sh", "bash"], ["sh"]], ids=["bash", "no bash"])
 def test_setup_runs_before_the_daemon(shells: list[str], tmp_path: Path) -> None:
-    """With the commands as pods have them; `python` only says what it was given."""
+    """With the commands of pods; `python` only prints its arguments."""
     (tmp_path / "bin").mkdir()
     for shell in shells:
         (tmp_path / "bin" / shell).symlink_to(shutil.which(shell) or "")

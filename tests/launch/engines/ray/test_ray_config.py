@@ -1,4 +1,4 @@
-"""Options of Ray's launch configuration, and what is said where Ray is not installed."""
+"""Options of Ray's launch configuration, and the error if Ray is not installed."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def checkpoints(every: int | None, update_s: float, write_s: float, updates: int
     return written
 
 
-def test_a_chosen_interval_is_kept_whatever_a_checkpoint_costs() -> None:
+def test_chosen_interval_does_not_depend_on_the_cost_of_checkpoints() -> None:
     assert checkpoints(4, update_s=0.001, write_s=5.0, updates=20) == [4, 8, 12, 16, 20]
 
 

@@ -75,7 +75,7 @@ def test_queued_workers_wait_for_a_node(window: Browser, show: Show) -> None:
     assert "restarts\n5" in window.text("#numbers")
 
 
-def test_card_of_a_lost_worker_says_so(window: Browser, show: Show) -> None:
+def test_card_of_a_lost_worker_shows_the_loss(window: Browser, show: Show) -> None:
     """Also while the worker still has a recent speed. The color of the card is not enough."""
     show(SimulatedRun(10, hosts=1))
     assert window.text("#worker-9").split("\n") == ["worker 9", "lost (being replaced)"]

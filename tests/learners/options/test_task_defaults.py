@@ -16,7 +16,8 @@ from farstep.learners.options.task_defaults import IMAGES, VECTORS, Defaults, ro
 from farstep.learners.ppo import PPOConfig
 from tests.learning.tasks import Rows, make_env, make_training
 
-DOCS = Path(__file__).parents[2] / "docs"
+pytestmark = pytest.mark.slow  # real processes, or learning
+DOCS = Path(__file__).parents[3] / "docs"
 CONFIGS: dict[str, Any] = {"ppo": PPOConfig, "async-ppo": AsyncPPOConfig}
 KINDS = {"vectors": ("CartPole-v1", VECTORS), "images": (lambda: Pictures(), IMAGES)}
 

@@ -1,4 +1,4 @@
-"""What a batch is made of before it is learned from."""
+"""Preparation of a batch before the update."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from farstep.learners.on_policy.rollout import Minibatch, Rollout, minibatches, 
 from farstep.learners.ppo import PPO, PPOConfig
 from tests.learning.tasks import Identity, make_env, make_training
 
+pytestmark = pytest.mark.slow  # learning
 CPU = torch.device("cpu")
 KINDS = ["discrete", "multi-discrete", "binary", "continuous", "dict"]
 NETS = {
@@ -32,7 +33,7 @@ NETS = {
 
 
 def collected(env: Any, net: NetConfig, steps: int = 25, stale: bool = False) -> tuple[ActorCritic, Any, Rollout]:
-    """An agent, a batch of its own, and what is made of that; with `stale`, when the agent has changed since."""
+    """An agent, a batch of it, and the prepared rollout; with `stale`, the agent has changed in between."""
     with make_env(env, 6, launcher="in-process") as cluster:
         torch.manual_seed(0)
         agent = make_agent(*cluster.launch(), net, 0.99)
@@ -56,7 +57,7 @@ def whole(rollout: Rollout) -> Minibatch:
 
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_learner_says_what_workers_recorded(kind: str, net: str) -> None:
+def test_learner_computes_the_values_that_workers_recorded(kind: str, net: str) -> None:
     """So that the first minibatch's ratios are 1: the same observations, memory, statistics and samples."""
     agent, batch, rollout = collected(partial(Identity, kind, length=7), NETS[net])
     now = whole(rollout).evaluate(agent)
@@ -66,7 +67,7 @@ def test_the_learner_says_what_workers_recorded(kind: str, net: str) -> None:
 
 
 @pytest.mark.parametrize("net", NETS)
-def test_rows_of_older_weights_are_evaluated_anew(net: str) -> None:
+def test_rows_of_older_weights_are_evaluated_again(net: str) -> None:
     agent, batch, rollout = collected("CartPole-v1", NETS[net], stale=True)
     now = whole(rollout).evaluate(agent)
     assert not np.allclose(batch["value"], rollout.value, atol=1e-3)
@@ -76,7 +77,7 @@ def test_rows_of_older_weights_are_evaluated_anew(net: str) -> None:
 
 
 @pytest.mark.parametrize("net", NETS)
-def test_ends_are_worth_what_the_critic_says_of_them(net: str) -> None:
+def test_final_observations_have_the_value_of_the_critic(net: str) -> None:
     """The value of a final observation is that of acting once more: compared with a longer batch of the same rows."""
     agent, batch, rollout = collected(partial(Identity, length=9), NETS[net])
     final = batch.final_obs
@@ -91,7 +92,7 @@ def test_ends_are_worth_what_the_critic_says_of_them(net: str) -> None:
 
 
 @pytest.mark.parametrize("net", NETS)
-def test_a_final_observation_is_worth_what_it_would_be_in_a_longer_episode(net: str) -> None:
+def test_final_observation_has_the_value_that_it_has_in_a_longer_episode(net: str) -> None:
     """Observations do not depend on actions, so memory is the same, too."""
     found = []
     for length in (9, 10):
@@ -106,7 +107,7 @@ def test_a_final_observation_is_worth_what_it_would_be_in_a_longer_episode(net: 
 
 
 @pytest.mark.parametrize("net", NETS)
-def test_rows_after_the_last_are_worth_what_the_next_batch_says(net: str) -> None:
+def test_observation_after_the_last_row_has_the_value_of_the_next_batch(net: str) -> None:
     with make_env(partial(Identity, length=9), 6, launcher="in-process") as env:
         agent = make_agent(*env.launch(), NETS[net], 0.99)
         batch = [env.collect(agent, 12).copy() for _ in "ab"][1]
@@ -198,7 +199,7 @@ def test_noise_is_measured_on_the_policy_without_the_critic(net: str, size: int,
     assert all(len(gradient) == len(found[0]) - critic for gradient, _ in noise.gradients)
 
 
-def test_a_step_without_numbers_is_left_out() -> None:
+def test_step_with_nan_gradients_is_skipped() -> None:
     agent, _, rollout = collected("CartPole-v1", NETS["plain"], steps=10)
     optimizer = Optimizer(agent, 1e-3, 0.5, seed=0)
     before = {name: tensor.clone() for name, tensor in agent.state_dict().items()}
@@ -212,7 +213,7 @@ def test_a_step_without_numbers_is_left_out() -> None:
 
 
 def reward_scale(batches: list[Batch]) -> tuple[float, float]:
-    """What discounted returns of these batches deviate by, and how many there are."""
+    """The standard deviation and the number of the discounted returns of these batches."""
     agent = make_agent(spaces.Box(-1, 1, (3,)), spaces.Discrete(2), NetConfig(normalize_reward=True), 0.9)
     statistics = Statistics(agent)
     for batch in batches:
@@ -228,7 +229,7 @@ def two_batches() -> tuple[Batch, Batch]:
     return first, second
 
 
-def test_two_chunks_of_a_slot_in_one_batch_follow_each_other() -> None:
+def test_two_chunks_of_a_slot_in_one_batch_are_consecutive() -> None:
     first, second = two_batches()
     arrays = {name: np.concatenate([first.arrays[name], second.arrays[name]], 1) for name in first}
     both = replace(
@@ -241,9 +242,9 @@ def test_two_chunks_of_a_slot_in_one_batch_follow_each_other() -> None:
     np.testing.assert_allclose(reward_scale([both]), reward_scale([first, second]), rtol=1e-5)
 
 
-def test_filler_rows_are_no_rewards() -> None:
+def test_filler_rows_do_not_count_as_rewards() -> None:
     batch, _ = two_batches()
-    where = 6  # a row that nobody acted goes in between
+    where = 6  # a row without an action is inserted
     filled = {name: np.insert(array, where, array[where], axis=0) for name, array in batch.arrays.items()}
     filled["valid"][where], filled["reward"][where] = False, 0
     for name in ("terminated", "truncated"):
@@ -264,7 +265,7 @@ def test_even_the_first_batch_is_learned_from_in_units_of_its_returns() -> None:
 
 
 @pytest.mark.parametrize(("high", "scale"), [(255, 255), (1, 1), (16, 16)])
-def test_bytes_that_are_no_image_are_divided_by_their_bound(high: int, scale: int) -> None:
+def test_bytes_that_are_not_an_image_are_divided_by_their_bound(high: int, scale: int) -> None:
     encoder = encoder_for(spaces.Box(0, high, (128,), np.uint8), normalize=False)
     obs = torch.full((2, 128), high, dtype=torch.uint8)
     assert (encoder(obs) == high / scale).all()

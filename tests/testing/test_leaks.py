@@ -1,4 +1,4 @@
-"""The leak check finds what a test leaves behind."""
+"""The leak check finds processes and threads that a test leaves behind."""
 
 from __future__ import annotations
 

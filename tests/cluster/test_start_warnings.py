@@ -1,4 +1,4 @@
-"""A start that takes longer than a few seconds says what it waits for, and Ctrl-C says that it stopped."""
+"""Warnings about slow starts of workers and engines, and Ctrl-C during a start."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_workers_that_are_slow_to_build_environments_are_named(
     env.close()
 
 
-def test_training_says_where_its_page_is_what_it_waits_for_and_that_it_was_stopped(
+def test_start_of_training_names_its_status_page_and_its_wait_and_can_be_interrupted(
     programs: Path,
 ) -> None:
     """A job that is submitted in the moment of Ctrl-C is cancelled."""
@@ -91,7 +91,7 @@ def test_training_says_where_its_page_is_what_it_waits_for_and_that_it_was_stopp
     assert not (programs / "runs").exists()
 
 
-def test_an_engine_that_refuses_is_asked_once_and_not_for_each_worker(programs: Path) -> None:
+def test_refused_job_is_submitted_once_and_not_for_each_worker(programs: Path) -> None:
     program(programs, "sbatch", f"echo asked >> {programs}/asked", "echo no such cluster >&2", "exit 1")
     config = farstep.SlurmConfig(nodes=2, workers_per_node=2, log_folder=str(programs / "logs"))
     with pytest.raises(farstep.LaunchError, match=r"sbatch failed: no such cluster"):
@@ -99,8 +99,8 @@ def test_an_engine_that_refuses_is_asked_once_and_not_for_each_worker(programs: 
     assert (programs / "asked").read_text() == "asked\n"
 
 
-def test_a_start_without_a_thread_for_notes_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the rest of it finds what it needs is for the rest to say, with a typed error."""
+def test_start_continues_without_a_thread_for_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other parts of the start raise their own typed errors if they lack resources."""
 
     def none_left(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -114,7 +114,7 @@ def test_a_start_without_a_thread_for_notes_goes_on(monkeypatch: pytest.MonkeyPa
         monkeypatch.undo()
 
 
-def test_a_start_that_ends_as_the_warning_is_due_is_not_warned_about(
+def test_start_that_ends_when_the_warning_is_due_causes_no_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An in-process worker builds its environments inside the head's event loop, longer than the warning waits."""
@@ -131,7 +131,7 @@ def test_a_start_that_ends_as_the_warning_is_due_is_not_warned_about(
     assert "all of which are idle" not in caplog.text
 
 
-def test_a_start_that_takes_longer_than_a_wait_for_nodes_is_usual(
+def test_slow_start_of_workers_is_not_warned_about_like_a_wait_for_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On a busy machine, each start of workers takes some seconds."""

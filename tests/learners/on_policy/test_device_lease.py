@@ -25,6 +25,7 @@ from tests.cluster.sharing import PATIENCE_S, serving
 if torch.cuda.is_available():
     torch.zeros(1, device="cuda")  # CUDA keeps descriptors open, which no test has to close
 
+pytestmark = pytest.mark.slow  # real processes, or learning
 STEPS = 16
 SOURCE = {"type": "gymnasium", "env_name": "CartPole-v1", "envs_per_node": 4, "seed": 3}
 
