@@ -1,4 +1,4 @@
-"""The mini-batch pipeline: gradients of parts, in whatever order they come, add up to that of the whole."""
+"""The minibatch pipeline: gradients of parts, in any order of arrival, add up to that of the whole."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Buffer(BoundArrays):
             `max_bytes` and the check of the available memory count one frame per row. The older frames of a row whose
             stack is not that of the row before, shifted by one frame, are stored in addition: if this applies to all
             rows, the buffer grows to up to 1.25 times the memory that it takes without `frame_stack`, and a warning
-            says so. Other processes read single frames. Default: None, observations are stored as they are.
+            reports it. Other processes read single frames. Default: None, observations are stored as they are.
         seed: Seed of random draws; default: a random seed.
 
     Raises:
@@ -189,7 +189,7 @@ class Buffer(BoundArrays):
     # ---- items ----
 
     def keys(self) -> Array:
-        """Return the keys of all items that could be sampled now, whatever the limiter allows.
+        """Return the keys of all items that could be sampled now if the limiter allowed it.
 
         With `DPER`, these are the complete episodes; with `NStep` and `Sequence`, the rows at which an item can start.
 

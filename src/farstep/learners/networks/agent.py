@@ -1,4 +1,4 @@
-"""What the training loop, evaluations and the command line need of an agent, whatever its learner."""
+"""What the training loop, evaluations and the command line need of the agent of any learner."""
 
 from __future__ import annotations
 

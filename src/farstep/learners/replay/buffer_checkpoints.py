@@ -152,7 +152,7 @@ class BufferCheckpoints:
         """Write a checkpoint. A failure does not end the run."""
         assert self._folder is not None and self._buffer is not None
         if not self._folder.parent.is_dir():
-            return  # deleted during the run, so the learner's next checkpoint fails and says so
+            return  # deleted during the run, so the learner's next checkpoint raises an error
         markers: list[_Marker] = []
 
         def mark() -> dict[str, object]:

@@ -24,7 +24,7 @@ UNUSABLE_RULES: dict[type, str] = {
 @show_fields
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """Options of the replay buffer and of the loop around it, whatever the buffer's items are.
+    """Options of the replay buffer and of the loop around it, for items of any kind.
 
     Raises:
         ConfigError: An option is out of range, or options contradict each other.
