@@ -62,7 +62,6 @@ from farstep.agents.gpu.graph_policy import with_graphs
 from farstep.agents.policy import Policy
 from farstep.agents.precision import reduce_layers
 
-
 WARM_UP_S = 2.0
 """Seconds that are not measured. An acting server on the GPU captures a CUDA graph when a batch size first occurs."""
 
