@@ -160,7 +160,14 @@ class RunFolder:
         return self.path / "tensorboard"
 
     def read_config(self) -> dict[str, Any]:
-        """Return the options of the run, as plain data. Do not check their tag."""
+        """Read the options of the run. Do not check who wrote them.
+
+        Returns:
+            The options as plain data, by name.
+
+        Raises:
+            RunError: The file cannot be read.
+        """
         return self.read_signed_config()[0]
 
     def read_signed_config(self) -> tuple[dict[str, Any], str]:
@@ -208,10 +215,15 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Context manager: hold the lock of the folder. The kernel releases it even if the process is killed.
+        """Hold the lock of the folder. The kernel releases it even if the process is killed.
+
+        If the file system has no locks, log a warning and continue.
+
+        Returns:
+            A context manager that holds the lock inside.
 
         Raises:
-            RunError: Another process holds the lock, or the lock file cannot be opened.
+            RunError: Another process holds the lock, or the lock file cannot be opened or written.
         """
         with self._open_lock() as stream:
             try:
@@ -229,7 +241,12 @@ class RunFolder:
             yield
 
     def is_locked(self) -> bool | None:
-        """Return whether a process trains in the folder; None if this is unknown."""
+        """Check whether a process trains in the folder.
+
+        Returns:
+            Whether a process holds the lock. None: unknown, because the lock file cannot be read or the file system
+            has no locks.
+        """
         try:
             with open(self.path / ".lock", "rb", opener=no_follow) as stream:
                 fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)

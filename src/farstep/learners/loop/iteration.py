@@ -86,7 +86,14 @@ class Loop(Protocol):
         ...
 
     def collecting(self) -> AbstractContextManager[None]:
-        """Context manager: inside, the learner waits for rows, and a signal may abandon them by raising `Stopped`."""
+        """Measure the time in which the learner waits for rows. Meanwhile, a signal may abandon these rows.
+
+        Returns:
+            A context manager; waiting belongs inside.
+
+        Raises:
+            Stopped: A signal has requested the run to stop; raised at the start or inside.
+        """
         ...
 
     def report(self, iteration: Iteration) -> bool:

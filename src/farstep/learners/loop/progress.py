@@ -35,7 +35,11 @@ class Progress:
     """Restarts of workers after failures, including earlier parts of a resumed run."""
 
     def state(self) -> dict[str, object]:
-        """Return the counters for a checkpoint."""
+        """Return the counters for a checkpoint.
+
+        Returns:
+            All fields by name; returns and lengths as lists.
+        """
         return {**vars(self), "returns": list(self.returns), "lengths": list(self.lengths)}
 
     @classmethod

@@ -70,7 +70,11 @@ class Learner(Protocol):
         ...
 
     def state(self) -> dict[str, object]:
-        """Return the state for a checkpoint: numbers, text, arrays and tensors, or mappings and lists of these."""
+        """Return the state for a checkpoint. The agent's parameters are saved separately.
+
+        Returns:
+            Numbers, text, arrays and tensors, or mappings and lists of these, by name.
+        """
         ...
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -241,7 +245,14 @@ class Training:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Context manager: inside, the learner waits for rows, and a signal may abandon them by raising `Stopped`."""
+        """Measure the time in which the learner waits for rows. Meanwhile, a signal may abandon these rows.
+
+        Returns:
+            A context manager; waiting belongs inside.
+
+        Raises:
+            Stopped: A signal has requested the run to stop; raised at the start or inside.
+        """
         with self.timer("collect"):
             self._signals.collecting = True
             try:
