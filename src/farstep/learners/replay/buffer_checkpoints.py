@@ -14,6 +14,7 @@ from typing import Protocol
 
 import msgspec
 
+from farstep.buffer.bound_arrays import internals_of
 from farstep.buffer.limiter import RateLimiter
 from farstep.buffer.replay import Buffer
 from farstep.buffer.samplers import Sampler
@@ -106,7 +107,7 @@ class BufferCheckpoints:
                 f"the run continues from {0 if learner is None else learner.number:06d}, which is older."
             )
         size = self._config.buffer_size
-        if buffer.capacity != size - size % buffer.store.columns:
+        if buffer.capacity != size - size % internals_of(buffer).store.columns:
             raise CheckpointError(
                 f"its checkpoint in {self._folder} has room for {buffer.capacity:,} rows, but --buffer-size is "
                 f"{size:,}."
