@@ -33,6 +33,7 @@ from typing import IO, Any
 import msgspec
 
 from farstep.checkpoint.files import no_follow
+from farstep.config.field_docs import show_fields
 from farstep.errors import ConfigError, RunError
 from farstep.observe import signing
 from farstep.observe.files import as_run_error, replace_file
@@ -62,11 +63,13 @@ def run_name(env_id: str, algorithm: str, seed: int | None = None, now: datetime
     return re.sub(r"[^\w.-]", "_", "-".join(parts), flags=re.ASCII).lstrip(".")
 
 
+@show_fields
 @dataclass(frozen=True)
 class RunFolder:
     """The folder of one run. `create` makes a new folder; `open` opens an existing folder."""
 
     path: Path
+    """Path of the folder."""
 
     @classmethod
     def create(cls, root: str | os.PathLike[str], name: str, config: Mapping[str, object]) -> RunFolder:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Protocol
 
 from farstep.batch import Batch
+from farstep.config.field_docs import show_fields
 from farstep.core import Array
 from farstep.learners.loop.timing import Timer
 
 
+@show_fields
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
     """What a learner did since its last report."""

@@ -10,9 +10,11 @@ import msgspec
 
 from farstep.checkpoint.checks import Count, Finite, converted
 from farstep.checkpoint.files import Refused
+from farstep.config.field_docs import show_fields
 from farstep.observe.run_status import LAST_EPISODES
 
 
+@show_fields
 @dataclass
 class Progress:
     """Counters of a run. Checkpoints save all of them."""

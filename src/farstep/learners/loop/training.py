@@ -18,6 +18,7 @@ from farstep.checkpoint import folder as checkpoint
 from farstep.checkpoint.checks import Count, check_torch_generator, converted
 from farstep.checkpoint.files import Refused
 from farstep.cluster_env import ClusterEnv, check_saved
+from farstep.config.field_docs import show_fields
 from farstep.errors import CheckpointError
 from farstep.event import RUN_RESUMED
 from farstep.learners.loop.checkpoints.checkpoint_schedule import CheckpointSchedule
@@ -116,6 +117,7 @@ class _Saved(msgspec.Struct, forbid_unknown_fields=True):
     """What `inference="auto"` has chosen; None with another option, or if it is saved in `env`."""
 
 
+@show_fields
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """When a run ends, and how often it writes checkpoints and evaluates."""
