@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -18,7 +17,6 @@ from farstep.checkpoint import folder as checkpoint
 from farstep.checkpoint.checks import Count, check_torch_generator, converted
 from farstep.checkpoint.files import Refused
 from farstep.cluster_env import ClusterEnv, check_saved
-from farstep.config.field_docs import show_fields
 from farstep.errors import CheckpointError
 from farstep.event import RUN_RESUMED
 from farstep.learners.loop.checkpoints.checkpoint_schedule import CheckpointSchedule
@@ -29,12 +27,12 @@ from farstep.learners.loop.evaluation import EvaluationResult, Evaluator
 from farstep.learners.loop.iteration import CheckpointMarker
 from farstep.learners.loop.iteration import Iteration as Iteration
 from farstep.learners.loop.iteration import Loop as Loop
+from farstep.learners.loop.limits import Limits as Limits
 from farstep.learners.loop.progress import Progress as Progress
 from farstep.learners.loop.stop_signals import Stopped as Stopped
 from farstep.learners.loop.stop_signals import StopSignals
 from farstep.learners.loop.timing import Timer, WorkerTimer
 from farstep.learners.networks.agent import NetworkAgent, check_sent
-from farstep.observe.run_status import EPISODES, RETURN, reached_target
 
 
 class Learner(Protocol):
@@ -117,21 +115,6 @@ class _Saved(msgspec.Struct, forbid_unknown_fields=True):
     """What `inference="auto"` has chosen; None with another option, or if it is saved in `env`."""
 
 
-@show_fields
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """When a run ends, and how often it writes checkpoints and evaluates."""
-
-    total_steps: int
-    """Environment steps to train for."""
-    target_return: float | None = None
-    """Stop when the mean return of the last 100 episodes reaches this; None: no target."""
-    checkpoint_every: int | None = None
-    """Updates between checkpoints; None: 10, or more if writing would otherwise take over 2 % of the time."""
-    eval_every: int | None = None
-    """Environment steps between evaluations; None: no evaluations."""
-
-
 class Training:
     """Trains one learner until a limit is reached or a signal stops it.
 
@@ -200,7 +183,7 @@ class Training:
             Stopped: SIGINT or SIGTERM was received; a checkpoint was written.
             CheckpointError: The last checkpoint could not be written; the message names the one to resume from.
         """
-        if reached := self._reached_limits():
+        if reached := self._limits.reached(self.progress):
             self._warn(f"nothing to do: the run has reached {' and '.join(reached)}")
             return self.progress
         self._is_finished = False
@@ -288,7 +271,7 @@ class Training:
         progress.returns.extend(iteration.returns)
         progress.lengths.extend(iteration.lengths)
         self._log(iteration)
-        if self.stopping or self._reached_limits():
+        if self.stopping or self._limits.reached(progress):
             return False
         if self._schedule.due(progress.updates, time.monotonic()):
             self._save_if_possible()
@@ -335,16 +318,6 @@ class Training:
 
     def _warn(self, text: str) -> None:
         self._env.emit_event("warned", text)
-
-    def _reached_limits(self) -> list[str]:
-        """Return the limits that end the run, with how to raise each."""
-        progress, limits, reached = self.progress, self._limits, []
-        if progress.steps >= limits.total_steps:
-            reached.append(f"{progress.steps:,} of {limits.total_steps:,} steps (raise --total-steps)")
-        mean = float(np.mean(progress.returns)) if progress.returns else None
-        if reached_target(limits.target_return, {RETURN: mean, EPISODES: progress.episodes}):
-            reached.append(f"--target-return {limits.target_return:g} (raise it, or pass --target-return None)")
-        return reached
 
     # ---- evaluation ----
 
