@@ -70,9 +70,8 @@ class BoundArrays:
         Raises:
             ConfigError: The rows of this buffer are not in the order of their cells.
         """
-        contents = self._internals.contents
-        self.options.check_in_place(self.is_cyclic and contents.is_linked)
-        contents.is_pinned = True
+        self.options.check_in_place(self.is_cyclic and self._internals.contents.is_linked)
+        self._internals.contents.is_pinned = True
 
     @property
     def capacity(self) -> int:
