@@ -5,7 +5,7 @@
 
 Workers send their chunks over TCP through a loopback interface of 50 MB/s (in a separate network namespace, throttled
 by ``tc tbf``). An iteration is: roll, transfer, compute advantages, and compute the gradient over all rows with a
-convolutional network, one worker's frames at a time, with one optimiser step at the end. The contenders differ in what
+convolutional network, one worker's frames at a time, with one optimizer step at the end. The contenders differ in what
 overlaps:
 
     off            collect, then learn

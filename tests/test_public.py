@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import pydoc
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 import farstep
+from farstep import observe
 from farstep.config.base import Options
 from farstep.config.field_docs import field_docs
 
@@ -52,7 +57,7 @@ def test_each_public_name_exists_and_has_a_docstring(name: str) -> None:
     assert (thing.__doc__ or "").strip()
 
 
-@pytest.mark.parametrize("folder", ["buffer", "learners", "sync", "testing"])
+@pytest.mark.parametrize("folder", ["buffer", "elastic", "learners", "sync", "testing"])
 def test_subpackages_are_imported_on_first_use(folder: str) -> None:
     code = (
         f"import farstep, sys\nassert 'farstep.{folder}' not in sys.modules\nprint(farstep.{folder}.__all__)\n"
@@ -104,6 +109,58 @@ def test_an_unknown_learner_is_an_attribute_error() -> None:
         farstep.learners.PPOO
 
 
+MODULES = [
+    *(farstep, farstep.buffer, farstep.elastic, farstep.learners, farstep.learners.losses, farstep.learners.returns),
+    *(observe, farstep.sync, farstep.testing),
+]
+"""The modules that users import from."""
+
+
+def members(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    """The public classes and functions of a module."""
+    own = [name for name, each in vars(module).items() if getattr(each, "__module__", "") == module.__name__]
+    for name in getattr(module, "__all__", own):
+        each = getattr(module, name)
+        if not name.startswith("_") and (inspect.isfunction(each) or isinstance(each, type)):
+            yield f"{module.__name__}.{name}", each
+
+
+def described() -> Iterator[tuple[str, Callable[..., Any], str]]:
+    """The public functions, methods and constructors of farstep, and their docstrings."""
+    for path, each in (found for module in MODULES for found in members(module)):
+        if not isinstance(each, type):
+            yield path, each, each.__doc__ or ""
+            continue
+        for name, function in inspect.getmembers(each, inspect.isroutine):
+            if not name.startswith("_") and _is_own(function):
+                yield f"{path}.{name}", function, inspect.getdoc(function) or ""
+        if _is_own(vars(each).get("__init__")) and not dataclasses.is_dataclass(each):
+            yield path, vars(each)["__init__"], (each.__doc__ or "").replace("Attributes:", "Args:")
+
+
+def _is_own(function: object) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("farstep.")
+
+
+def missing_in(docstring: str, function: Callable[..., Any]) -> list[str]:
+    """The sections that a docstring lacks."""
+    signature = inspect.signature(function)
+    has_parameters = bool([name for name in signature.parameters if name != "self"])
+    returns = signature.return_annotation not in (None, "None", inspect.Signature.empty)
+    is_there = {
+        "a docstring": bool(docstring),
+        "Args:": "Args:" in docstring or not has_parameters,
+        "Returns: or Yields:": "Returns:" in docstring or "Yields:" in docstring or not returns,
+    }
+    return [section for section, found in is_there.items() if not found]
+
+
+def test_public_functions_describe_their_arguments_and_results() -> None:
+    missing = {path: missing_in(docstring, function) for path, function, docstring in described()}
+    assert missing.keys() >= {"farstep.ClusterEnv", "farstep.Buffer.sample", "farstep.learners.returns.gae"}
+    assert {path: sections for path, sections in missing.items() if sections} == {}
+
+
 PUBLIC = [getattr(farstep, name) for name in farstep.__all__]
 CONFIGS = [
     *(kind for kind in PUBLIC if isinstance(kind, type) and issubclass(kind, Options)),
@@ -122,6 +179,16 @@ def test_help_shows_the_text_of_every_option(kind: type) -> None:
     for field in dataclasses.fields(kind):
         assert docs.get(field.name), f"{kind.__name__}.{field.name} has no docstring"
         assert " ".join(docs[field.name].replace("|", " ").split()) in shown
+
+
+def test_help_shows_the_fields_of_other_dataclasses() -> None:
+    kinds: set[type] = {
+        each for module in MODULES for _, each in members(module) if hasattr(each, "__dataclass_fields__")
+    }
+    assert {farstep.buffer.SampleInfo, farstep.learners.Limits, farstep.elastic.Signals} < kinds
+    for kind in kinds - {*CONFIGS}:
+        shown = " ".join((kind.__doc__ or "").split())
+        assert [name for name, text in field_docs(kind).items() if text not in shown and f"{name}:" not in shown] == []
 
 
 def test_help_names_mappings_where_they_are_accepted() -> None:

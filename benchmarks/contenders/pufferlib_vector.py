@@ -1,4 +1,4 @@
-"""PufferLib's vectorisation: all environments in this process, or on workers that spin on shared memory."""
+"""PufferLib's vectorization: all environments in this process, or on workers that spin on shared memory."""
 
 import contextlib
 import tempfile

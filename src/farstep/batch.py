@@ -113,7 +113,11 @@ class Batch(Mapping[str, Array]):
         return rows, slots
 
     def copy(self) -> Batch:
-        """Return a copy whose arrays stay valid."""
+        """Copy the batch, to keep it after the next call that collects.
+
+        Returns:
+            A batch whose arrays stay valid.
+        """
         return Batch(
             {name: array.copy() for name, array in self.arrays.items()},
             self.structures,

@@ -36,7 +36,12 @@ class Agent(Protocol):
         """A method `act(obs)`: returns the actions for a batch of observations, or a mapping with `action` and other
         arrays to record."""
 
-    def get_parameters(self) -> Nested: ...
+    def get_parameters(self) -> Nested:
+        """Return the parameters to publish.
+
+        Returns:
+            Arrays or tensors by name, or mappings and sequences of these; always with the same names and shapes.
+        """
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,15 @@ class SyncRule(Protocol):
     divergence (default 64).
     """
 
-    def should_pull(self, state: SyncState) -> bool: ...
+    def should_pull(self, state: SyncState) -> bool:
+        """Decide whether to pull.
+
+        Args:
+            state: What the worker knows.
+
+        Returns:
+            True to pull the newest weights before the next chunk. The first time, the worker pulls in any case.
+        """
 
 
 class Link(Protocol):

@@ -29,6 +29,7 @@ from farstep.buffer import (
     Sequence,
     Uniform,
 )
+from farstep.buffer.bound_arrays import internals_of
 from farstep.errors import CheckpointError, ClosedError
 from farstep.schema import ArraySpec
 from farstep.workflow.objects import ModelBlock
@@ -42,7 +43,7 @@ def test_a_fork_cannot_write_over_rows() -> None:
     held, let_go = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with buffer.locked():
+        with internals_of(buffer).gate.lock:
             held.set()
             let_go.wait(30)
 
@@ -100,7 +101,7 @@ def test_all_usable_starts_are_found_at_once(
             if ending is not None:
                 rows[ending] = rng.random(count) < often
             buffer.insert(rows)
-        every, store = np.arange(16), buffer.store
+        every, store = np.arange(16), internals_of(buffer).store
         found, one_by_one = sampler.all_usable(store), sampler.usable(store, every)
         assert found is not None and one_by_one is not None
         assert found.tolist() == one_by_one.tolist()
@@ -167,11 +168,11 @@ def test_timeout_says_why_no_item_can_be_sampled() -> None:
         buffer.insert({"obs": np.arange(20.0), "terminated": np.arange(20) % 4 == 3})
         with pytest.raises(BufferTimeout, match=r"0 of the 20 items .* can be sampled: .* end of an episode"):
             buffer.sample(1, timeout_s=0)
-        buffer.gate.inserting_thread = threading.get_ident()
+        internals_of(buffer).gate.inserting_thread = threading.get_ident()
         with pytest.raises(BufferTimeout, match=r"0 of the 20 items .* would deadlock"):
             buffer.sample(1)
     with Buffer(20, FIFO(), limiter=SampleToInsertRatio(1.0, 4, 8.0)) as buffer:
-        buffer.gate.inserting_thread = threading.get_ident()
+        internals_of(buffer).gate.inserting_thread = threading.get_ident()
         with pytest.raises(BufferTimeout, match=r"samples=3\)"):
             buffer.sample(3)
 

@@ -1,4 +1,4 @@
-"""The mini-batch pipeline: gradients of parts add up to that of the whole batch in any order of arrival."""
+"""The minibatch pipeline: gradients of parts, in any order of arrival, add up to that of the whole."""
 
 from __future__ import annotations
 

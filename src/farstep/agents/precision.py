@@ -124,7 +124,7 @@ def reduce_layers(agent: Any, dtype: str) -> Any:
 def _check_parameters(agent: Any, dtype: str) -> None:
     """Raise `AgentError` if loaded weights may be in other tensors than those that are converted."""
     if not is_torch_module(agent):
-        return  # `reduce_layers` says so
+        return  # `reduce_layers` raises for it
     known = {_address(tensor) for tensor in _tensors(agent)}
     for path, leaf in leaves_of(parameters_of(agent)):
         if _address(leaf) not in known:

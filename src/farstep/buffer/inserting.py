@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from farstep.batch import Batch
-from farstep.buffer.bound_arrays import BoundArrays
+from farstep.buffer.bound_arrays import BoundArrays, internals_of
 from farstep.buffer.gate import check_timeout
 from farstep.buffer.storage.contents import Contents
 from farstep.buffer.storage.rows import arrays_of, as_arrays, count_plain, schema_of
@@ -21,18 +21,19 @@ class Inserter:
     """Inserts into one buffer. The first rows define the arrays of a buffer that has none."""
 
     def __init__(self, buffer: BoundArrays) -> None:
-        self._buffer = buffer
+        self._buffer, self._internals = buffer, internals_of(buffer)
+        self._gate = self._internals.gate
 
     def insert(self, rows: Mapping[str, ArrayLike] | Batch, timeout_s: float | None) -> Array:
         """Insert rows, waiting for the limiter; see `Buffer.insert`."""
         buffer = self._buffer
-        if buffer.is_bound and (contents := buffer.contents).is_plain:
+        if buffer.is_bound and (contents := self._internals.contents).is_plain:
             store = contents.store
             count = count_plain(rows, store.kinds)
-            with buffer.gate.lock:
-                if 0 < count <= store.rows and buffer.limiter.has_room(count) and not buffer.gate.is_closed:
+            with self._gate.lock:
+                if 0 < count <= store.rows and buffer.limiter.has_room(count) and not self._gate.is_closed:
                     keys, evicted = contents.put_rows(rows, count)  # type: ignore[arg-type]  # checked by count_plain
-                    buffer.count_inserted(count, evicted)
+                    self._internals.count_inserted(count, evicted)
                     return keys
         check_timeout(timeout_s)
         if isinstance(rows, Batch):
@@ -46,12 +47,12 @@ class Inserter:
         done = 0
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while done < total:
-            with buffer.gate.lock:
+            with self._gate.lock:
                 if not (count := buffer.limiter.room(total - done)):
                     left = None if deadline is None else deadline - time.monotonic()
                     self._wait(buffer.limiter.can_insert, left, f"{done} of {total} rows were inserted")
                     continue
-                contents = buffer.contents
+                contents = self._internals.contents
                 count = min(count, contents.store.rows)
                 found.append(self._put(contents, {name: value[done : done + count] for name, value in values.items()}))
                 done += count
@@ -60,10 +61,10 @@ class Inserter:
     def _checked(self, rows: Mapping[str, ArrayLike]) -> dict[str, Array]:
         """Return rows as arrays that match the schema. The first rows define the schema."""
         values, buffer = as_arrays(rows), self._buffer
-        with buffer.gate.lock:
-            if not (buffer.is_bound or buffer.gate.is_closed):
+        with self._gate.lock:
+            if not (buffer.is_bound or self._gate.is_closed):
                 buffer.bind(schema_of(values))
-        buffer.contents.check(values)
+        self._internals.contents.check(values)
         return values
 
     def _put(self, contents: Contents, values: Mapping[str, Array]) -> Array:
@@ -72,17 +73,17 @@ class Inserter:
             keys, inserted, evicted = contents.put({name: value[:, None] for name, value in values.items()})
         else:
             keys, inserted, evicted = contents.put_anywhere(values, len(next(iter(values.values()))))
-        self._buffer.count_inserted(inserted, evicted)
+        self._internals.count_inserted(inserted, evicted)
         return keys.reshape(-1)
 
     def _insert_batch(self, batch: Batch, timeout_s: float | None) -> Array:
         buffer, limiter = self._buffer, self._buffer.limiter
-        with buffer.gate.lock:
-            if not (buffer.is_bound or buffer.gate.is_closed):
+        with self._gate.lock:
+            if not (buffer.is_bound or self._gate.is_closed):
                 # Unordered rows have no next row, so each row stores its next observation.
                 schema = schema_of(arrays_of(batch, with_next=not buffer.is_cyclic), leading=2)
                 buffer.bind(schema, int(batch.slots.max()) + 1 if buffer.is_cyclic else 1, batch.structures)
-        contents = buffer.contents
+        contents = self._internals.contents
         store, values = contents.store, contents.rows_of(batch)
         if not buffer.is_cyclic:
             return self.insert({n: values[n].reshape(-1, *spec.shape) for n, spec in store.schema.items()}, timeout_s)
@@ -93,10 +94,10 @@ class Inserter:
                 "max_diff or insert smaller batches."
             )
         contents.warn_if_shared(batch)
-        with buffer.gate.lock:
+        with self._gate.lock:
             self._wait(lambda: limiter.can_insert(steps * width), timeout_s, "no row was inserted")
             keys, inserted, evicted = contents.put_batch(batch, values)
-            buffer.count_inserted(inserted, evicted)
+            self._internals.count_inserted(inserted, evicted)
             return keys.reshape(-1)
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float | None, progress: str) -> None:
@@ -109,4 +110,4 @@ class Inserter:
                 "limiter with buffer.limit(...)."
             )
 
-        buffer.gate.wait("insert", ready, timeout_s, explain)
+        self._gate.wait("insert", ready, timeout_s, explain)

@@ -286,7 +286,11 @@ class RateLimiter:
         return min(1.0, max(0.0, (self.diff - self.min_diff) / (self.max_diff - self.min_diff)))
 
     def most_samples(self) -> float:
-        """Return the largest number of rows that can ever be sampled at once."""
+        """Compute the largest number of rows that can ever be sampled at once.
+
+        Returns:
+            The number of rows; infinite without a bound.
+        """
         reach = max(self.max_diff, self.samples_per_insert * self.min_size)
         return reach - self.min_diff
 
@@ -304,17 +308,38 @@ class RateLimiter:
     # ---- counters ----
 
     def insert(self, n: int = 1) -> None:
-        """Count `n` inserted rows."""
+        """Count inserted rows. `Buffer` calls this; it does not check whether the rows were allowed.
+
+        Args:
+            n: Number of rows. Default: 1.
+
+        Raises:
+            ConfigError: `n` is not an integer of at least 0.
+        """
         self.inserts += n if n.__class__ is int and n >= 0 else check_count("n", n, minimum=0)
         self.has_starved_reader = False
 
     def sample(self, n: int = 1) -> None:
-        """Count `n` sampled rows."""
+        """Count sampled rows. `Buffer` calls this; it does not check whether the rows were allowed.
+
+        Args:
+            n: Number of rows. Default: 1.
+
+        Raises:
+            ConfigError: `n` is not an integer of at least 0.
+        """
         self.samples += n if n.__class__ is int and n >= 0 else check_count("n", n, minimum=0)
         self.has_starved_reader = False
 
     def delete(self, n: int = 1) -> None:
-        """Count `n` removed rows."""
+        """Count removed rows. `Buffer` calls this.
+
+        Args:
+            n: Number of rows. Default: 1.
+
+        Raises:
+            ConfigError: `n` is not an integer of at least 0.
+        """
         self.deletes += n if n.__class__ is int and n >= 0 else check_count("n", n, minimum=0)
 
     def __str__(self) -> str:

@@ -62,7 +62,7 @@ class Buffer(BoundArrays):
             `max_bytes` and the check of the available memory count one frame per row. The older frames of a row whose
             stack is not that of the row before, shifted by one frame, are stored in addition: if this applies to all
             rows, the buffer grows to up to 1.25 times the memory that it takes without `frame_stack`, and a warning
-            says so. Other processes read single frames. Default: None, observations are stored as they are.
+            reports it. Other processes read single frames. Default: None, observations are stored as they are.
         seed: Seed of random draws; default: a random seed.
 
     Raises:
@@ -157,20 +157,20 @@ class Buffer(BoundArrays):
 
         def ready() -> bool:
             nonlocal chosen
-            chosen = self._chooser.choose(self._contents, count)
+            chosen = self._chooser.choose(self._internals.allocated, count)
             if chosen is None and not self.limiter.has_starved_reader:
                 self.limiter.has_starved_reader = True  # allows one insert, to avoid a deadlock
-                self.gate.notify_room()
+                self._gate.notify_room()
             return chosen is not None
 
-        with self.gate.between_updates(), self._lock:
-            self.gate.wait(
+        with self._gate.between_updates(), self._lock:
+            self._gate.wait(
                 "sample",
                 ready,
                 timeout_s,
-                lambda is_deadlock: self._chooser.missing(self._contents, count, is_deadlock),
+                lambda is_deadlock: self._chooser.missing(self._internals.allocated, count, is_deadlock),
             )
-            contents = self.contents
+            contents = self._internals.contents
             assert chosen is not None
             cells, probabilities = chosen
             batch = self.sampler.rows(contents.store, cells)
@@ -179,17 +179,19 @@ class Buffer(BoundArrays):
             if self.max_times_sampled:
                 used_up = cells[info.times_sampled >= self.max_times_sampled]
                 used_up = np.sort(used_up) if contents.selector.distinct else np.unique(used_up)
-                self.count_removed("sampled", contents.remove(used_up, are_oldest=isinstance(self.sampler, FIFO)))
-            if self.gate.refused_rows is not None and self.limiter.can_insert(self.gate.refused_rows):
-                self.gate.notify_room()
+                self._internals.count_removed(
+                    "sampled", contents.remove(used_up, are_oldest=isinstance(self.sampler, FIFO))
+                )
+            if self._gate.refused_rows is not None and self.limiter.can_insert(self._gate.refused_rows):
+                self._gate.notify_room()
             else:
-                self.gate.notify()
-        return nested(batch, self._structures), info
+                self._gate.notify()
+        return nested(batch, self._internals.structures), info
 
     # ---- items ----
 
     def keys(self) -> Array:
-        """Return the keys of all items that could be sampled now, whatever the limiter allows.
+        """Return the keys of all items that could be sampled now if the limiter allowed it.
 
         With `DPER`, these are the complete episodes; with `NStep` and `Sequence`, the rows at which an item can start.
 
@@ -201,11 +203,11 @@ class Buffer(BoundArrays):
             ClosedError: The buffer is closed.
         """
         with self._lock:
-            self.gate.check_open()
-            if self._contents is None:
+            self._gate.check_open()
+            if (contents := self._internals.allocated) is None:
                 return np.zeros(0, np.int64)
-            cells = self._contents.by_age(self._chooser.usable_items(self._contents))
-            return self._contents.store.table.keys.take(cells)
+            cells = contents.by_age(self._chooser.usable_items(contents))
+            return contents.store.table.keys.take(cells)
 
     def read(self, keys: ArrayLike) -> tuple[dict[str, Nested], Array]:
         """Read items by their keys. This never waits, and does not count as sampling.
@@ -229,12 +231,12 @@ class Buffer(BoundArrays):
         """
         keys = as_keys(keys)
         with self._lock:
-            contents = self.contents
+            contents = self._internals.contents
             cells = keys % contents.store.table.cells
             is_present = (keys >= 0) & (contents.store.table.keys.take(cells) == keys)
             is_present[is_present] = self._chooser.can_sample(contents, cells[is_present])
             batch = self.sampler.rows(contents.store, cells[is_present])
-        return nested(batch, self._structures), is_present
+        return nested(batch, self._internals.structures), is_present
 
     def update_priorities(self, keys: ArrayLike, priorities: ArrayLike) -> int:
         """Set the priorities of items.
@@ -259,7 +261,7 @@ class Buffer(BoundArrays):
                     "no effect; sample with Prioritized(), MinHeap(), MaxHeap() or DPER(), or remove the call.",
                     stacklevel=2,
                 )
-            return self.contents.update(keys, priorities)
+            return self._internals.contents.update(keys, priorities)
 
     def set_beta(self, beta: float) -> None:
         """Change the exponent of importance weights for all further samples, e.g. to anneal it towards 1.
@@ -284,10 +286,10 @@ class Buffer(BoundArrays):
         """
         keys = as_keys(keys)
         with self._lock:
-            contents = self.contents
+            contents = self._internals.contents
             cells = np.unique(contents.store.table.find(keys))
-            self.count_removed("deleted", contents.remove(cells))
-            self.gate.notify_room()
+            self._internals.count_removed("deleted", contents.remove(cells))
+            self._gate.notify_room()
             return len(cells)
 
     # ---- waiting ----
@@ -304,7 +306,7 @@ class Buffer(BoundArrays):
         """
         with self._lock:
             self.limiter.change(changes, self.capacity, self.options.uses_per_row, self.sampler.item_rows[0])
-            self.gate.notify_room()
+            self._gate.notify_room()
 
     # ---- checkpoints and closing ----
 
@@ -338,12 +340,16 @@ class Buffer(BoundArrays):
 
         def describe() -> dict[str, object]:
             return describe_buffer(
-                self.options, self.store, self._structures, self.removed, {} if marker is None else marker()
+                self.options,
+                self._internals.store,
+                self._internals.structures,
+                self.removed,
+                {} if marker is None else marker(),
             )
 
-        _ = self.contents  # raises before a folder is made
+        _ = self._internals.contents  # raises before a folder is made
         with self._saving:
-            return save_buffer(Snapshot(lambda: self.contents, self._lock, describe), path, keep)
+            return save_buffer(Snapshot(lambda: self._internals.contents, self._lock, describe), path, keep)
 
     @classmethod
     def restore(cls, path: str | os.PathLike[str], sampler: Sampler | None = None) -> Buffer:
@@ -385,10 +391,10 @@ def _restored(saved: SavedBuffer) -> Buffer:
         check_sizes(saved)
         buffer.bind(saved.schema, saved.columns, saved.structures)
     try:
-        restore_contents(buffer.contents, saved.arrays, saved.plain)
+        restore_contents(buffer._internals.contents, saved.arrays, saved.plain)
         buffer.removed.update(saved.removed)
         buffer.marker = saved.marker
-        check_counts(saved, buffer.store.table)
+        check_counts(saved, buffer._internals.store.table)
     except BaseException:
         buffer.close()
         raise

@@ -17,6 +17,7 @@ from farstep.buffer.options import BufferOptions
 from farstep.buffer.samplers import EpisodeSelector, FullBatch
 from farstep.buffer.storage.contents import Contents
 from farstep.buffer.storage.table import occurrences
+from farstep.config.field_docs import show_fields
 from farstep.core import Array
 from farstep.errors import ConfigError
 
@@ -24,6 +25,7 @@ _ROUNDS = 8  # rounds of redrawing rejected items (each with twice as many draws
 _COST = 4  # checking one random cell costs as much as checking this many cells in order
 
 
+@show_fields
 @dataclass(frozen=True)
 class SampleInfo:
     """Keys, probabilities and counts of the items of a batch; each array has one entry per item."""

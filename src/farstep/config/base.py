@@ -47,6 +47,9 @@ class Options:
         Args:
             value: A configuration (returned unchanged), a mapping of options, or None for the defaults.
 
+        Returns:
+            The configuration.
+
         Raises:
             ConfigError: `value` is something else, or its options are invalid.
         """

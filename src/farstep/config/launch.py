@@ -136,7 +136,14 @@ class LaunchConfig(Options):
             raise ConfigError(f"{kind}.coordinator is {self.coordinator!r}; expected a name or a path, or None.")
 
     def num_workers(self, envs_per_node: int) -> int:
-        """Return the total number of workers; at most one per environment."""
+        """Compute the largest number of workers during the run, on all nodes.
+
+        Args:
+            envs_per_node: Number of environments per node.
+
+        Returns:
+            `workers_on_node` workers, but at most one per environment, on each of `most_nodes` nodes.
+        """
         return self.most_nodes * min(self.workers_on_node, envs_per_node)
 
     @property
@@ -155,11 +162,22 @@ class LaunchConfig(Options):
         return self.nodes
 
     def resolved(self) -> LaunchConfig:
-        """Return the configuration to launch: normally this one; `SlurmConfig.debug`, for example, replaces it."""
+        """Choose the configuration to launch.
+
+        Returns:
+            This configuration; for `SlurmConfig` with `debug`, a `LocalConfig`.
+        """
         return self
 
     def gpu_of(self, rank: int) -> int | None:
-        """Return the GPU that worker `rank` of a node acts on; None for the CPU."""
+        """Choose the GPU that a worker acts on.
+
+        Args:
+            rank: Number of the worker on its node, from 0.
+
+        Returns:
+            Number of the GPU on the node, from 0; None: the CPU.
+        """
         return rank % self.gpus_per_node if self.gpus_per_node else None
 
     def _cores_per_node(self) -> int:
@@ -272,10 +290,12 @@ class EngineConfig(LaunchConfig):
 
     @property
     def most_nodes(self) -> int:
+        """Largest number of nodes during the run."""
         return self.nodes if self.max_nodes is None else self.max_nodes
 
     @property
     def fewest_nodes(self) -> int:
+        """Number of nodes required to start and to continue."""
         return self.nodes if self.min_nodes is None else self.min_nodes
 
 
@@ -390,6 +410,11 @@ class SlurmConfig(EngineConfig):
         return f"--gpus-per-node={self.gpus_per_node}" if self.gpus_per_node else None
 
     def resolved(self) -> LaunchConfig:
+        """Choose the configuration to launch. With `debug`, log a warning.
+
+        Returns:
+            This configuration; with `debug`, a `LocalConfig` with the same number of nodes and workers, without GPUs.
+        """
         if not self.debug:
             return self
         log.warning("debug=True: running all workers of %d nodes on the CPU of this machine, without SLURM", self.nodes)

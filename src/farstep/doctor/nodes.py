@@ -258,7 +258,7 @@ class ProbeRun:
         )
 
     def refused(self) -> Iterator[Finding]:
-        for host, (why, remedy) in (self._launcher.refused if self._launcher else {}).items():
+        for host, (why, remedy) in (self._launcher.refusals.hosts if self._launcher else {}).items():
             yield problem(f"{host} {why}", remedy)
 
     def _complete(self) -> bool | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral
 
+from farstep.config.field_docs import show_fields
 from farstep.elastic.damping import Damping
 from farstep.errors import ConfigError, counted, unknown_name
 
@@ -23,6 +24,7 @@ _FORMS = {
 """How to write each rule as text."""
 
 
+@show_fields
 @dataclass(frozen=True, kw_only=True)
 class Signals:
     """What a rule may use."""

@@ -89,12 +89,7 @@ class Server:
         self._plan = ActingPlan(workers, config.most_nodes, program.serving, program.is_serving_optional)
         self.servers = acting_servers(self._plan.num_servers, workers, self.records[-1].stop)
         """The records of acting servers; empty if workers act themselves."""
-        if idle := self.clients().count([]):
-            events.emit(
-                "warned",
-                f"{idle} of {len(self.servers)} acting servers have no worker to act for; lower copies in inference, "
-                "name fewer nodes in where, or start more workers",
-            )
+        self._plan.warn_of_idle_servers(events.emit)
         per_node = workers // config.most_nodes
         self.gpus_per_worker = config.gpus_per_node / per_node
         self.tickets = Tickets(workers, config.fewest_nodes * per_node)
@@ -356,10 +351,8 @@ class Server:
     # ---- callbacks of the supervisor (see `supervisor.Listener`) ----
 
     def expected(self, record: WorkerRecord) -> str:
-        if record.is_server:  # it must answer as long as a worker that has a node may need it
-            clients = (self.records[worker] for worker in self._plan.clients_of(record.worker))
-            running = (each for each in clients if each.handle is not None and each.handle.poll() is None)
-            return "idle" if any(each.phase != "queued" for each in running) else ""
+        if record.is_server:
+            return self._acting_clients.expected(record)
         return expected(record, self.tickets.outstanding.oldest_of(record.worker))
 
     def lost(self, record: WorkerRecord) -> None:

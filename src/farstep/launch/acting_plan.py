@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from farstep.acting.connections import OWN_ADDRESS
 from farstep.config.inference import ServedInference
+from farstep.event import Emit
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,16 @@ class ActingPlan:
         if self.is_remote:
             return self.num_workers + worker % self.num_servers
         return self.num_workers + self.node_of(worker) * self.copies + worker % self.copies
+
+    def warn_of_idle_servers(self, emit: Emit) -> None:
+        """Emit a warning if acting servers have no worker to act for."""
+        numbers = range(self.num_workers, self.num_workers + self.num_servers)
+        if idle := sum(not self.clients_of(number) for number in numbers):
+            emit(
+                "warned",
+                f"{idle} of {self.num_servers} acting servers have no worker to act for; lower copies in inference, "
+                "name fewer nodes in where, or start more workers",
+            )
 
     def bootstrap(
         self, number: int, nodes_on_machine: int = 1, listen: Sequence[str] = (), has_workers: bool = True

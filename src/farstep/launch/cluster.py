@@ -11,10 +11,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import resource
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -29,21 +27,14 @@ from farstep.launch.addresses import own_addresses
 from farstep.launch.daemon.process import ProcessStarter, import_path
 from farstep.launch.engines.engine import Engine
 from farstep.launch.groups import Groups, WatchedGroup
-from farstep.launch.hub import HubLink, admit, admit_worker, drain
+from farstep.launch.hub import HubLink, admit, admit_worker, drain, raise_file_limit
 from farstep.launch.nodes import NO_BLOCK, Node, RemoteWorker, send_to_node
+from farstep.launch.refusals import Refusals, objection_to
 from farstep.launch.server_nodes import ServerNodes, not_connected
 from farstep.rollout.progress import PHASE, Phase, copy_words, private_words
 from farstep.wire import node_messages as n
 from farstep.wire.channels.zmq import NODE, Hub
-from farstep.wire.versions import OTHER_VERSIONS, mismatches
 
-_FILES_PER_PEER, _OTHER_FILES = 8, 1024
-"""Descriptors for each worker, or for each node whose daemon relays for its workers, and for all else."""
-_SAME_VERSIONS = "Install the same versions on all nodes."
-_DO_NOT_PIN = "Or leave cpu_affinity='off'."
-_DO_NOT_DUMP = "Or leave park_method='suspend'."
-_MAX_REFUSED = 64
-"""Maximum number of refused hosts that are stored and emitted, because a peer could invent any number of hosts."""
 _SILENT_S = 3 * n.BEAT_S
 """If the engine reports that a node has ended, the node is declared lost after this many seconds of silence."""
 
@@ -101,14 +92,9 @@ class ClusterLauncher(Launcher):
         self._servers = ServerNodes(plan.named_nodes, server_hosts, server_groups, self.connected, config)
         self._ticked_at = self._enough_at = time.monotonic()
         self._next_beat, self._stopping = 0.0, False
-        self.refused: dict[str, tuple[str, str]] = {}
-        """Hosts whose nodes were refused: why, and what to do."""
+        self.refusals = Refusals(config, emit)
         peers = config.most_nodes if config.relay else plan.num_workers + plan.num_servers
-        _raise_file_limit(_FILES_PER_PEER * peers, emit)
-        self._invalid: Counter[int] = Counter()
-        """Number of invalid messages of each group."""
-        self._refusal: LaunchError | None = None
-        """The error about a refused node. It ends the run unless enough other nodes are connected."""
+        raise_file_limit(peers, emit)
         self._changed: dict[int, None] = {}
         """Workers that have printed or ended since the last call of `changed`."""
         self._changed_fd = -1
@@ -208,10 +194,8 @@ class ClusterLauncher(Launcher):
             try:
                 self._on_message(group, n.decode_from_node(received.frames), receive)
             except WireError as error:
-                if (versions := n.versions_in(received.frames)) and (different := mismatches(versions)):
-                    self._refuse(group, "(unnamed)", f"{OTHER_VERSIONS}: {'; '.join(different)}", _SAME_VERSIONS)
-                else:
-                    self._on_invalid(group, error)
+                is_server = group in self._servers.groups
+                self.refusals.add_message(group, received.frames, error, is_server=is_server)
 
         return drain(self.hub, dispatch)
 
@@ -236,9 +220,9 @@ class ClusterLauncher(Launcher):
         has_servers = self._servers.check_names(others_connected=connected >= self._wanted)
         is_enough = connected >= fewest and has_servers
         if is_enough:
-            self._enough_at, self._refusal = now, None
-        elif self._refusal is not None:  # first: that the refused node has ended explains nothing
-            raise self._refusal
+            self._enough_at, self.refusals.error = now, None
+        elif self.refusals.error is not None:  # first: that the refused node has ended explains nothing
+            raise self.refusals.error
         self.groups.request_missing(self._wanted, now)
         self._servers.request_missing(now)
         if not is_enough and now - self._enough_at > self._config.queue_s:
@@ -366,7 +350,7 @@ class ClusterLauncher(Launcher):
                 self._admit(group, message)
             return
         if node is not None and node.group != group:
-            self._on_invalid(group, WireError("it names a node of another group."))
+            self.refusals.invalid(group, WireError("it names a node of another group."))
             return
         if node is None:
             # The node was declared lost or never admitted, and its workers' keys are revoked: make it end its workers.
@@ -397,44 +381,17 @@ class ClusterLauncher(Launcher):
                 self._emit("requeued", text, node=node.host)
                 self._drain_node(node)
 
-    def _on_invalid(self, group: int, error: WireError) -> None:
-        """Emit the 1st, 2nd, 4th, 8th, ... invalid message, so that a broken peer cannot fill the log."""
-        self._invalid[group] += 1
-        if self._invalid[group].bit_count() == 1:
-            number = self._invalid[group]
-            self._emit("warned", f"a node daemon sent a message that cannot be accepted ({number}): {error}")
-
-    def _refuse(self, group: int, host: str, why: str, remedy: str) -> None:
-        """Refuse a node whose versions differ from the head's, or whose workers cannot be pinned or written to disk.
-
-        Args:
-            group: The group of the node.
-            host: The node.
-            why: The predicate of a sentence about the node.
-            remedy: What the user can do.
-        """
-        text = f"the node {host} {why}. {remedy}"
-        is_server = group in self._servers.groups
-        if is_server or self._config.fewest_nodes == self._config.nodes:
-            self._refusal = LaunchError(text)
-        if host not in self.refused and len(self.refused) < _MAX_REFUSED:
-            self._emit("warned", text if is_server else f"{text} Continuing without it.", node=host)
-            self.refused[host] = (why, remedy)
-
     def _admit(self, group: int, hello: n.NodeHello) -> None:
         if hello.run != self.run:
             raise WireError("it belongs to another run.")
         if group not in self._groups_of(group):  # the engine started this node although the request raised an error
             send_to_node(self.hub, hello.node, n.Leave("this node was not requested"))
             return
-        different = "; ".join(mismatches(hello.versions))
-        cannot = hello.cannot_pin or hello.cannot_park
-        if different or cannot:
-            why = f"{OTHER_VERSIONS}: {different}" if different else f"cannot be used: {cannot.removesuffix('.')}"
-            remedy = _SAME_VERSIONS if different else _DO_NOT_PIN if hello.cannot_pin else _DO_NOT_DUMP
+        if (objection := objection_to(hello)) is not None:
+            why, remedy = objection
             send_to_node(self.hub, hello.node, n.Leave(f"this node {why}"))
             self._group(group).rejected(hello.node, hello.place)
-            self._refuse(group, hello.host, why, remedy)
+            self.refusals.add(hello.host, why, remedy, is_server=group in self._servers.groups)
             return
         killed = self.connected.get(hello.replaces or "")
         if killed is not None and killed.group == group:
@@ -531,15 +488,3 @@ class ClusterLauncher(Launcher):
             node.send(n.Leave("its workers are done"))
             self._forget_node(node)
             self._group(node.group).left(node.place, for_good=node.released)
-
-
-def _raise_file_limit(count: int, emit: Emit) -> None:
-    """Raise the soft limit on open files for `count` connections, and warn if the hard limit is too low."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = count + _OTHER_FILES
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
-        )
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        emit("warned", f"this process may open {hard} files; {needed} may be needed: raise the limit (ulimit -n)")

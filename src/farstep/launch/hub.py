@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from farstep.core import BytesLike, Received
+from farstep.event import Emit
 from farstep.wire.channels.zmq import Hub
+
+_FILES_PER_PEER, _OTHER_FILES = 8, 1024
+"""Descriptors for each peer, and for all else."""
 
 
 class HubLink:
@@ -65,3 +70,20 @@ def admit_worker(hub: Hub, worker: int, incarnation: int, run: str, envs: int) -
         "lease_s": hub.lease_s,
         **admit(hub, worker, incarnation),
     }
+
+
+def raise_file_limit(peers: int, emit: Emit) -> None:
+    """Raise the soft limit on open files for a hub with this number of peers. Warn if the hard limit is too low.
+
+    Args:
+        peers: Number of workers, or of nodes whose daemons relay for their workers.
+        emit: Receives the warning.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _FILES_PER_PEER * peers + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
+        )
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        emit("warned", f"this process may open {hard} files; {needed} may be needed: raise the limit (ulimit -n)")

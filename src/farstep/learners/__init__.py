@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from farstep.learners.loop.evaluation import Evaluator as Evaluator
     from farstep.learners.loop.iteration import Iteration as Iteration
     from farstep.learners.loop.iteration import Loop as Loop
+    from farstep.learners.loop.limits import Limits as Limits
     from farstep.learners.loop.progress import Progress as Progress
     from farstep.learners.loop.stop_signals import Stopped as Stopped
     from farstep.learners.loop.training import Learner as Learner
-    from farstep.learners.loop.training import Limits as Limits
     from farstep.learners.loop.training import Sink as Sink
     from farstep.learners.loop.training import Training as Training
     from farstep.learners.networks.agent import NetworkAgent as NetworkAgent
@@ -74,7 +74,7 @@ _HOMES = {
     "ImpalaConfig": "impala",
     "Iteration": "loop.iteration",
     "Learner": "loop.training",
-    "Limits": "loop.training",
+    "Limits": "loop.limits",
     "Loop": "loop.iteration",
     "NetConfig": "networks.nets",
     "NetworkAgent": "networks.agent",

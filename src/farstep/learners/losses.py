@@ -356,7 +356,15 @@ def _rows(valid: Tensor | None, **rows: Tensor) -> tuple[list[Tensor], _Counted]
 
 
 def half_square(errors: Tensor, huber_delta: float | None) -> Tensor:
-    """Return half the squared errors; with `huber_delta`, linear beyond it (Huber loss)."""
+    """Compute half the squared errors, or the Huber loss.
+
+    Args:
+        errors: Errors of any shape.
+        huber_delta: Size of an error beyond which its loss is linear. None: quadratic for all errors.
+
+    Returns:
+        One loss per error.
+    """
     squares = 0.5 * errors.square()
     if huber_delta is None:
         return squares

@@ -73,6 +73,15 @@ class JsonlLogger:
             raise RunError(f"{self.path} already has the metrics of a run. Resume this run, or choose another folder.")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line.
+
+        Args:
+            step: Environment steps at the end of the update.
+            metrics: Values by name; an entry "step" is ignored.
+
+        Raises:
+            RunError: The line can be neither written nor kept in memory, or the logger is closed.
+        """
         row = {"step": int(step)} | {name: _plain(value) for name, value in metrics.items() if name != "step"}
         try:
             self._lines.append(json.dumps(row, allow_nan=False).encode() + b"\n")
@@ -80,6 +89,11 @@ class JsonlLogger:
             raise self._error(error) from error
 
     def close(self) -> None:
+        """Write the lines that are still in memory, and close the file.
+
+        Raises:
+            RunError: Lines cannot be written.
+        """
         try:
             self._lines.close()
         except OSError as error:
@@ -165,6 +179,15 @@ class TensorBoardLogger:
             self._writer.flush()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of an update.
+
+        Args:
+            step: Environment steps at the end of the update.
+            metrics: Values by name.
+
+        Raises:
+            RunError: The file cannot be written.
+        """
         value = self._summary.Summary.Value
         values = [value(tag=name, simple_value=float(number)) for name, number in metrics.items()]
         with as_run_error(self._path):
@@ -172,6 +195,7 @@ class TensorBoardLogger:
             self._writer.flush()
 
     def close(self) -> None:
+        """Close the file."""
         self._writer.close()
 
     def _write(self, **content: object) -> None:
@@ -230,9 +254,16 @@ class WandbLogger:
         return str(self._run.id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Pass the metrics of an update to Weights & Biases.
+
+        Args:
+            step: Environment steps at the end of the update.
+            metrics: Values by name.
+        """
         self._run.log({**metrics, "step": int(step)})
 
     def close(self) -> None:
+        """End the run in Weights & Biases, after uploading what is left."""
         self._run.finish()
 
 
@@ -251,6 +282,15 @@ class Loggers:
         self._loggers, self._emit = list(loggers), emit
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Pass the metrics of an update to all loggers.
+
+        Args:
+            step: Environment steps at the end of the update.
+            metrics: Values by name.
+
+        Raises:
+            RunError: A `JsonlLogger` cannot write its file.
+        """
         for logger in list(self._loggers):
             try:
                 logger.log(step, metrics)
@@ -267,6 +307,11 @@ class Loggers:
                     logger.close()
 
     def close(self) -> None:
+        """Close all loggers. Later calls do nothing.
+
+        Raises:
+            RunError: A `JsonlLogger` cannot write its file; the other loggers are closed.
+        """
         failure: Exception | None = None
         while self._loggers:
             logger = self._loggers.pop()

@@ -33,6 +33,7 @@ from typing import IO, Any
 import msgspec
 
 from farstep.checkpoint.files import no_follow
+from farstep.config.field_docs import show_fields
 from farstep.errors import ConfigError, RunError
 from farstep.observe import signing
 from farstep.observe.files import as_run_error, replace_file
@@ -62,11 +63,13 @@ def run_name(env_id: str, algorithm: str, seed: int | None = None, now: datetime
     return re.sub(r"[^\w.-]", "_", "-".join(parts), flags=re.ASCII).lstrip(".")
 
 
+@show_fields
 @dataclass(frozen=True)
 class RunFolder:
     """The folder of one run. `create` makes a new folder; `open` opens an existing folder."""
 
     path: Path
+    """Path of the folder."""
 
     @classmethod
     def create(cls, root: str | os.PathLike[str], name: str, config: Mapping[str, object]) -> RunFolder:
@@ -160,7 +163,14 @@ class RunFolder:
         return self.path / "tensorboard"
 
     def read_config(self) -> dict[str, Any]:
-        """Return the options of the run, as plain data. Do not check their tag."""
+        """Read the options of the run. Do not check who wrote them.
+
+        Returns:
+            The options as plain data, by name.
+
+        Raises:
+            RunError: The file cannot be read.
+        """
         return self.read_signed_config()[0]
 
     def read_signed_config(self) -> tuple[dict[str, Any], str]:
@@ -208,10 +218,15 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Context manager: hold the lock of the folder. The kernel releases it even if the process is killed.
+        """Hold the lock of the folder. The kernel releases it even if the process is killed.
+
+        If the file system has no locks, log a warning and continue.
+
+        Returns:
+            A context manager that holds the lock inside.
 
         Raises:
-            RunError: Another process holds the lock, or the lock file cannot be opened.
+            RunError: Another process holds the lock, or the lock file cannot be opened or written.
         """
         with self._open_lock() as stream:
             try:
@@ -229,7 +244,12 @@ class RunFolder:
             yield
 
     def is_locked(self) -> bool | None:
-        """Return whether a process trains in the folder; None if this is unknown."""
+        """Check whether a process trains in the folder.
+
+        Returns:
+            Whether a process holds the lock. None: unknown, because the lock file cannot be read or the file system
+            has no locks.
+        """
         try:
             with open(self.path / ".lock", "rb", opener=no_follow) as stream:
                 fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -18,7 +18,7 @@ RETURN, EVALUATION, SPEED, STALENESS = (
     "lag/versions_mean",
 )
 EVALUATION_STEP = "eval/step"
-"""Environment steps of training when the evaluation started; training went on until the evaluation was logged."""
+"""Environment steps of training when the evaluation started; training continued until the evaluation was logged."""
 RESTARTS, EPISODES = "workers/restarts", "env/episodes"
 LAST_EPISODES = 100
 """Number of last episodes whose mean return is reported, and compared with the target return."""

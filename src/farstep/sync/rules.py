@@ -21,15 +21,25 @@ class Rule:
     """The number of observations on which a divergence is measured."""
 
     def should_pull(self, state: SyncState) -> bool:
-        """Whether the worker pulls the newest weights before its next chunk.
+        """Decide whether the worker pulls the newest weights before its next chunk.
 
         Args:
             state: The versions in use and published, the time since the last pull, and the measured divergences.
+
+        Returns:
+            True to pull.
         """
         raise NotImplementedError
 
     def divergence(self, state: SyncState) -> float | None:
-        """The running divergence that the rule compares with its threshold; None if it has none."""
+        """Compute the running divergence that the rule compares with its threshold.
+
+        Args:
+            state: What the worker knows. Its `divergences` are used, newest first.
+
+        Returns:
+            The divergence in nats; None if none is measured.
+        """
         return None
 
     def __or__(self, other: SyncRule) -> AnyOf:

@@ -176,5 +176,9 @@ class TableAgent:
         return {"action": self.table[index].astype(np.int64), "value": obs[:, 0] * 2}
 
     def get_parameters(self) -> dict[str, Any]:
-        """Return the table."""
+        """Return what is published.
+
+        Returns:
+            The table, as `table`.
+        """
         return {"table": self.table}

@@ -143,7 +143,7 @@ def _check_killed(env: ClusterEnv, keeps_memory: bool) -> None:
 
 
 def _assert_continues(batch: Any, first: int) -> None:
-    assert batch["obs"][:, 0, 1].tolist() == list(range(first, first + 4)), "the running worker must go on"
+    assert batch["obs"][:, 0, 1].tolist() == list(range(first, first + 4)), "the running worker must continue"
 
 
 def _scale(env: ClusterEnv, workers: int) -> None:

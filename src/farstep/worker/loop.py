@@ -41,7 +41,7 @@ from farstep.worker.connection.acting_connection import ActingConnection
 from farstep.worker.connection.inbox import Inbox, TicketCancelled
 from farstep.worker.hosting.base import Host
 from farstep.worker.hosting.bounds import BoundsCheck
-from farstep.worker.hosting.hosts import AnyHost, make_host
+from farstep.worker.hosting.hosts import AnyHost, failed_env, make_host
 from farstep.worker.hosting.reward_check import RewardCheck
 from farstep.worker.hosting.staggered import Staggered
 from farstep.worker.hosting.strict import StrictEnvs
@@ -454,6 +454,8 @@ class Worker:
         phase = Phase(self._words[PHASE])
         remote = error.failed if isinstance(error, ServedError) else None  # as it was raised in the acting server
         report = remote or report_of(error)
+        program = getattr(self, "_program", None)  # missing if the worker fails before it gets its program
+        found = {} if program is None else failed_env(program, self._host, self._first_slot, self._words[SLOT], phase)
         self._send(
             m.Failure(
                 message=report.message,
@@ -466,24 +468,9 @@ class Worker:
                 request=request,
                 agent=agent,
                 step=step,
-                **self._where(phase),
+                **found,
             )
         )
-
-    def _where(self, phase: Phase) -> dict[str, int]:
-        """Slot, seed and step of the environment that raised; empty if it is inside a vector environment."""
-        program = getattr(self, "_program", None)
-        if program is None or program.source.is_vector or phase not in (Phase.CONSTRUCT, Phase.RESET, Phase.STEP):
-            return {}
-        i = self._words[SLOT]
-        where = {"slot": self._first_slot + i}
-        if self._host is None or phase is Phase.CONSTRUCT:
-            return where
-        if (seed := self._host.seed_of(i)) is not None:
-            where["seed"] = seed
-        if phase is Phase.STEP:
-            where["episode_step"] = self._host.slots.episode_step(i)
-        return where
 
     # ---- calls on environments ----
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from farstep.buffer.bound_arrays import internals_of
 from farstep.buffer.replay import Buffer
 from farstep.errors import ConfigError, unknown_name
 from farstep.schema import Schema, Structure
@@ -65,15 +66,16 @@ def bind_buffer(
         buffer.keep_in_place()
     if not buffer.is_cyclic:
         return
-    fits = buffer.is_pooled or buffer.store.columns == num_envs
+    store = internals_of(buffer).store
+    fits = buffer.is_pooled or store.columns == num_envs
     if not fits or ((consuming or buffer.is_pooled) and dict(buffer.schema) != schema):
         raise ConfigError(
-            f"the buffer has {buffer.store.num_slots} columns for {', '.join(buffer.schema)}; the environment "
+            f"the buffer has {store.num_slots} columns for {', '.join(buffer.schema)}; the environment "
             f"has {num_envs} slots and {', '.join(schema)}. Leave out spec, or make a new buffer."
         )
     largest = [(leaf.size * leaf.windows_per_actor, math.gcd(leaf.size, steps)) for leaf in consuming]
     needed = max([steps, *(rows + steps - common for rows, common in largest)])
-    rows = buffer.store.rows // (num_envs if buffer.is_pooled else 1)
+    rows = store.rows // (num_envs if buffer.is_pooled else 1)
     if rows < needed:
         raise ConfigError(
             f"the buffer has room for {rows} rows of each of {num_envs} environments; {needed} "

@@ -1,4 +1,4 @@
-"""The mini-batch pipeline: a learner computes gradients for the first chunks while other chunks still arrive.
+"""The minibatch pipeline: a learner computes gradients for the first chunks while other chunks still arrive.
 
     for minibatch in minibatches(env.parts(agent, steps=128), env.num_envs, mode="accumulate"):
         (loss(minibatch.batch) * minibatch.weight).backward()
@@ -30,9 +30,9 @@ class Minibatch:
     batch: Batch
     """Its chunk."""
     weight: float
-    """Factor for the loss of this mini-batch."""
+    """Factor for the loss of this minibatch."""
     step: bool
-    """Whether the optimizer steps after this mini-batch."""
+    """Whether the optimizer steps after this minibatch."""
 
 
 def minibatches(
@@ -41,32 +41,32 @@ def minibatches(
     mode: PipelineMode = "accumulate",
     prepare: Callable[[Part], object] | None = None,
 ) -> Iterator[Minibatch]:
-    """Turn the parts of a rollout into one mini-batch per worker, in order of arrival.
+    """Turn the parts of a rollout into one minibatch per worker, in order of arrival.
 
-    `"accumulate"` takes one optimizer step, after the last mini-batch:
+    `"accumulate"` takes one optimizer step, after the last minibatch:
 
         weight = envs of the worker / num_envs,   sum_w weight_w * grad(loss_w) = grad(loss of the whole batch)
 
     This holds for any order of arrival, under two conditions: the loss is a mean over all rows (filler rows count as
     0), and its normalization uses constants, e.g. statistics of an earlier rollout to scale advantages.
 
-    `"step"` takes an optimizer step after every mini-batch, with weight 1. The order of arrival then affects the
+    `"step"` takes an optimizer step after every minibatch, with weight 1. The order of arrival then affects the
     result.
 
     Args:
         parts: The parts of one rollout, as `env.parts` yields them.
         num_envs: Number of environments of the whole rollout.
         mode: `"accumulate"` (default) or `"step"`.
-        prepare: Called with every part when it arrives, before the mini-batch of its chunk is yielded.
+        prepare: Called with every part when it arrives, before the minibatch of its chunk is yielded.
 
     Yields:
-        A mini-batch for each worker whose chunk is complete.
+        A minibatch for each worker whose chunk is complete.
 
     Raises:
         ConfigError: `mode` is unknown.
     """
     if mode not in get_args(PipelineMode):
-        raise ConfigError(unknown_name("mode of the mini-batch pipeline", mode, get_args(PipelineMode)))
+        raise ConfigError(unknown_name("mode of the minibatch pipeline", mode, get_args(PipelineMode)))
     done = 0
     for part in parts:
         if prepare is not None:

@@ -20,6 +20,7 @@ import numpy as np
 
 from farstep.agents.update_gate import UpdateGate
 from farstep.batch import Batch, is_final
+from farstep.buffer.bound_arrays import internals_of
 from farstep.buffer.replay import Buffer
 from farstep.cluster_env import ClusterEnv, collector_for
 from farstep.core import Agent, Array
@@ -69,7 +70,7 @@ class RunLoop:
         end_s: float,
         scaling: Rule | None,
     ) -> None:
-        self._env, self._buffer = env, buffer
+        self._env, self._buffer, self._buffer_gate = env, buffer, internals_of(buffer).gate
         self._steps, self._max_staleness, self._end_s = steps, max_staleness, end_s
         self.registry = registry = Registry()
         self.state = RunState(agent, buffer, max_staleness, registry.consuming, self._freed)
@@ -115,8 +116,8 @@ class RunLoop:
                 known = self._last_chunks is not None
                 self.requests.update(feed)
                 self._continues: Array = last_chunks == self._last_chunks if known else np.zeros(len(last_chunks), bool)
-            self._thread = self._buffer.gate.inserting_thread = threading.get_ident()
-            self._buffer.gate.on_room, self._buffer.gate.refused_rows = state.wake, None
+            self._thread = self._buffer_gate.inserting_thread = threading.get_ident()
+            self._buffer_gate.on_room, self._buffer_gate.refused_rows = state.wake, None
             collector.workflow_counters = self._counters
             self._watch_updates(collector.gate)
             self.registry.dispatcher.resume(state.ledger, time.monotonic())
@@ -154,7 +155,7 @@ class RunLoop:
     def _watch_updates(self, gate: UpdateGate) -> None:
         """Make publishers wait while a consumer is updating the agent."""
         gate.limit_s = self._end_s
-        self._buffer.gate.between_updates = gate.between_updates
+        self._buffer_gate.between_updates = gate.between_updates
         for guard in self.registry.updaters:
             guard.watch_updates(gate)
         for publisher in self.registry.publishers:
@@ -186,15 +187,15 @@ class RunLoop:
         def wanted(worker: int) -> bool:
             return self._has_room(worker, steps, feed)
 
-        feed.take(wanted, wait_until, check, self._store, self._store_early, self._buffer.locked())
+        feed.take(wanted, wait_until, check, self._store, self._store_early, self._buffer_gate.lock)
 
     def _has_room(self, worker: int, steps: int, feed: Feed) -> bool:
         """Return whether a worker's next chunk may be inserted: the limiter allows it, and no needed row is
         overwritten."""
-        rows, refused = steps * feed.record(worker).num_envs, self._buffer.gate.refused_rows
+        rows, refused = steps * feed.record(worker).num_envs, self._buffer_gate.refused_rows
         if not self._buffer.limiter.can_insert(rows):
             self._refused_at = self._refused_at or time.monotonic()
-            self._buffer.gate.refused_rows = rows if refused is None else min(rows, refused)
+            self._buffer_gate.refused_rows = rows if refused is None else min(rows, refused)
             return False
         if not self.state.retention.has_room(worker, steps):
             self._full_at = self._full_at or time.monotonic()
@@ -248,7 +249,7 @@ class RunLoop:
         """Count the time for which the limiter refused chunks, or they had no room; `Buffer.insert` did not wait."""
         if self._refused_at is not None:
             self._buffer.waited_s["insert"] += time.monotonic() - self._refused_at
-            self._refused_at = self._buffer.gate.refused_rows = None
+            self._refused_at = self._buffer_gate.refused_rows = None
         if self._full_at is not None:
             self._full_s += time.monotonic() - self._full_at
             self._full_at = None
@@ -322,7 +323,7 @@ class RunLoop:
             deadline = time.monotonic() + self._end_s
             for publisher in self.registry.publishers:
                 publisher.close(drop=failure is not None)
-            with self._buffer.halted():  # wakes threads that wait for rows
+            with self._buffer_gate.halted():  # wakes threads that wait for rows
                 if self.state.collector is not None:
                     self.state.collector.gate.ending_run()
                 for thread in self.registry.threads:
@@ -340,8 +341,8 @@ class RunLoop:
                 if self.state.collector is not None:
                     final = self._counters()  # without references to this workflow and its buffer
                     self.state.collector.workflow_counters = lambda: copy.deepcopy(final)
-                self.state.feed = self._thread = self._buffer.gate.inserting_thread = self._buffer.gate.on_room = None
-                self._buffer.gate.between_updates, self._buffer.gate.refused_rows = contextlib.nullcontext, 0
+                self.state.feed = self._thread = self._buffer_gate.inserting_thread = self._buffer_gate.on_room = None
+                self._buffer_gate.between_updates, self._buffer_gate.refused_rows = contextlib.nullcontext, 0
                 feed.close()
                 if self.state.collector is not None:
                     self.state.collector.gate.end_run()

@@ -17,6 +17,7 @@ import pytest
 from farstep import Batch, Buffer
 from farstep.batch import FinalObs
 from farstep.buffer import NStep, Prioritized, Uniform
+from farstep.buffer.bound_arrays import internals_of
 from farstep.buffer.saving import snapshot
 from farstep.buffer.saving.saved_buffer import describe_buffer, save_buffer
 from farstep.checkpoint import folder as checkpoint
@@ -88,9 +89,9 @@ def taken(buffer: Buffer, lock: Lock, moment: Moment) -> snapshot.Snapshot:
     """A snapshot of the buffer with another lock."""
 
     def describe() -> dict[str, object]:
-        return describe_buffer(buffer.options, buffer.store, {}, buffer.removed, moment())
+        return describe_buffer(buffer.options, internals_of(buffer).store, {}, buffer.removed, moment())
 
-    return snapshot.Snapshot(lambda: buffer.contents, lock, describe)
+    return snapshot.Snapshot(lambda: internals_of(buffer).contents, lock, describe)
 
 
 def test_lock_is_held_for_one_block_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

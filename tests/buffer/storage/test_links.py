@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from farstep import Batch, Buffer, ConfigError
 from farstep.batch import FinalObs
 from farstep.buffer import DPER, FIFO, LIFO, MinSize, NStep, Prioritized, Queue, Sampler, Sequence, Stack, Uniform
+from farstep.buffer.bound_arrays import internals_of
 from farstep.buffer.storage.cyclic import CyclicBlocks
 from farstep.errors import BufferTimeout
 from tests.buffer.sampled_rows import episodes
@@ -223,7 +224,7 @@ def test_rows_that_are_kept_in_place_do_not_move() -> None:
         buffer.keep_in_place()
         buffer.delete(keys[1:2])
         buffer.insert(steps(6, 2))
-        assert buffer.store.blocks.arrays["number"][:, 0].tolist() == list(range(8))
+        assert internals_of(buffer).store.blocks.arrays["number"][:, 0].tolist() == list(range(8))
     with Buffer(8, Uniform(), seed=0) as buffer:
         buffer.delete(buffer.insert(steps(0, 6))[1:2])
         with pytest.raises(ConfigError, match=r"removed by delete\(\) .* consume=False"):

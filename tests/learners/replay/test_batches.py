@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from farstep.buffer import Buffer, NStep
+from farstep.buffer.bound_arrays import internals_of
 from farstep.buffer.limiter import RateLimiter
 from farstep.errors import ClosedError
 from farstep.learners.replay.batches import Copies, CudaCopies, DeviceBatches, ReplayBatch
@@ -140,7 +141,7 @@ def test_closing_ends_a_thread_that_waits_for_rows() -> None:
     with Watched(8, NStep(1, 0.9), limiter=limiter, seed=1) as buffer:
         buffer.insert({"reward": np.ones(8, np.float32), "terminated": np.ones(8, bool)})
         batches = DeviceBatches(buffer, BATCH, ("reward",), torch.device("cpu"), copies=SlowDevice())
-        with buffer.locked():  # the prefetching thread samples only after the rows are gone
+        with internals_of(buffer).gate.lock:  # the prefetching thread samples only after the rows are gone
             batches.take()
             buffer.delete(buffer.keys())
         assert calls.acquire(timeout=30) and calls.acquire(timeout=30)

@@ -13,6 +13,7 @@ import torch
 
 import farstep
 from farstep.buffer import Buffer
+from farstep.buffer.bound_arrays import internals_of
 from farstep.cli.options.algorithms import agent_for
 from farstep.learners.aride import ArideConfig
 from farstep.learners.dqn import ApexConfig, DQNConfig
@@ -82,11 +83,11 @@ def test_memory_is_that_of_the_buffer_of_the_run(name: str) -> None:
             with Buffer(replay.buffer_size, learner.sampler, pooled=pooled, frame_stack=stack) as buffer:
                 tracemalloc.start()
                 try:
-                    buffer.bind(schema, 2, own.structures)
+                    buffer.bind(schema, 2, internals_of(own).structures)
                     index, _ = tracemalloc.get_traced_memory()
                 finally:
                     tracemalloc.stop()
-                taken = (buffer.store.blocks.memory.nbytes + index) / buffer.capacity
+                taken = (internals_of(buffer).store.blocks.memory.nbytes + index) / buffer.capacity
                 log = 16 if pooled else 0  # is allocated when rows are inserted
                 assert abs(buffer.options.row_bytes(schema) - taken - log) < 4
 
@@ -118,5 +119,5 @@ def test_the_announced_checkpoint_is_as_large_as_that_of_the_full_buffer(name: s
             assert len(buffer) > 500
             folder = buffer.checkpoint(tmp_path)
             written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-            tails = sum(rows.nbytes for rows in buffer.store.sparse.values())
+            tails = sum(rows.nbytes for rows in internals_of(buffer).store.sparse.values())
     assert announced < written + tails and written < announced + tails + 16_384  # headers of files

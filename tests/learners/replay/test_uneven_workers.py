@@ -15,6 +15,7 @@ import pytest
 
 import farstep
 from farstep.buffer import DPER, Buffer, NStep, Sampler
+from farstep.buffer.bound_arrays import internals_of
 from farstep.learners.loop.training import Limits, Training
 from farstep.learners.replay.config import EpisodeReplayConfig, LoopConfig, ReplayConfig
 from tests.learners.replay.test_loop import TwinLearner
@@ -87,7 +88,8 @@ def test_short_episodes_are_not_favored(items: str, tmp_path: Path) -> None:
         Training(Learner(config, sampler), env, Limits(total_steps=2_000), checkpoints=tmp_path / "run").run()
     with Buffer.restore(tmp_path / "run" / "buffer", sampler) as buffer:
         buffer.limit(min_diff=-math.inf, max_diff=math.inf)
-        rows = np.asarray(buffer.store.flat["obs"])[buffer.store.table.keys >= 0]
+        store = internals_of(buffer).store
+        rows = np.asarray(store.flat["obs"])[store.table.keys >= 0]
         assert len(rows) >= 2_000 and len(np.unique(rows[:, ENV])) == 4 and set(rows[:, IS_SLOW]) == {0, 1}
         complete = 0
         for number in np.unique(rows[:, ENV]):

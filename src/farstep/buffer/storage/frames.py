@@ -30,7 +30,7 @@ Older = dict[str, tuple[Array, Array, Array]]
 class FrameStack:
     """Store each frame of stacked observations once, so that a row takes the memory of one frame.
 
-    Samples are equal to those of a buffer without this option, whatever the stacks contain: if the stack
+    Samples are equal to those of a buffer without this option, also if the stacks do not overlap: if the stack
     of a row is not the stack of the row before, shifted by one frame, all its frames are stored.
 
     Args:

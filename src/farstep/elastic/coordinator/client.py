@@ -83,7 +83,7 @@ class CoordinatorClient:
     ) -> None:
         self._name, self._folder, self._emit = name, coordinator_folder(name), emit
         self._workers, self._per_session = wanted, per_session
-        first = minimum if per_session else wanted  # all workers start at launch, whatever the number of slots
+        first = minimum if per_session else wanted  # all workers start at launch, for any number of slots
         self._register = Register(secrets.token_hex(16), _run_name(), priority, minimum, first, protocol=PROTOCOL)
         self._uses_session = True
         """Whether the run launches, or a session is open; always, if slots are not held per session."""

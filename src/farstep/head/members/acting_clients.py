@@ -90,6 +90,12 @@ class ActingClients:
             if use is not None:
                 self._outbox.send(record, use)
 
+    def expected(self, server: WorkerRecord) -> str:
+        """What an acting server still owes: it must answer as long as a worker that has a node may need it."""
+        clients = (self._records[worker] for worker in self._plan.clients_of(server.worker))
+        running = (each for each in clients if each.handle is not None and each.handle.poll() is None)
+        return "idle" if any(each.phase != "queued" for each in running) else ""
+
     def check(self, server: WorkerRecord, worker: int) -> None:
         """Raise `WireError` unless a message about a worker comes from its acting server."""
         if not server.is_server or worker not in self._plan.clients_of(server.worker):

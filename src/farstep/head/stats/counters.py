@@ -205,7 +205,16 @@ def _bucket(lag: int) -> int:
 
 
 def scalars(stats: Mapping[str, Any], prefix: str = "farstep") -> dict[str, float]:
-    """The numbers of `env.stats()` by path, such as `farstep/bytes/weights_sent`, for TensorBoard and similar tools."""
+    """Flatten the numbers of `env.stats()`, for TensorBoard and similar tools.
+
+    Args:
+        stats: The result of `stats` of an environment or a workflow; may be nested.
+        prefix: First part of each name. Default: "farstep".
+
+    Returns:
+        The numbers by path, e.g. `farstep/bytes/weights_sent`. Other values, numbers that are not finite,
+        and `lag_histogram` are left out.
+    """
     return dict(_numbers(stats, prefix))
 
 

@@ -42,7 +42,7 @@ class WaitWarning:
         return not self._starting or nodes_are_missing or now >= self._began + WORKERS_START_S
 
     def warn(self, what: str, now: float) -> None:
-        """Warn that the wait goes on.
+        """Warn that the call is still waiting.
 
         Args:
             what: What follows "waiting 20 s", e.g. `for worker 3, in step`.

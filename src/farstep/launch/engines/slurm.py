@@ -240,7 +240,7 @@ class Jobs(Group):
         """Jobs that were cancelled, failed or timed out, with their number of nodes; 0 after the nodes were requested
         again."""
         self._never_since: dict[str, float] = {}
-        """Jobs that never start according to SLURM, and since when SLURM says so (`time.monotonic`)."""
+        """Jobs that never start according to SLURM, and since when SLURM reports this (`time.monotonic`)."""
 
     def submit(self, script: str, nodes: int) -> None:
         with _Command(["sbatch", "--parsable"]) as sbatch:

@@ -176,7 +176,7 @@ def run_episodes(
     on_progress: Callable[[int], None] | None = None,
     on_batch: Callable[[Batch], None] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Run episodes, distributed evenly over the slots. The first episodes of each slot count, whatever their length.
+    """Run episodes, distributed evenly over the slots. The first episodes of each slot count, of any length.
 
     Args:
         env: The environments.

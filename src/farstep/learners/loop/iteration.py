@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Protocol
 
 from farstep.batch import Batch
+from farstep.config.field_docs import show_fields
 from farstep.core import Array
 from farstep.learners.loop.timing import Timer
 
 
+@show_fields
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
     """What a learner did since its last report."""
@@ -86,7 +88,14 @@ class Loop(Protocol):
         ...
 
     def collecting(self) -> AbstractContextManager[None]:
-        """Context manager: inside, the learner waits for rows, and a signal may abandon them by raising `Stopped`."""
+        """Measure the time in which the learner waits for rows. Meanwhile, a signal may abandon these rows.
+
+        Returns:
+            A context manager; waiting belongs inside.
+
+        Raises:
+            Stopped: A signal has requested the run to stop; raised at the start or inside.
+        """
         ...
 
     def report(self, iteration: Iteration) -> bool:

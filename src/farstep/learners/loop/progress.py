@@ -10,9 +10,11 @@ import msgspec
 
 from farstep.checkpoint.checks import Count, Finite, converted
 from farstep.checkpoint.files import Refused
+from farstep.config.field_docs import show_fields
 from farstep.observe.run_status import LAST_EPISODES
 
 
+@show_fields
 @dataclass
 class Progress:
     """Counters of a run. Checkpoints save all of them."""
@@ -35,7 +37,11 @@ class Progress:
     """Restarts of workers after failures, including earlier parts of a resumed run."""
 
     def state(self) -> dict[str, object]:
-        """Return the counters for a checkpoint."""
+        """Return the counters for a checkpoint.
+
+        Returns:
+            All fields by name; returns and lengths as lists.
+        """
         return {**vars(self), "returns": list(self.returns), "lengths": list(self.lengths)}
 
     @classmethod

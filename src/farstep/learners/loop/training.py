@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -29,12 +28,12 @@ from farstep.learners.loop.evaluation import EvaluationResult, Evaluator
 from farstep.learners.loop.iteration import CheckpointMarker
 from farstep.learners.loop.iteration import Iteration as Iteration
 from farstep.learners.loop.iteration import Loop as Loop
+from farstep.learners.loop.limits import Limits as Limits
 from farstep.learners.loop.progress import Progress as Progress
 from farstep.learners.loop.stop_signals import Stopped as Stopped
 from farstep.learners.loop.stop_signals import StopSignals
 from farstep.learners.loop.timing import Timer, WorkerTimer
 from farstep.learners.networks.agent import NetworkAgent, check_sent
-from farstep.observe.run_status import EPISODES, RETURN, reached_target
 
 
 class Learner(Protocol):
@@ -71,7 +70,11 @@ class Learner(Protocol):
         ...
 
     def state(self) -> dict[str, object]:
-        """Return the state for a checkpoint: numbers, text, arrays and tensors, or mappings and lists of these."""
+        """Return the state for a checkpoint. The agent's parameters are saved separately.
+
+        Returns:
+            Numbers, text, arrays and tensors, or mappings and lists of these, by name.
+        """
         ...
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -111,20 +114,6 @@ class _Saved(msgspec.Struct, forbid_unknown_fields=True):
     """Content hash of the agent's base, whose parameters are not in `agent`; empty if it has none."""
     inference: Literal["local", "local-cpu", "served"] | None = None
     """What `inference="auto"` has chosen; None with another option, or if it is saved in `env`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """When a run ends, and how often it writes checkpoints and evaluates."""
-
-    total_steps: int
-    """Environment steps to train for."""
-    target_return: float | None = None
-    """Stop when the mean return of the last 100 episodes reaches this; None: no target."""
-    checkpoint_every: int | None = None
-    """Updates between checkpoints; None: 10, or more if writing would otherwise take over 2 % of the time."""
-    eval_every: int | None = None
-    """Environment steps between evaluations; None: no evaluations."""
 
 
 class Training:
@@ -195,7 +184,7 @@ class Training:
             Stopped: SIGINT or SIGTERM was received; a checkpoint was written.
             CheckpointError: The last checkpoint could not be written; the message names the one to resume from.
         """
-        if reached := self._reached_limits():
+        if reached := self._limits.reached(self.progress):
             self._warn(f"nothing to do: the run has reached {' and '.join(reached)}")
             return self.progress
         self._is_finished = False
@@ -242,7 +231,14 @@ class Training:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Context manager: inside, the learner waits for rows, and a signal may abandon them by raising `Stopped`."""
+        """Measure the time in which the learner waits for rows. Meanwhile, a signal may abandon these rows.
+
+        Returns:
+            A context manager; waiting belongs inside.
+
+        Raises:
+            Stopped: A signal has requested the run to stop; raised at the start or inside.
+        """
         with self.timer("collect"):
             self._signals.collecting = True
             try:
@@ -276,7 +272,7 @@ class Training:
         progress.returns.extend(iteration.returns)
         progress.lengths.extend(iteration.lengths)
         self._log(iteration)
-        if self.stopping or self._reached_limits():
+        if self.stopping or self._limits.reached(progress):
             return False
         if self._schedule.due(progress.updates, time.monotonic()):
             self._save_if_possible()
@@ -323,16 +319,6 @@ class Training:
 
     def _warn(self, text: str) -> None:
         self._env.emit_event("warned", text)
-
-    def _reached_limits(self) -> list[str]:
-        """Return the limits that end the run, with how to raise each."""
-        progress, limits, reached = self.progress, self._limits, []
-        if progress.steps >= limits.total_steps:
-            reached.append(f"{progress.steps:,} of {limits.total_steps:,} steps (raise --total-steps)")
-        mean = float(np.mean(progress.returns)) if progress.returns else None
-        if reached_target(limits.target_return, {RETURN: mean, EPISODES: progress.episodes}):
-            reached.append(f"--target-return {limits.target_return:g} (raise it, or pass --target-return None)")
-        return reached
 
     # ---- evaluation ----
 

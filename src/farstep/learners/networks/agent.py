@@ -1,4 +1,4 @@
-"""What the training loop, evaluations and the command line need of an agent, whatever its learner."""
+"""What the training loop, evaluations and the command line need of the agent of any learner."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ class NetworkAgent(nn.Module):
         """Whether to take the best action instead of exploring, as in an evaluation."""
 
     def get_parameters(self) -> dict[str, Any]:
-        """Return parameters and buffers by name."""
+        """Return what the head publishes.
+
+        Returns:
+            Parameters and buffers by name: tensors that share memory with the module.
+        """
         return self.state_dict()
 
     def base_parameters(self) -> Mapping[str, torch.Tensor]:

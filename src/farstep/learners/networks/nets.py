@@ -240,7 +240,14 @@ class ActorCritic(NetworkAgent):
 class RecurrentActorCritic(ActorCritic):
     """Agent with a GRU or LSTM core. Its state continues from chunk to chunk.
 
-    It has the arguments and errors of `ActorCritic`.
+    Args:
+        observation_space: Space of single observations.
+        action_space: Space of single actions.
+        config: Options of the network; `recurrent` chooses the core.
+        gamma: Discount factor, for the running statistics of returns (`normalize_reward`).
+
+    Raises:
+        SpaceError: A space is not supported.
     """
 
     core: nn.GRUCell | nn.LSTMCell

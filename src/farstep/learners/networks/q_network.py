@@ -87,7 +87,14 @@ class QAgent(NetworkAgent):
         self.register_buffer("ladder", torch.zeros(()))
 
     def forward(self, obs: Nested) -> Tensor:
-        """Return the values of all actions, `[n, actions]`, for observations `[n, ...]`."""
+        """Compute the values of all actions.
+
+        Args:
+            obs: Observations `[n, ...]`.
+
+        Returns:
+            Action values `[n, actions]`.
+        """
         hidden = self.layers(self.encoders(obs))
         advantage: Tensor = self.advantage(hidden)
         if self.value is None:
@@ -117,11 +124,25 @@ class QAgent(NetworkAgent):
         return action
 
     def epsilons(self, slots: Tensor) -> Tensor:
-        """Return the probability of a random action in each slot."""
+        """Compute the probability of a random action in each slot.
+
+        Args:
+            slots: Environment slots `[n]`.
+
+        Returns:
+            Probabilities `[n]`: `epsilon ** (1 + ladder * slot)`.
+        """
         return self.epsilon ** (1 + self.ladder * slots)
 
     def actions_of(self, action: Tensor) -> Tensor:
-        """Return the indices of recorded actions, from 0."""
+        """Convert recorded actions to indices of action values.
+
+        Args:
+            action: Actions `[n]`, as `act` returns them. The first one is `start` of the action space.
+
+        Returns:
+            Indices `[n]`, from 0.
+        """
         return action.long() - self._start
 
     def distribution(self, obs: Nested) -> Mapping[str, Tensor]:

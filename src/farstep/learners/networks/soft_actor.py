@@ -122,7 +122,14 @@ class SoftActor(NetworkAgent):
     # ---- on the head ----
 
     def logprobs(self, obs: Nested) -> Tensor:
-        """Return the log-probabilities of all actions of a Discrete space, `[n, actions]`."""
+        """Compute the log-probabilities of all actions of a Discrete space, with gradients.
+
+        Args:
+            obs: Observations `[n, ...]`.
+
+        Returns:
+            Log-probabilities in nats, `[n, actions]`.
+        """
         return functional.log_softmax(self.head(self.layers(self.encoders(obs))), -1)
 
     def sample(self, obs: Nested) -> tuple[Tensor, Tensor]:
@@ -139,7 +146,14 @@ class SoftActor(NetworkAgent):
         return squashed(mean + log_std.exp() * noise, noise, log_std)
 
     def scaled(self, action: Tensor) -> Tensor:
-        """Return recorded actions as critics take them: scaled to [-1, 1] (Box), or as indices (Discrete)."""
+        """Convert recorded actions to what critics take.
+
+        Args:
+            action: Actions `[n, ...]`, as `act` returns them.
+
+        Returns:
+            Actions scaled to [-1, 1], `[n, dimensions]` (Box), or indices from 0, `[n]` (Discrete).
+        """
         if self.is_discrete:
             return action.long() - self._start
         return (action.reshape(len(action), -1).float() - self.center) / self.scale

@@ -267,7 +267,11 @@ class OnPolicy:
         return metrics | ({"critic/warmup": 1.0} if warmup else {})
 
     def state(self) -> dict[str, object]:
-        """Return the learner's state for a checkpoint; the agent's parameters are saved separately."""
+        """Return the learner's state for a checkpoint. The agent's parameters are saved separately.
+
+        Returns:
+            The optimizer, running statistics and counters, by name.
+        """
         scaling = None if self._scaling is None else self._scaling.state()
         return {
             "optimizer": self._optimizer.state(),

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from farstep.buffer.bound_arrays import internals_of
 from farstep.buffer.replay import Buffer
 from farstep.core import Array, Nested
 from farstep.learners.replay.complete_episodes import CompleteEpisodes
@@ -169,5 +170,5 @@ class DeviceBatches:
     def close(self) -> None:
         """Drop a prefetched batch and end the thread, even if it waits for rows."""
         if self._thread is not None:
-            with self._buffer.halted():
+            with internals_of(self._buffer).gate.halted():
                 self._thread.shutdown(cancel_futures=True)

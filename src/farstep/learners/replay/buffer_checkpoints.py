@@ -15,6 +15,7 @@ from typing import Protocol
 
 import msgspec
 
+from farstep.buffer.bound_arrays import internals_of
 from farstep.buffer.limiter import RateLimiter
 from farstep.buffer.replay import Buffer
 from farstep.buffer.samplers import Sampler
@@ -107,7 +108,7 @@ class BufferCheckpoints:
                 f"the run continues from {0 if learner is None else learner.number:06d}, which is older."
             )
         size = self._config.buffer_size
-        if buffer.capacity != size - size % buffer.store.columns:
+        if buffer.capacity != size - size % internals_of(buffer).store.columns:
             raise CheckpointError(
                 f"its checkpoint in {self._folder} has room for {buffer.capacity:,} rows, but --buffer-size is "
                 f"{size:,}."
@@ -153,7 +154,7 @@ class BufferCheckpoints:
         """Write a checkpoint. A failure does not end the run."""
         assert self._folder is not None and self._buffer is not None
         if not os.path.lexists(self._folder.parent):
-            return  # deleted during the run, so the learner's next checkpoint fails and says so
+            return  # deleted during the run, so the learner\'s next checkpoint raises an error
         markers: list[_Marker] = []
 
         def mark() -> dict[str, object]:

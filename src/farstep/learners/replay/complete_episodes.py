@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from farstep.buffer.bound_arrays import internals_of
 from farstep.buffer.replay import Buffer
 
 
@@ -40,7 +41,7 @@ class CompleteEpisodes:
             self._buffer.limit(max_diff=self._max_diff if are_present else math.inf)
         if not are_present and self._buffer.removed["evicted"] and not self._has_warned:
             self._has_warned = True
-            rows = self._buffer.capacity // self._buffer.store.columns
+            rows = self._buffer.capacity // internals_of(self._buffer).store.columns
             self._warn(
                 f"the replay buffer is full and has no complete episode, so nothing can be learned: it holds {rows:,} "
                 "rows of each environment. Raise --buffer-size, lower --num-envs, or limit the length of episodes."

@@ -24,7 +24,7 @@ UNUSABLE_RULES: dict[type, str] = {
 @show_fields
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """Options of the replay buffer and of the loop around it, whatever the buffer's items are.
+    """Options of the replay buffer and of the loop around it, for items of any kind.
 
     Raises:
         ConfigError: An option is out of range, or options contradict each other.
@@ -87,11 +87,21 @@ class LoopConfig:
         Args:
             samples: Rows sampled.
             inserts: Rows inserted after the first `learning_starts`.
+
+        Returns:
+            One metric by name; 0 before rows were inserted.
         """
         raise NotImplementedError
 
     def chunk_steps(self, num_envs: int) -> int:
-        """Return the number of steps of each environment per chunk."""
+        """Choose the length of chunks.
+
+        Args:
+            num_envs: Number of environments of the run.
+
+        Returns:
+            Steps of each environment per chunk: `num_steps`, or a default that depends on `num_envs`; at least 1.
+        """
         return self.num_steps or max(1, _CHUNK_ROWS // num_envs)
 
 
@@ -120,7 +130,15 @@ class ReplayConfig(LoopConfig):
         return self.updates_per_step * self.batch_size
 
     def measured_ratio(self, samples: int, inserts: int) -> dict[str, float]:
-        """Return updates per step."""
+        """Compute updates per environment step so far.
+
+        Args:
+            samples: Rows sampled.
+            inserts: Rows inserted after the first `learning_starts`.
+
+        Returns:
+            `replay/updates_per_step`; 0 before rows were inserted.
+        """
         return {"replay/updates_per_step": samples / self.batch_size / inserts if inserts else 0.0}
 
 
@@ -154,5 +172,13 @@ class EpisodeReplayConfig(LoopConfig):
         return self.samples_per_step
 
     def measured_ratio(self, samples: int, inserts: int) -> dict[str, float]:
-        """Return samples per step."""
+        """Compute how often each row was sampled so far.
+
+        Args:
+            samples: Rows sampled.
+            inserts: Rows inserted after the first `learning_starts`.
+
+        Returns:
+            `replay/samples_per_step`; 0 before rows were inserted.
+        """
         return {"replay/samples_per_step": samples / inserts if inserts else 0.0}

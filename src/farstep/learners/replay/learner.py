@@ -102,7 +102,11 @@ class ReplayLearner(Generic[A]):
         raise NotImplementedError
 
     def state(self) -> dict[str, object]:
-        """Return the learner's state for a checkpoint; the agent's parameters are saved separately."""
+        """Return the learner's state for a checkpoint. The agent's parameters are saved separately.
+
+        Returns:
+            The states of its parts, e.g. networks and optimizers, by name.
+        """
         scaling = None if self._scaling is None else self._scaling.state()
         parts = {name: part.state() for name, part in self.parts.items()}
         return parts if scaling is None else {**parts, _SCALING: scaling}

@@ -13,6 +13,7 @@ import numpy as np
 from gymnasium.spaces import Box
 
 from farstep.batch import EPISODE_KEYS, Batch, FinalObs, is_final
+from farstep.buffer.bound_arrays import internals_of
 from farstep.buffer.replay import Buffer
 from farstep.cluster_env import ClusterEnv
 from farstep.core import Agent, Array
@@ -188,14 +189,14 @@ class RecordedEpisodes:
 
         Call `check` first. The limiter must allow all of them. Arrays that only this buffer has are 0.
         """
-        filled = np.zeros(buffer.store.num_slots, np.int64)
+        filled = np.zeros(internals_of(buffer).store.num_slots, np.int64)
         for index, (end, length) in enumerate(zip(np.cumsum(self.lengths), self.lengths, strict=True)):
             column = int(filled.argmin())
             filled[column] += length
             buffer.insert(self._batch(buffer, index, slice(int(end - length), int(end)), column))
 
     def _batch(self, buffer: Buffer, index: int, rows: slice, column: int) -> Batch:
-        length, structure = rows.stop - rows.start, buffer.structures["obs"]
+        length, structures = rows.stop - rows.start, internals_of(buffer).structures
         arrays = {}
         for name, spec in buffer.schema.items():
             array = np.zeros((length, 1, *spec.shape), spec.dtype)
@@ -205,11 +206,11 @@ class RecordedEpisodes:
         arrays["valid"][:] = True
         if "episode_start" in arrays:
             arrays["episode_start"][0] = True
-        after = nest(structure, {name: array[index : index + 1] for name, array in self.final_obs.items()})
+        after = nest(structures["obs"], {name: array[index : index + 1] for name, array in self.final_obs.items()})
         nothing: Array = np.zeros(0)
         return Batch(
             arrays,
-            buffer.structures,
+            structures,
             after,
             FinalObs(np.array([length - 1]), np.array([0]), after),
             dict.fromkeys(EPISODE_KEYS, nothing),

@@ -290,7 +290,7 @@ class FolderSource:
         }
 
     def _state(self, is_complete: bool, events: Sequence[Event]) -> str:
-        """Return whether the run goes on, or how it ended and how to continue it."""
+        """Return whether the run is still active, or how it ended and how to continue it."""
         folder = self._folder
         if (is_locked := folder.is_locked()) is None:
             return "from the files of the run folder"

@@ -42,7 +42,7 @@ class Ready(msgspec.Struct, tag="ready"):
     observation_space: bytes
     action_space: bytes
     frame_stack: Count = 0
-    """Frames per stacked observation, if a wrapper of the environments says so; otherwise 0."""
+    """Frames per stacked observation, if a wrapper of the environments stacks them; otherwise 0."""
     listening: Listening | None = None
     """Only of an acting server that listens on the network."""
 

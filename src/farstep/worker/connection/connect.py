@@ -95,7 +95,7 @@ class RelayedLink(LocalLink):
 
 def _accepted(path: Path, death_fd: int) -> socket.socket:
     """Connect to the daemon as soon as its socket exists. Until then, open nothing: criu would have to restore it."""
-    for _ in range(_ATTACH_POLLS):  # counted, because clocks go on while this process is on disk
+    for _ in range(_ATTACH_POLLS):  # counted, because clocks keep running while this process is on disk
         if is_starter_dead(death_fd, _POLL_S):
             os.killpg(0, signal.SIGKILL)
         if path.exists():

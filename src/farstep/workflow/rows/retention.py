@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from farstep.batch import Batch, side_by_side
+from farstep.buffer.bound_arrays import internals_of
 from farstep.buffer.replay import Buffer
 from farstep.errors import ConfigError, FarstepError
 from farstep.head.tickets.records import DropCause
@@ -89,7 +90,7 @@ class RowRetention:
         needs."""
         if not self.holders:
             return True
-        return self._ledger.written(actor) + steps - self._unread_from(actor) <= self._buffer.store.rows
+        return self._ledger.written(actor) + steps - self._unread_from(actor) <= internals_of(self._buffer).store.rows
 
     def _unread_from(self, actor: int) -> int:
         return min(holder.unread_from(actor) for holder in self.holders)
@@ -110,7 +111,7 @@ class RowRetention:
         """Return, for each holder, the largest number of unread rows in any slot."""
         if not self._buffer.is_bound:
             return [0] * len(self.holders)
-        blocks = self._buffer.store.blocks
+        blocks = internals_of(self._buffer).store.blocks
         return [int(blocks.backlog(consumer).max()) for consumer in range(min(len(self.holders), len(blocks.cursors)))]
 
     def discard(self, actors: set[int]) -> None:

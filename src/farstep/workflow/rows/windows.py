@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from farstep.batch import EPISODE_KEYS, Batch, FinalObs, joined
+from farstep.buffer.bound_arrays import internals_of
 from farstep.buffer.replay import Buffer
 from farstep.buffer.storage.store import Store
 from farstep.core import Array, Nested
@@ -65,7 +66,7 @@ class Windows:
     """The chunks of all actors of a workflow. An actor's rows are counted from 0 over all runs."""
 
     def __init__(self, buffer: Buffer) -> None:
-        self._buffer = buffer
+        self._buffer = internals_of(buffer)
         self._columns: dict[int, slice] = {}
         self._chunks: dict[int, deque[_Chunk]] = {}
         self._offsets: dict[int, int] = {}
@@ -78,7 +79,7 @@ class Windows:
         state = None if batch.initial_state is None else map_leaves(np.ndarray.copy, batch.initial_state)
         ended, episodes = start + batch.final_obs.row, dict(batch.episodes)
         last = {name: value.copy() for name, value in leaves(batch.structures["obs"], batch.last_obs)}
-        with self._buffer.locked():
+        with self._buffer.gate.lock:
             place = int(self._buffer.store.blocks.committed(slice(first, first + 1))[0]) - steps
             chunk = _Chunk(start, start + steps, place, ended, episodes, batch.continues, last, state)
             self._columns[actor], self._offsets[actor] = slice(first, first + width), place - start
@@ -86,7 +87,7 @@ class Windows:
 
     def forget(self, actor: int, upto: int) -> int:
         """Forget an actor's chunks before row `upto`. Return the number of forgotten chunks."""
-        with self._buffer.locked():
+        with self._buffer.gate.lock:
             chunks, before = self._chunks.get(actor, ()), len(self._chunks.get(actor, ()))
             while chunks and chunks[0].stop <= upto:
                 chunks.popleft()
@@ -96,14 +97,14 @@ class Windows:
         """Set the read cursors of a consumer (the first unread row of each actor), which other processes can see."""
         if not self._chunks:
             return
-        with self._buffer.locked():
+        with self._buffer.gate.lock:
             cursors = self._buffer.store.blocks.cursors
             for actor in upto.keys() & self._offsets.keys() if consumer < len(cursors) else ():
                 cursors[consumer, self._columns[actor]] = upto[actor] + self._offsets[actor]
 
     def where(self, actor: int, start: int, size: int) -> tuple[tuple[int, int], int]:
         """Return an actor's environment slots as (first, end), and the first row of a window in the blocks."""
-        with self._buffer.locked():
+        with self._buffer.gate.lock:
             window = self._window(actor, start, size)
             return (window.columns.start, window.columns.stop), window.place
 
@@ -124,7 +125,7 @@ class Windows:
         Raises:
             FarstepError: Rows are no longer retained, or other rows were inserted into the buffer.
         """
-        with self._buffer.locked():  # prevents concurrent writes to the row after the window
+        with self._buffer.gate.lock:  # prevents concurrent writes to the row after the window
             return self._batch(actors, starts, size, gaps)
 
     def _batch(

@@ -13,7 +13,7 @@ from typing import Protocol
 from farstep.errors import ConfigError, unknown_name
 from farstep.workflow.triggers.ledger import Ledger
 from farstep.workflow.triggers.messages import Message, extended
-from farstep.workflow.triggers.trigger import Trigger, check_trigger, evaluate, ignore_own_changes, leaves_of
+from farstep.workflow.triggers.trigger import Trigger, check_trigger, evaluate, ignore_own_changes, leaves_of, register
 
 
 class Delivery(Protocol):
@@ -78,15 +78,7 @@ class Dispatcher:
         trigger_id = f"{type(trigger).__name__}-{len(self._entries)}" if trigger_id is None else trigger_id
         if trigger_id in self._entries:
             raise ConfigError(f"there is already a trigger {trigger_id!r}; choose another trigger_id.")
-        seen: list[Trigger] = []
-        for leaf in leaves_of(trigger):
-            if leaf._registered or any(leaf is other for other in seen):
-                raise ConfigError(
-                    f"{leaf!r} is already registered; a trigger counts what it has consumed, so create another trigger."
-                )
-            seen.append(leaf)
-        for leaf in seen:
-            object.__setattr__(leaf, "_registered", True)
+        register(trigger)
         self._entries[trigger_id] = _Entry(trigger_id, trigger, delivery, max_outstanding)
         return trigger_id
 

@@ -165,6 +165,26 @@ def evaluate(trigger: Trigger, state: Ledger) -> Message | None:
     return message
 
 
+def register(trigger: Trigger) -> None:
+    """Mark a trigger and all its parts as registered, because a trigger counts what it has consumed.
+
+    Args:
+        trigger: The trigger.
+
+    Raises:
+        ConfigError: One of them is already registered, or is a part twice; none was marked.
+    """
+    seen: list[Trigger] = []
+    for leaf in leaves_of(trigger):
+        if leaf._registered or any(leaf is other for other in seen):
+            raise ConfigError(
+                f"{leaf!r} is already registered; a trigger counts what it has consumed, so create another trigger."
+            )
+        seen.append(leaf)
+    for leaf in seen:
+        object.__setattr__(leaf, "_registered", True)
+
+
 def ignore_own_changes(trigger: Trigger, changes: int, state: Ledger) -> None:
     """Prevent a trigger without its own `consume` from firing again for changes that its own message caused."""
     for leaf in leaves_of(trigger):

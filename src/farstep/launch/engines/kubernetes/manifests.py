@@ -17,7 +17,7 @@ _FOLDER, _FILE = "/run/farstep", "bootstrap"
 _IN_BASH = 'if command -v bash > /dev/null; then exec bash -c "$0"; else exec sh -c "$0"; fi'
 """Runs the setup in bash, which supports `source`. If the image has no bash, uses sh."""
 POD_USER = 1000
-"""User id of the container. Pods do not run as root, even if the image would, unless `pod_template` says so."""
+"""User id of the container. Pods do not run as root, even if the image would, unless `pod_template` sets it."""
 _KEPT_S = 60
 """Seconds after which Kubernetes deletes an ended Job, if the head did not."""
 _MERGE_KEYS = ("mountPath", "name")
