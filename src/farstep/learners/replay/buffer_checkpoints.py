@@ -154,7 +154,7 @@ class BufferCheckpoints:
         """Write a checkpoint. A failure does not end the run."""
         assert self._folder is not None and self._buffer is not None
         if not os.path.lexists(self._folder.parent):
-            return  # deleted during the run, so the learner\'s next checkpoint raises an error
+            return  # deleted during the run, so the learner's next checkpoint raises an error
         markers: list[_Marker] = []
 
         def mark() -> dict[str, object]:
