@@ -60,9 +60,9 @@ def main() -> int:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each case, with seeds 1, 2, ...")
+    parser.add_argument("--seeds", type=int, default=2, help="runs of each case, with seeds 1, 2, ...")
     parser.add_argument("--workers", type=int, default=2, help="worker processes of each run")
-    parser.add_argument("--total-steps", type=int, default=1_000_000, help="limit of steps")
+    parser.add_argument("--total-steps", type=int, default=500_000, help="limit of steps")
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "ablation.json")
     parser.add_argument("--show", type=Path, metavar="FILE", help="only print the table of these results")
     Sitting.add_options(parser)
