@@ -78,6 +78,7 @@ def test_page_is_self_contained_and_allows_nothing_else(server: PageServer) -> N
     assert status == 200 and b"<!doctype html>" in body
     assert b"http://" not in body.replace(b"http://www.w3.org/2000/svg", b"") and b"https://" not in body
     assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
     assert headers["Cache-Control"] == "no-store" and headers["Referrer-Policy"] == "no-referrer"
 
 
@@ -283,6 +284,15 @@ def test_client_that_never_reads_is_disconnected(source: CountingSource, monkeyp
         except ConnectionError:
             pass
         assert received < len(text)
+
+
+def test_slow_reader_delays_no_other_client(source: CountingSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "x" * (1 << 25)
+    monkeypatch.setattr(source, "read", lambda: {"live": True, "text": text})
+    with closing(PageServer(source, answer_timeout_s=10 * DEADLINE_S)) as server, connect(server, "/events") as client:
+        assert client.recv(1) == b"H"
+        assert b"data" in get(server, "/")[2]
+        assert get(server, "/data")[0] == 200
 
 
 def test_clients_beyond_the_limit_are_refused(source: CountingSource) -> None:

@@ -128,6 +128,7 @@ def test_page_from_files_says_how_the_run_ended_and_how_to_continue(
         events.write(Event(time=number, kind=kind, text=text))
     events.close()
     assert FolderSource(folder).read()["state"] == f"{ended}, without a checkpoint"
+    assert [each["text"] for each in FolderSource(folder).read()["diagnoses"]] == texts[1:] * (ended == "failed")
     (folder.checkpoints / "000001").mkdir()
     assert FolderSource(folder).read()["state"] == f"{ended}; continue with: farstep train ppo --resume {folder.path}"
     logger = JsonlLogger(folder.metrics_file, 10)

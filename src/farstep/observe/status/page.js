@@ -6,7 +6,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const TIMES = {
   env: "environments", inference: "policy", tickets: "waiting for the learner", send: "sending rows", weights: "loading weights",
   wait: "waiting for rows", prepare: "assembling batches", update: "updates", publish: "publishing weights",
-  train: "updates", collect: "waiting for rows", evaluate: "evaluation", checkpoint: "saving checkpoints",
+  train: "updates", collect: "waiting for rows", sample: "taking batches from the buffer", evaluate: "evaluation", checkpoint: "saving checkpoints",
 };
 const withoutPrefix = (text, prefix) => text.startsWith(prefix) ? text.slice(prefix.length) : text;
 const isBad = (event) => event.kind === "lost" || event.kind === "stuck" || event.text.startsWith("the run failed");

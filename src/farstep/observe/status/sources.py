@@ -167,10 +167,11 @@ class LiveSource:
                 },
                 "metrics": view.metrics_view(status.latest) if status is not None else {},
             }
-        diagnoses = self._diagnoses()
-        data |= {"diagnoses": [view.diagnosis_view(each) for each in diagnoses]}
-        data |= {"state": view.state_view(diagnoses) if data["live"] else "ended"}
-        data |= {"events": view.events_view(self._run.events())}
+        diagnoses, events = self._diagnoses(), self._run.events()
+        failure = [] if data["live"] else view.failure_view(events)
+        data |= {"diagnoses": failure or [view.diagnosis_view(each) for each in diagnoses]}
+        data |= {"state": view.state_view(diagnoses) if data["live"] else "failed" if failure else "ended"}
+        data |= {"events": view.events_view(events)}
         if stats:
             data |= {
                 "rate": stats["steps_per_second"],
@@ -284,7 +285,7 @@ class FolderSource:
             },
             "series": {"return": returns.rounded(), "evaluation": evaluations.rounded(), "rate": rates.rounded()},
             "metrics": view.metrics_view(latest),
-            "diagnoses": [],
+            "diagnoses": [] if self._folder.is_locked() or is_complete else view.failure_view(events),
             "events": view.events_view(events),
             "times": {"learner": view.times_view(_phases(rows))},
         }

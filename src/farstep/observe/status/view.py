@@ -180,6 +180,15 @@ def ending(events: Sequence[Event]) -> str:
     return "killed"
 
 
+def failure_view(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """Return why a run failed, as a diagnosis; empty if it did not fail."""
+    if ending(events) != "failed":
+        return []
+    text = next(event.text for event in reversed(events) if event.text.startswith(RUN_FAILED))
+    remedy = "The newest events have its traceback."
+    return [{"cause": "failed", "text": text, "remedy": remedy, "is_problem": True, "numbers": {}}]
+
+
 def metrics_view(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers among the metrics of an update."""
     found = {name: _rounded(value) for name, value in metrics.items() if isinstance(value, int | float)}

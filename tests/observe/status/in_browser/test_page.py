@@ -32,7 +32,9 @@ def test_page_has_no_errors_and_is_accessible(
 ) -> None:
     show(SimulatedRun(workers, hosts=min(workers, 20)), size, dark=dark)
     assert window.script("return document.querySelectorAll('#cluster .cell').length") == workers
-    assert window.script("return document.documentElement.scrollWidth <= innerWidth")
+    assert window.script("return document.documentElement.scrollWidth") <= size[0]  # a phone widens innerWidth
+    tops = "return [...document.querySelectorAll('main > section')].map((each) => each.getBoundingClientRect().top)"
+    assert window.script(tops) == sorted(window.script(tops))  # the diagnosis is on top
     assert "recent steps per second" in window.text("#numbers")
     assert f" of {workers:,}" in window.text("#numbers")
     assert "2 held, 1 released between rollouts, 3 parked" in window.text("#slots")
@@ -141,6 +143,7 @@ def test_finished_run_is_shown_from_its_folder(window: Browser, show: Show, tmp_
     assert "version 5" in window.text("#events") and window.text("#events").count("evaluated") == 1
     assert "30 of 30 steps" in window.text("#progress-text")
     assert "mean steps per second" in window.text("#numbers") and "recent" not in window.text("#numbers")
+    assert [line for line in window.text("#times").split("\n") if line] == ["learner", "waiting for rows", "100 %"]
     assert window.script("return document.querySelectorAll('#returns polyline').length") == 1
     assert window.violations() == [] and window.errors() == []
     file = tmp_path / "page.html"
@@ -155,3 +158,12 @@ def test_options_in_a_remedy_are_not_broken_into_lines(window: Browser, show: Sh
     options = "[...document.querySelectorAll('#diagnosis code')]"
     lines = window.script(f"return {options}.map((each) => [each.textContent, each.getClientRects().length])")
     assert lines == [["--workers", 1], ["--workers-per-node", 1]]
+
+
+def test_open_traceback_stays_open_when_an_event_follows(window: Browser, show: Show) -> None:
+    run = SimulatedRun(3, hosts=1)
+    show(run)
+    window.driver.find_element("css selector", "#events summary").click()
+    run.data["events"] = [run.data["events"][0] | {"time": 61.0, "text": "later", "traceback": ""}, *run.data["events"]]
+    window.wait(lambda: "later" in window.text("#events"))
+    assert window.script("return document.querySelectorAll('#events details[open]').length") == 1
