@@ -1,8 +1,8 @@
 """Takes the pictures of the status page in docs: `python -m tests.observe.status.screenshots docs/images`.
 
 A real PPO run is shown while it trains, while a killed worker is replaced, and from its folder when it has ended.
-1,000 workers are simulated. Takes about two minutes. On a busy machine it may fail, because the replacement of the killed
-worker must be stopped before it has joined.
+1,000 workers are simulated. Takes about two minutes. On a busy machine it may fail, because the
+replacement of the killed worker must be stopped before it has joined.
 """
 
 from __future__ import annotations
