@@ -95,9 +95,9 @@ class Server:
                 f"{idle} of {len(self.servers)} acting servers have no worker to act for; lower copies in inference, "
                 "name fewer nodes in where, or start more workers",
             )
-        per_node = workers // config.most_nodes
-        self.gpus_per_worker = config.gpus_per_node / per_node
-        self.tickets = Tickets(workers, config.fewest_nodes * per_node)
+        self.workers_per_node, self.min_nodes = workers // config.most_nodes, config.fewest_nodes
+        self.gpus_per_worker = config.gpus_per_node / self.workers_per_node
+        self.tickets = Tickets(workers, self.min_nodes * self.workers_per_node)
         self._failure: FarstepError | None = None
         self.is_closed = False
         """Whether `close` was called."""

@@ -1,8 +1,9 @@
 """Starts workers on the nodes of a cluster. An engine starts a node daemon on each node; the daemons start workers.
 
 A block is a range of workers that run on the same node. When a node connects, it gets the first free block; with ssh,
-host k gets block k if it is free, so that runs with the same hosts number their nodes in the same way. Workers of
-a block without a node are queued. The block of a lost node goes to the next node that connects.
+host k gets block k if it is free, so that runs with the same hosts number their nodes in the same way (see
+`head/slots/placement.py`). Workers of a block without a node are queued. The block of a lost node goes to the next node
+that connects.
 
 Nodes that run only acting servers have no block. An engine object of their own provides them.
 """
@@ -277,9 +278,10 @@ class ClusterLauncher(Launcher):
         if nodes != before:
             self._emit("scaled", f"scaled from {before} to {counted(nodes, 'node')}")
 
-    def make_room(self, workers: int) -> None:
+    def make_room(self, workers: int) -> int:
         if (needed := -(-workers // self._per_node)) > self._wanted:
             self.scale(needed)
+        return self._wanted
 
     def waiting(self) -> str:
         """The engine's report on nodes that are not connected yet; empty if all are connected."""
