@@ -288,7 +288,8 @@ class ClusterEnv:
                 these nodes run.
             workers: New number of workers that run, from 1 to `num_workers`; the others, those with the highest
                 numbers, are parked. If the nodes have too few workers, more nodes are requested; none is released.
-                With a coordinator, this is a request: at most this number of workers run.
+                With a coordinator, this is a request: at most this number of workers run, and the numbers of its
+                slots decide which.
 
         Raises:
             ConfigError: Not exactly one argument was given, it is outside its range, or the launcher has no nodes.
@@ -318,7 +319,7 @@ class ClusterEnv:
         saved = {"version": self.version, "workers": [] if self.cannot_replay else collector.save()}
         if self.chosen_inference is not None:
             saved["inference"] = self.chosen_inference
-        active = collector.server.tickets.presence.wanted
+        active = len(collector.server.tickets.presence.wanted)
         is_chosen = active < self.num_workers and not self.has_coordinator  # otherwise it is the share of this moment
         return {**saved, "active_workers": active} if is_chosen else saved
 

@@ -172,9 +172,10 @@ class Launcher(Protocol):
         """Change the number of nodes. The default does nothing, for launchers with a fixed number."""
         return
 
-    def make_room(self, workers: int) -> None:
-        """Request more nodes if the present ones cannot host workers 0 to `workers - 1`. The default does nothing."""
-        return
+    def make_room(self, workers: int) -> int:
+        """Request more nodes if the present ones cannot host this number of workers. Return the number of nodes that
+        the run now wants. The default does nothing and returns 1."""
+        return 1
 
     def close(self) -> None: ...
 

@@ -68,7 +68,7 @@ def runs(name: str) -> list[WorkloadStatus]:
 
 
 def held(name: str) -> list[int]:
-    return [run.workload.held for run in runs(name)]
+    return [len(run.workload.held) for run in runs(name)]
 
 
 def times(file: Path) -> list[float]:

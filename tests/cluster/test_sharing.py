@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
 import threading
 import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +23,7 @@ from farstep.launch.engines.ssh import SSHEngine
 from farstep.testing import TableAgent
 from farstep.workflow.triggers.messages import Message
 from tests.cluster.checks import cluster, within, worker_pids
-from tests.cluster.nodes import node_config
+from tests.cluster.nodes import SHELL, node_config
 from tests.cluster.sharing import (
     LEASE_S,
     PATIENCE_S,
@@ -34,6 +37,7 @@ from tests.cluster.sharing import (
     turns_of,
     wait_until,
 )
+from tests.cluster.tables import ENDLESS
 
 
 def test_error_found_during_an_update_is_raised_by_the_next_call(tmp_path: Path) -> None:
@@ -298,3 +302,54 @@ def test_run_that_gets_slots_but_no_nodes_says_why_and_uses_nodes_that_come_late
                 )
             agent = TableAgent()
             wait_until(lambda: env.collect(agent, steps=2).slots.size == 2)
+
+
+def on_two_hosts(folder: Path, name: str, gate: Path | None = None) -> farstep.ClusterEnv:
+    """A run with two workers on each of two hosts, one environment each. With `gate`, a login to the first host takes
+    until this file exists."""
+    config = node_config(folder, 2, min_nodes=1, workers_per_node=2, coordinator=name)
+    if gate is not None:
+        shell = folder / "slow_shell"
+        shell.write_text(SHELL.replace("shift", f'[ "$1" = host1 ] || until [ -e {gate} ]; do sleep 0.05; done\nshift'))
+        shell.chmod(0o755)
+        config = dataclasses.replace(config, ssh=(str(shell),))
+    return cluster(envs=2, config=config, env_kwargs=ENDLESS)
+
+
+def hosts_of(env: farstep.ClusterEnv) -> Counter[str]:
+    """Number of workers of a batch on each host."""
+    workers, nodes = env.collect(TableAgent(), steps=2).slots, env.stats()["nodes"]
+    return Counter(node["place"] for node in nodes for worker in node["workers"] if worker in workers)
+
+
+@pytest.mark.timeout(120)
+def test_runs_on_the_same_hosts_use_each_host_evenly(tmp_path: Path) -> None:
+    each, gate = {"ssh host0": 1, "ssh host1": 1}, tmp_path / "gate"
+    with serving(tmp_path / "c", slots=4) as name, on_two_hosts(tmp_path, name) as first:
+        wait_until(lambda: hosts_of(first) == {"ssh host0": 2, "ssh host1": 2})
+        with on_two_hosts(tmp_path, name, gate) as second:
+            wait_until(lambda: hosts_of(second) == {"ssh host1": 1})  # this host is the first one to connect
+            wait_until(lambda: hosts_of(first) == each)
+            gate.touch()
+            wait_until(lambda: hosts_of(second) == each)
+            assert hosts_of(first) == each
+            assert [run.workload.held for run in runs(name)] == [[0, 1], [2, 3]]
+            for env in (first, second):  # otherwise slots of different runs may be on the same host
+                workers = {node["place"]: node["workers"] for node in env.stats()["nodes"]}
+                assert workers == {"ssh host0": [0, 1], "ssh host1": [2, 3]}
+        wait_until(lambda: hosts_of(first) == {"ssh host0": 2, "ssh host1": 2})
+
+
+@pytest.mark.timeout(120)
+def test_run_with_a_slot_on_each_host_continues_when_a_host_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> Any:
+        raise farstep.LaunchError("the host is down")
+
+    with serving(tmp_path / "c", slots=2) as name, on_two_hosts(tmp_path, name) as env:
+        wait_until(lambda: hosts_of(env) == {"ssh host0": 1, "ssh host1": 1})
+        monkeypatch.setattr(SSHEngine, "request", refuse)
+        (daemon,) = (node["pid"] for node in env.stats()["nodes"] if node["place"] == "ssh host0")
+        os.kill(daemon, signal.SIGKILL)
+        wait_until(lambda: hosts_of(env) == {"ssh host1": 1})

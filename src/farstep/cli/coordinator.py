@@ -15,9 +15,9 @@ from farstep.elastic.coordinator.server import CoordinatorServer, coordinator_fo
 from farstep.errors import ConfigError, counted, unknown_name
 
 _HELP = """\
-farstep coordinator lets several training scripts share one set of nodes. A slot
-is one running worker. Each script gets its fair share of the slots; a script
-that crashes loses them within the lease.
+farstep coordinator lets several training scripts share one machine, or the same
+ssh hosts. A slot is one running worker. Each script gets its fair share of the
+slots; a script that crashes loses them within the lease.
 
 Start a coordinator, and leave it running (it ends with Ctrl-C):
   farstep coordinator start --slots 8

@@ -90,9 +90,9 @@ class Server:
         self.servers = acting_servers(self._plan.num_servers, workers, self.records[-1].stop)
         """The records of acting servers; empty if workers act themselves."""
         self._plan.warn_of_idle_servers(events.emit)
-        per_node = workers // config.most_nodes
-        self.gpus_per_worker = config.gpus_per_node / per_node
-        self.tickets = Tickets(workers, config.fewest_nodes * per_node)
+        self.workers_per_node, self.min_nodes = workers // config.most_nodes, config.fewest_nodes
+        self.gpus_per_worker = config.gpus_per_node / self.workers_per_node
+        self.tickets = Tickets(workers, self.min_nodes * self.workers_per_node)
         self._failure: FarstepError | None = None
         self.is_closed = False
         """Whether `close` was called."""

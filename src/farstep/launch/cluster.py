@@ -1,7 +1,9 @@
 """Starts workers on the nodes of a cluster. An engine starts a node daemon on each node; the daemons start workers.
 
-A block is a range of workers that run on the same node. When a node connects, it gets the first free block. Workers of
-a block without a node are queued. The block of a lost node goes to the next node that connects.
+A block is a range of workers that run on the same node. When a node connects, it gets the first free block; with ssh,
+host k gets block k if it is free, so that runs with the same hosts number their nodes in the same way (see
+`head/slots/placement.py`). Workers of a block without a node are queued. The block of a lost node goes to the next node
+that connects.
 
 Nodes that run only acting servers have no block. An engine object of their own provides them.
 """
@@ -18,7 +20,7 @@ from functools import partial
 
 import zmq
 
-from farstep.config.launch import EngineConfig
+from farstep.config.launch import EngineConfig, SSHConfig
 from farstep.core import UNKNOWN_STATUS, Ended, Launcher, Received, Started
 from farstep.errors import UNKNOWN_HOST, ConfigError, LaunchError, WireError, counted
 from farstep.event import Emit
@@ -28,7 +30,7 @@ from farstep.launch.daemon.process import ProcessStarter, import_path
 from farstep.launch.engines.engine import Engine
 from farstep.launch.groups import Groups, WatchedGroup
 from farstep.launch.hub import HubLink, admit, admit_worker, drain, raise_file_limit
-from farstep.launch.nodes import NO_BLOCK, Node, RemoteWorker, send_to_node
+from farstep.launch.nodes import NO_BLOCK, Node, RemoteWorker, host_of, send_to_node
 from farstep.launch.refusals import Refusals, objection_to
 from farstep.launch.server_nodes import ServerNodes, not_connected
 from farstep.rollout.progress import PHASE, Phase, copy_words, private_words
@@ -260,9 +262,10 @@ class ClusterLauncher(Launcher):
         if nodes != before:
             self._emit("scaled", f"scaled from {before} to {counted(nodes, 'node')}")
 
-    def make_room(self, workers: int) -> None:
+    def make_room(self, workers: int) -> int:
         if (needed := -(-workers // self._per_node)) > self._wanted:
             self.scale(needed)
+        return self._wanted
 
     def waiting(self) -> str:
         """The engine's report on nodes that are not connected yet; empty if all are connected."""
@@ -396,7 +399,7 @@ class ClusterLauncher(Launcher):
         killed = self.connected.get(hello.replaces or "")
         if killed is not None and killed.group == group:
             self._lose(killed, "lost its daemon, which was restarted on the same node")
-        free = self._free_block(group)
+        free = self._free_block(group, hello.place)
         if free is None or self._group(group).is_cancelled:
             self._group(group).rejected(hello.node, hello.place)
             send_to_node(self.hub, hello.node, n.Leave("the run has all the nodes it needs"))
@@ -425,11 +428,14 @@ class ClusterLauncher(Launcher):
             self._emit("warned", text, node=node.host)
         self._start_queued()
 
-    def _free_block(self, group: int) -> int | None:
+    def _free_block(self, group: int, place: str) -> int | None:
         """The block for a new node of a group; None if the node is not needed."""
         if group in self._servers.groups:
             return NO_BLOCK if len(self._servers.without_workers()) < len(self._servers.hosts) else None
-        return next((i for i, held in enumerate(self._blocks[: self._wanted]) if held is None), None)
+        free = [i for i, held in enumerate(self._blocks[: self._wanted]) if held is None]
+        hosts = self._config.hosts if isinstance(self._config, SSHConfig) else ()
+        own = [i for i in free if i < len(hosts) and hosts[i] == host_of(place)]
+        return next(iter([*own, *free]), None)
 
     def _node_for(self, worker: int) -> Node | None:
         """The node of a worker or acting server; None if it is not connected."""

@@ -29,6 +29,11 @@ def send_to_node(hub: Hub, name: str, message: n.ToNode) -> None:
     hub.send_to(name.encode() + NODE, [n.encode(message)])
 
 
+def host_of(place: str) -> str:
+    """The last word of a place: with ssh, the host as in `SSHConfig.hosts`."""
+    return place.rpartition(" ")[2]
+
+
 @dataclass
 class Node:
     """A connected node and its workers."""
@@ -56,7 +61,7 @@ class Node:
 
     def is_named(self, name: str) -> bool:
         """Whether `name` is the node's host name or its name in the engine."""
-        return name in (self.host, self.place.rpartition(" ")[2])
+        return name in (self.host, host_of(self.place))
 
     def send(self, message: n.ToNode) -> None:
         send_to_node(self.hub, self.name, message)

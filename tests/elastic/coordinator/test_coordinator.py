@@ -78,10 +78,11 @@ class World:
     def check(self) -> None:
         """The coordinator and the runs whose lease has not ended use no more slots and devices than exist."""
         registered = {workload.id: workload for workload in self.coordinator.workloads}
-        assert sum(workload.held for workload in registered.values()) <= self.slots
+        numbers = [number for workload in registered.values() for number in workload.held]
+        assert len(set(numbers)) == len(numbers) <= self.slots
         used = [run for run in self.runs.values() if run.id in registered]
-        assert sum(run.used for run in used) <= self.slots
-        assert all(run.used <= registered[run.id].held for run in used)
+        assert all(set(run.slots) <= set(registered[run.id].held) for run in used)
+        assert all(number < self.slots for run in used for number in run.slots)
         held = [run.device for run in used if run.device is not None]
         assert len(set(held)) == len(held)
 
@@ -94,7 +95,9 @@ class Run:
     """A run that follows the coordinator's answers when it reads them."""
 
     def __init__(self, register: Register) -> None:
-        self.register, self.name, self.used = register, register.name, 0
+        self.register, self.name = register, register.name
+        self.slots: tuple[int, ...] = ()
+        """The slots that its workers use."""
         self.device: int | None = None
         self.requests, self.request = False, 0
         self.rollout, self.has_returned = 0, False
@@ -104,6 +107,10 @@ class Run:
     @property
     def id(self) -> str:
         return self.register.workload
+
+    @property
+    def used(self) -> int:
+        return len(self.slots)
 
     def request_device(self) -> None:
         self.requests, self.request = True, self.request + 1
@@ -119,7 +126,7 @@ class Run:
         self.sent.append(RequestSlots(self.id, wanted, self.rollout, for_rollout=True))
 
     def return_slots(self) -> None:
-        self.used, self.has_returned = 0, True
+        self.slots, self.has_returned = (), True
         self.sent.append(ReturnSlots(self.id, self.rollout))
 
     def receive(self) -> None:
@@ -129,13 +136,13 @@ class Run:
         if isinstance(answer, GrantSlots):
             if answer.request != self.rollout or self.has_returned:
                 return
-            self.used = answer.slots
+            self.slots = answer.numbers
             self.sent.append(Released(self.id, answer.round))
         elif isinstance(answer, GrantDevice):
             if self.requests and answer.request == self.request:
                 self.device = answer.device
         elif isinstance(answer, NotRegistered):
-            self.used, self.device, self.requests = 0, None, False
+            self.slots, self.device, self.requests = (), None, False
             self.register = msgspec.structs.replace(
                 self.register,
                 workload=f"{self.id}/again",
@@ -179,10 +186,10 @@ def test_revoked_slots_are_granted_only_after_the_acknowledgement() -> None:
     world.settle()
     b = world.join("b", wanted=4)
     world.deliver(b)
-    assert [answer.slots for answer in b.received if isinstance(answer, GrantSlots)] == [0]
+    assert [len(answer.numbers) for answer in b.received if isinstance(answer, GrantSlots)] == [0]
     a.receive()
     world.deliver(a)
-    assert [answer.slots for answer in b.received if isinstance(answer, GrantSlots)] == [0, 2]
+    assert [len(answer.numbers) for answer in b.received if isinstance(answer, GrantSlots)] == [0, 2]
 
 
 def test_late_acknowledgement_does_not_free_slots_that_were_granted_again() -> None:
@@ -321,7 +328,7 @@ def test_rollout_waits_for_its_share_for_a_bounded_time() -> None:
     world.post(world.coordinator.tick(world.now + SHARE_S / 2))
     assert not a.received and b.used == 3
     world.post(world.coordinator.tick(world.now + SHARE_S))
-    assert [answer.slots for answer in a.received if isinstance(answer, GrantSlots)] == [1]
+    assert [len(answer.numbers) for answer in a.received if isinstance(answer, GrantSlots)] == [1]
 
 
 def test_large_minimum_is_not_overtaken_by_rollouts() -> None:
@@ -424,14 +431,54 @@ def test_coordinator_that_is_restarted_with_fewer_slots_revokes_the_others() -> 
     world.settle()
     world.coordinator = Coordinator.load(world.coordinator.save(), 2, 1, LEASE_S)
     world.slots = 4  # until the run has released two
+    world.post(world.coordinator.tick(world.now))
+    assert len(world.coordinator.workloads[0].held) == 4  # until the run has acknowledged
     world.settle()
     assert world.used == {"a": 2}
+
+
+@pytest.mark.parametrize("minimum", [1, 2])
+def test_slots_that_a_restarted_coordinator_does_not_have_are_replaced(minimum: int) -> None:
+    world = World(slots=6)
+    a, b = world.join("a", wanted=6, minimum=minimum), world.join("b", wanted=6, minimum=minimum)
+    world.settle()
+    assert (a.slots, b.slots) == ((0, 1, 2), (3, 4, 5))
+    world.coordinator = Coordinator.load(world.coordinator.save(), 4, 0, LEASE_S)
+    world.slots = 6  # until the runs have released two
+    world.settle()
+    world.slots = 4
+    world.wait(1)
+    assert sorted(a.slots + b.slots) == [0, 1, 2, 3] and len(a.slots) == 2
+
+
+def test_run_grows_by_the_lowest_free_slots_and_releases_its_highest() -> None:
+    world = World(slots=6)
+    a, b, c = (world.join(name, wanted=2) for name in "abc")
+    world.settle()
+    assert [a.slots, b.slots, c.slots] == [(0, 1), (2, 3), (4, 5)]
+    a.return_slots()
+    c.sent.append(RequestSlots("c", 3))
+    world.settle()
+    assert c.slots == (0, 4, 5)
+    c.sent.append(RequestSlots("c", 1))
+    b.sent.append(RequestSlots("b", 5))
+    world.settle()
+    assert [b.slots, c.slots] == [(1, 2, 3, 4, 5), (0,)]
 
 
 @pytest.mark.parametrize("saved", [b"", b"{}", b'{"now": 0, "admitted": ["a"]}', b'{"now": 0, "devices": ["a"]}'])
 def test_damaged_state_is_refused(saved: bytes) -> None:
     with pytest.raises(ConfigError, match="state of the coordinator"):
         Coordinator.load(saved, 1)
+
+
+def test_state_in_which_two_runs_hold_the_same_slot_is_refused() -> None:
+    world = World(slots=2)
+    world.join("a"), world.join("b")
+    world.settle()
+    saved = world.coordinator.save().replace(b'"held":[1]', b'"held":[0]')
+    with pytest.raises(ConfigError, match="the same slot"):
+        Coordinator.load(saved, 2)
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -451,10 +498,10 @@ def test_random_histories_never_over_commit_and_starve_no_run(seed: int) -> None
         run = draw.choice(runs)
         if kind < 0.07:
             crashed.add(run.name)
-            run.used, run.device = 0, None
+            run.slots, run.device = (), None
         elif kind < 0.09:
             run.sent.append(Leave(run.id))
-            run.used, run.device = 0, None
+            run.slots, run.device = (), None
             crashed.add(run.name)
         elif kind < 0.11 and not run.has_returned:
             run.sent.append(RequestSlots(run.id, draw.randint(1, 5), run.rollout, for_rollout=run.rollout > 0))

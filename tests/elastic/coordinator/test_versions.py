@@ -123,8 +123,8 @@ def test_status_of_another_version_is_refused(tmp_path: Path) -> None:
 
 def test_state_of_another_version_is_refused_while_it_has_runs() -> None:
     coordinator = Coordinator(1)
-    without_runs = coordinator.save().replace(b'"protocol":2', b'"protocol":1')
+    without_runs = coordinator.save().replace(b'"protocol":%d' % PROTOCOL, b'"protocol":1')
     assert Coordinator.load(without_runs, 1).workloads == ()
     coordinator.handle(Register("a", "a", 1, 1, 1), 0.0)
     with pytest.raises(farstep.ConfigError, match=rf"version 1 .* version {PROTOCOL}"):
-        Coordinator.load(coordinator.save().replace(b'"protocol":2', b'"protocol":1'), 1)
+        Coordinator.load(coordinator.save().replace(b'"protocol":%d' % PROTOCOL, b'"protocol":1'), 1)

@@ -95,12 +95,14 @@ class CoordinatorClient:
         self._welcomed = False
         """Whether the coordinator has answered on this connection, in the protocol of this process."""
         self._changed = threading.Condition()
-        self._allowed = self._round = self._acknowledged = 0
+        self._allowed: tuple[int, ...] = ()
+        """The numbers of the slots that the run may use."""
+        self._round = self._acknowledged = 0
         self._pool: WorkerPool | None = None
         self._uses_slots = False
         """Whether workers were started, or are being started."""
-        self._applied: int | None = None
-        """What the pool was last scaled to."""
+        self._applied: tuple[int, ...] | None = None
+        """The slots that the pool was last told to use."""
         self._refused = self._no_device = ""
         """Why the coordinator refuses this run, and why it refuses to lend it a device; empty if it does not."""
         self._closed = False
@@ -141,8 +143,8 @@ class CoordinatorClient:
 
     # ---- calls of the run's threads ----
 
-    def wait(self, check_open: Callable[[], None]) -> int:
-        """Wait until the coordinator allows the minimum, and return how many workers may run.
+    def wait(self, check_open: Callable[[], None]) -> tuple[int, ...]:
+        """Wait until the coordinator allows the minimum, and return the numbers of the slots that the run may use.
 
         Args:
             check_open: Raises if the wait is to end. Called several times a second.
@@ -172,12 +174,12 @@ class CoordinatorClient:
 
     def snapshot(self) -> dict[str, Any]:
         """Return what the run wants and has got, as in `ClusterEnv.stats`."""
-        return {"name": self._name, "granted": self._allowed, "wanted": self._register.wanted}
+        return {"name": self._name, "granted": len(self._allowed), "wanted": self._register.wanted}
 
-    def drive(self, pool: WorkerPool, workers: int) -> None:
-        """From now on, scale this pool, which runs this number of workers."""
+    def drive(self, pool: WorkerPool, slots: tuple[int, ...]) -> None:
+        """From now on, scale this pool, which uses these slots."""
         with self._changed:
-            self._pool, self._applied = pool, workers
+            self._pool, self._applied = pool, slots
         if self._per_session:
             pool.use_slots_per_session(self)
         self._has_changed.set()
@@ -218,7 +220,7 @@ class CoordinatorClient:
 
     def _forget_slots(self) -> None:
         self._register = msgspec.structs.replace(self._register, wanted=0)
-        self._allowed, self._acknowledged = 0, self._round
+        self._allowed, self._acknowledged = (), self._round
 
     def waited_seconds(self) -> float:
         """Return for how many seconds the run has waited for slots."""
@@ -361,9 +363,9 @@ class CoordinatorClient:
                 self._abandon(other_version(answer.protocol if isinstance(answer, Welcome) else 1))
             case GrantSlots():
                 if answer.request == self._register.request and self._register.wanted:
-                    self._allowed, self._round = answer.slots, answer.round
+                    self._allowed, self._round = answer.numbers, answer.round
                     self._acknowledged = -1
-                    (self._waits.end if answer.slots else self._waits.begin)(time.monotonic())
+                    (self._waits.end if answer.numbers else self._waits.begin)(time.monotonic())
             case GrantDevice() if self._requests_device and answer.request == self._request:
                 self._device = answer.device
             case GrantDevice() if not self._requests_device:  # the coordinator ended before it knew
@@ -373,7 +375,7 @@ class CoordinatorClient:
             case Refused():
                 self._refused = answer.reason
             case NotRegistered():
-                self._allowed, self._device = 0, None
+                self._allowed, self._device = (), None
                 self._register = msgspec.structs.replace(self._register, workload=secrets.token_hex(16))
                 if self._register.wanted:
                     self._emit(
@@ -398,7 +400,7 @@ class CoordinatorClient:
         with self._changed:
             pool, allowed, this_round = self._pool, self._allowed, self._round
         if pool is None:
-            running = 0 if not self._uses_slots else allowed + 1
+            running = 0 if not self._uses_slots else len(allowed) + 1
         else:
             with pool.locked():  # no session begins or ends meanwhile
                 if pool.state == "running":  # otherwise the error is raised by the user's next call, not here
@@ -406,11 +408,11 @@ class CoordinatorClient:
             running = pool.num_running()
         with self._changed:
             is_current = (self._allowed, self._round) == (allowed, this_round)
-            if is_current and self._acknowledged != this_round and running <= allowed:
+            if is_current and self._acknowledged != this_round and running <= len(allowed):
                 self._acknowledged = this_round
                 self._send(Released(self._register.workload, this_round))
 
-    def _adjust(self, pool: WorkerPool, allowed: int) -> None:
+    def _adjust(self, pool: WorkerPool, allowed: tuple[int, ...]) -> None:
         with self._changed:
             applied = self._applied
             if self._allowed != allowed or not self._uses_session:
@@ -423,17 +425,17 @@ class CoordinatorClient:
             pool.fail(self._refusal())
         elif allowed:
             try:
-                pool.scale_workers(allowed, quiet=self._is_quiet(time.monotonic()))
+                pool.use_slots(allowed, quiet=self._is_quiet(time.monotonic()))
             except FarstepError as error:
-                text = f"this run may use {counted(allowed, 'worker')}, but its nodes cannot be requested"
+                text = f"this run may use {counted(len(allowed), 'worker')}, but its nodes cannot be requested"
                 self._emit("warned", f"{text}: {error}")
                 with self._changed:
                     # Call again later: the launcher now requests the nodes itself, and the call then only unparks
                     # workers.
                     self._applied = applied
                 return
-            if applied == 0:
-                self._emit("scaled", f"continuing with {counted(allowed, 'worker')}")
+            if applied == ():
+                self._emit("scaled", f"continuing with {counted(len(allowed), 'worker')}")
         else:
             pool.pause()
             self._emit("scaled", f"paused: coordinator {self._name!r} has given all slots of this run to other runs")

@@ -1,11 +1,14 @@
 """Divides slots and devices among the runs that share them. It does no I/O: messages and times go in, answers come out.
 
-A slot is one running worker. The sum of all slots that runs hold never exceeds the number of slots.
+A slot is one running worker. Slots are numbered from 0, and no two runs hold the same slot. A run takes the lowest free
+numbers and releases its highest ones. From the numbers, runs on the same nodes derive how many workers may run on each
+node (`head/slots/placement.py`).
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 
 import msgspec
 
@@ -46,10 +49,10 @@ class Workload(msgspec.Struct):
     minimum: Positive
     wanted: Count
     lease_ends: float
-    held: Count = 0
-    """Slots that the run may still use, including those that it was asked to release."""
+    held: list[Count] = []
+    """The slots that the run may still use, including those that it was asked to release. In ascending order."""
     allowed: Count = 0
-    """Slots of the newest `GrantSlots`. If `held` is larger, the run has not acknowledged yet."""
+    """The newest `GrantSlots` had the first `allowed` of these. If there are more, the run has not acknowledged yet."""
     round: Count = 0
     slot_request: Count = 0
     """Number of the run's newest request for slots."""
@@ -78,8 +81,16 @@ class _State(msgspec.Struct):
     device_queue: list[str] = []
 
 
+class _Version(msgspec.Struct):
+    """The part of a state that all versions have."""
+
+    protocol: Count = 1
+    workloads: list[msgspec.Raw] = []
+
+
 def _grant(workload: Workload) -> GrantSlots:
-    return GrantSlots(workload.id, workload.allowed, workload.round, workload.slot_request)
+    numbers = tuple(workload.held[: workload.allowed])
+    return GrantSlots(workload.id, workload.round, numbers, workload.slot_request)
 
 
 class Coordinator:
@@ -141,7 +152,7 @@ class Coordinator:
                 self._return_slots(workload, message.request)
         elif isinstance(message, Released):
             if message.round == workload.round:
-                workload.held = workload.allowed
+                del workload.held[workload.allowed :]
         elif isinstance(message, RequestDevice):
             self._request_device(workload, message.request)
         elif isinstance(message, ReturnDevice):
@@ -168,7 +179,7 @@ class Coordinator:
         passed = max(0.0, now - self._state.now)
         self._state.now = now
         for workload in self._by_id.values():
-            workload.slot_s += passed * workload.held
+            workload.slot_s += passed * len(workload.held)
         for holder in filter(None, self._state.devices):
             self._by_id[holder].device_s += passed
         for waiting in self._state.device_queue:
@@ -213,7 +224,7 @@ class Coordinator:
         workload.wanted, workload.for_rollout = max(message.wanted, workload.minimum), message.for_rollout
 
     def _return_slots(self, workload: Workload, request: int) -> None:
-        workload.held = workload.allowed = workload.wanted = 0
+        workload.held, workload.allowed, workload.wanted = [], 0, 0
         workload.round, workload.slot_request = workload.round + 1, request
         for ids in (self._state.admitted, self._state.queue):
             if workload.id in ids:
@@ -225,15 +236,18 @@ class Coordinator:
         self._admit(now)
         targets = self._targets(now)
         answers: list[Answer] = []
-        free = self.slots - sum(w.held for w in self._by_id.values())
+        free = max(0, self.slots - sum(len(w.held) for w in self._by_id.values()))
         others = [id_ for id_ in self._by_id if id_ not in targets]
         for workload in map(self._by_id.__getitem__, [*targets, *others]):
             target = targets.get(workload.id, 0)
-            missing = max(0, target - workload.held)
-            if workload.held + free >= self._needed(workload, target, now):
-                workload.held += min(free, missing)
+            missing = max(0, target - len(workload.held))
+            usable = sum(number < self.slots for number in workload.held)
+            is_complete = usable == len(workload.held)  # if not, the coordinator was restarted with fewer slots
+            if is_complete and usable + free >= self._needed(workload, target, now):
+                workload.held = sorted([*workload.held, *self._lowest_free(min(free, missing))])
+                usable = len(workload.held)
             free -= min(free, missing)  # if they do not suffice yet, no later run gets them
-            allowed = min(target, workload.held)
+            allowed = min(target, usable)
             if allowed < self._needed(workload, target, now):
                 allowed = 0  # a run that was asked to release all gets at least its minimum again, or nothing
             if allowed != workload.allowed:
@@ -241,6 +255,11 @@ class Coordinator:
                 workload.allowed, workload.round = allowed, workload.round + 1
                 answers.append(_grant(workload))
         return answers + self._hand_out_devices()
+
+    def _lowest_free(self, count: int) -> list[int]:
+        """Return the lowest numbers of slots that no run holds. `count` must be at most the number of free slots."""
+        taken = {number for workload in self._by_id.values() for number in workload.held}
+        return list(itertools.islice((number for number in itertools.count() if number not in taken), count))
 
     def _needed(self, workload: Workload, target: int, now: float) -> int:
         """Return with how many slots a run can start or continue."""
@@ -358,8 +377,8 @@ class Coordinator:
 
     def state_of(self, workload: Workload) -> str:
         """Return what a run does, in a few words."""
-        if workload.held > workload.allowed:
-            return f"releasing {counted(workload.held - workload.allowed, 'slot')}"
+        if len(workload.held) > workload.allowed:
+            return f"releasing {counted(len(workload.held) - workload.allowed, 'slot')}"
         if workload.id in self._state.queue:
             return f"number {self._state.queue.index(workload.id) + 1} in the queue for slots"
         if not workload.held:
@@ -376,9 +395,9 @@ class Coordinator:
     ) -> Coordinator:
         """Return a coordinator with a saved state.
 
-        If there are fewer slots than before, runs are asked to release some. If there are fewer devices than before,
-        the runs that hold the devices with the highest numbers keep them until they return them; after that, the
-        coordinator does not grant them again.
+        If there are fewer slots than before, runs are asked to release those with the highest numbers. If there are
+        fewer devices than before, the runs that hold the devices with the highest numbers keep them until they return
+        them; after that, the coordinator does not grant them again.
 
         Args:
             saved: What `save` returned.
@@ -391,20 +410,24 @@ class Coordinator:
             ConfigError: `saved` is not a state that `save` returned.
         """
         try:
+            version = msgspec.json.decode(saved, type=_Version)
+            if version.protocol != PROTOCOL and version.workloads:
+                raise ConfigError(
+                    f"the runs of this coordinator use version {version.protocol} of its protocol; this farstep has "
+                    f"version {PROTOCOL}. Start the coordinator with the farstep of the runs until they have ended."
+                )
             state = msgspec.json.decode(saved, type=_State)
         except msgspec.MsgspecError as error:
             raise ConfigError(f"the state of the coordinator cannot be read: {error}.") from None
-        if state.protocol != PROTOCOL and state.workloads:
-            raise ConfigError(
-                f"the runs of this coordinator use version {state.protocol} of its protocol; this farstep has version "
-                f"{PROTOCOL}. Start the coordinator with the farstep of the runs until they have ended."
-            )
         state.protocol = PROTOCOL
         coordinator = cls(slots, devices, lease_s, turn_s, state.now)
         coordinator._by_id = {workload.id: workload for workload in state.workloads}
         named = {*state.admitted, *state.queue, *state.device_queue, *filter(None, state.devices)}
         if not named <= coordinator._by_id.keys() or len(coordinator._by_id) < len(state.workloads):
             raise ConfigError("the state of the coordinator is inconsistent: it names runs that are not registered.")
+        numbers = [number for workload in state.workloads for number in workload.held]
+        if len(set(numbers)) < len(numbers):
+            raise ConfigError("the state of the coordinator is inconsistent: several runs hold the same slot.")
         for workload in state.workloads:
             workload.minimum = min(workload.minimum, slots)
         state.devices = (state.devices + [""] * devices)[:devices]

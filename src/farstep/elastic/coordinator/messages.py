@@ -2,13 +2,13 @@
 
     run                             coordinator
     Register ───────────────────►                                name, priority, minimum, wanted
-                  ◄────────────── GrantSlots(slots=3, round=1)    the run may use 3 slots
+                  ◄── GrantSlots(numbers=(0, 1, 2), round=1)      the run may use 3 slots
     Heartbeat ──────────────────►                                a run that is silent for `lease_s` loses all it holds
-                  ◄────────────── GrantSlots(slots=1, round=2)    another run registered
-    Released(round=2) ──────────►                                only now are 2 slots free for the other run
+                  ◄── GrantSlots(numbers=(0,), round=2)           another run registered
+    Released(round=2) ──────────►                                only now are slots 1 and 2 free for the other run
     ReturnSlots(request=0) ─────►                                the run uses no slots until its next request
     RequestSlots(request=1) ────►                                its next rollout; waits behind earlier requests
-                  ◄────────────── GrantSlots(request=1, round=4)
+                  ◄── GrantSlots(numbers=(0,), round=4, request=1)
     RequestDevice ──────────────►
                   ◄────────────── GrantDevice(device=0)           in the order of the requests
     ReturnDevice ───────────────►
@@ -25,7 +25,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the messages and of the saved state. Increment it with every change."""
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
 """Text that is safe in one line of a terminal."""
@@ -101,11 +101,12 @@ class ReturnDevice(msgspec.Struct, tag="return-device", frozen=True):
 
 
 class GrantSlots(msgspec.Struct, tag="grant-slots", frozen=True):
-    """A run may use `slots` slots. If it uses more, it must release the others and answer `Released`."""
+    """A run may use these slots. If it uses others, it must release them and answer `Released`."""
 
     workload: Name
-    slots: Count
     round: Count
+    numbers: tuple[Count, ...] = ()
+    """In ascending order; earlier versions had the number of slots instead."""
     request: Count = 0
 
 

@@ -57,7 +57,7 @@ class RunShare:
         """From now on, keep the number of running workers within the share."""
         if self._client is not None:
             if not self._per_session:
-                pool.scale_workers(self._slots)
+                pool.use_slots(self._slots)
             self._client.drive(pool, self._slots)
 
     def scale(self, pool: WorkerPool, workers: int) -> None:

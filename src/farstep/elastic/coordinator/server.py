@@ -33,8 +33,8 @@ from farstep.elastic.coordinator.messages import (
 from farstep.elastic.coordinator.state_file import StateFile
 from farstep.errors import ConfigError, LaunchError, counted
 
-PACKET_BYTES = 2**16
-"""Maximum size of a message."""
+PACKET_BYTES = 2**17
+"""Maximum size of a message. The numbers of 10,000 slots take 30 kB, and the kernel sends at most 208 kB at once."""
 _TICK_S = 0.1
 _SAVE_EVERY_S = 10.0
 _MAX_CLIENTS = 1000
@@ -362,7 +362,7 @@ def other_version(protocol: int) -> str:
 
 def status_text(status: Status, runs: list[WorkloadStatus]) -> Iterator[str]:
     """Yield the lines that `farstep coordinator status` prints."""
-    used = sum(run.workload.held for run in runs)
+    used = sum(len(run.workload.held) for run in runs)
     held = sum(run.device is not None for run in runs)
     devices = f", {held} of {counted(status.devices, 'device')} in use" if status.devices else ""
     yield f"{used} of {counted(status.slots, 'slot')} in use{devices}; lease {status.lease_s:g} s, process {status.pid}"
@@ -371,7 +371,7 @@ def status_text(status: Status, runs: list[WorkloadStatus]) -> Iterator[str]:
     for run in runs:
         w = run.workload
         yield (
-            f"{w.name:<28} {w.priority:>8} {w.held:>5} {w.minimum:>4} {w.wanted:>4} {w.slot_s:>8.1f} s "
+            f"{w.name:<28} {w.priority:>8} {len(w.held):>5} {w.minimum:>4} {w.wanted:>4} {w.slot_s:>8.1f} s "
             f"{w.device_s:>9.1f} s  {_state(run)}"
         )
 

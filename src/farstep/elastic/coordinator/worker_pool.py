@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from typing import Protocol
 
 from farstep.errors import FarstepError
@@ -11,12 +12,17 @@ from farstep.errors import FarstepError
 class WorkerPool(Protocol):
     """The workers of a run."""
 
-    def scale_workers(self, workers: int, *, quiet: bool = False) -> None:
-        """Run this number of workers, at least 1, and end a `pause`. `quiet`: emit no events."""
+    def scale_workers(self, workers: int) -> None:
+        """Run this number of workers, at least 1: those with the lowest numbers."""
+        ...
+
+    def use_slots(self, slots: Collection[int], *, quiet: bool = False) -> None:
+        """Run one worker for each of these slots of the coordinator, at least one, and end a `pause`. The numbers of
+        the slots decide how many workers run on each node. `quiet`: emit no events."""
         ...
 
     def pause(self) -> None:
-        """Let all workers become idle, until `scale_workers` is called."""
+        """Let all workers become idle, until `use_slots` is called."""
         ...
 
     @property
@@ -30,7 +36,7 @@ class WorkerPool(Protocol):
 
     def use_slots_per_session(self, slots: SessionSlots) -> None:
         """Call `slots.begin` when a session opens and `slots.end` when it ends. A session issues no tickets until
-        `scale_workers` is called."""
+        `use_slots` is called."""
         ...
 
     def fail(self, error: FarstepError) -> None:

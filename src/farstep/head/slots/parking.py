@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from farstep.errors import WireError
 from farstep.event import Emit
@@ -55,11 +55,17 @@ class Parking:
         self._reported: set[int] = set()
         """Workers that an event has reported as parked since they last ran."""
 
-    def want(self, workers: int, *, quiet: bool = False) -> None:
-        """Park all workers from number `workers` on, and unpark the others. `quiet`: emit no events."""
-        self._tickets.presence.wanted = workers
+    def want(self, workers: Iterable[int], *, quorum: int | None = None, quiet: bool = False) -> None:
+        """Unpark these workers, and park the others.
+
+        Args:
+            workers: The workers that are to run.
+            quorum: Number of them that suffices for a batch. None: as if all workers ran.
+            quiet: Whether to emit no events.
+        """
+        self._tickets.presence.want(workers, quorum)
         for record in self._records:
-            if record.worker >= workers:
+            if record.worker not in self._tickets.presence.wanted:
                 if quiet:
                     self._reported.add(record.worker)
                 self._supervisor.act_on(membership.Park(record.worker))
@@ -82,7 +88,7 @@ class Parking:
     def begin_call(self) -> None:
         """Unpark all workers, so that they can answer a call, and suspend no process until `end_call`."""
         self._num_calls += 1
-        for record in self._records[self._tickets.presence.wanted :]:
+        for record in self._unwanted():
             members = self._supervisor.membership
             if members.is_suspended(record.worker) or members.members[record.worker].retiring:
                 self._supervisor.act_on(membership.Unpark(record.worker))
@@ -90,9 +96,12 @@ class Parking:
     def end_call(self) -> None:
         """Park again the workers that are not wanted."""
         self._num_calls -= 1
-        for record in self._records[self._tickets.presence.wanted :]:
+        for record in self._unwanted():
             self._supervisor.act_on(membership.Park(record.worker))
         self.release()
+
+    def _unwanted(self) -> list[WorkerRecord]:
+        return [record for record in self._records if record.worker not in self._tickets.presence.wanted]
 
     def release(self) -> None:
         """With `release_idle`, suspend all idle workers until the next message that they must act on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from farstep.elastic.coordinator.worker_pool import SessionSlots
@@ -13,6 +13,7 @@ from farstep.head.client import Client
 from farstep.head.members import membership
 from farstep.head.members.worker_records import WorkerRecord
 from farstep.head.slots.parking import Parking
+from farstep.head.slots.placement import workers_left, workers_on
 from farstep.head.slots.prewarming import Prewarming
 
 if TYPE_CHECKING:
@@ -77,26 +78,37 @@ class WorkerSlots:
         with self.locked():
             self._server.raise_failure()
             self._supervisor.launcher.scale(nodes)
-            self._want(len(self._server.records))
+            self._want(range(len(self._server.records)))
 
-    def scale_workers(self, workers: int, *, quiet: bool = False) -> None:
-        """Change the number of workers that run. The last workers are parked. `quiet`: emit no events."""
+    def scale_workers(self, workers: int) -> None:
+        """Change the number of workers that run. The last workers are parked."""
+        with self.locked():
+            self._server.raise_failure()
+            self._supervisor.launcher.make_room(workers)
+            self._change(range(workers))
+
+    def use_slots(self, slots: Collection[int], *, quiet: bool = False) -> None:
+        """Run a worker for each of these slots of the coordinator (see `placement.py`). `quiet`: emit no events."""
         with self.locked():
             self._server.raise_failure()
             self.is_paused = False
-            self._supervisor.launcher.make_room(workers)
-            before = self._tickets.presence.wanted
-            self._want(workers, quiet=quiet)
-            if workers != before and not quiet:
-                self._server.events.emit("scaled", f"scaled from {before} to {counted(workers, 'worker')}")
+            nodes, per_node = self._supervisor.launcher.make_room(len(slots)), self._server.workers_per_node
+            workers = workers_on(slots, nodes, per_node)
+            self._change(workers, workers_left(workers, nodes, per_node, self._server.min_nodes), quiet=quiet)
+
+    def _change(self, workers: Collection[int], quorum: int | None = None, *, quiet: bool = False) -> None:
+        before = len(self._tickets.presence.wanted)
+        self._want(workers, quorum, quiet=quiet)
+        if len(workers) != before and not quiet:
+            self._server.events.emit("scaled", f"scaled from {before} to {counted(len(workers), 'worker')}")
 
     def pause(self) -> None:
-        """Issue no tickets until `scale_workers` is called. Workers finish their open tickets and are idle then."""
+        """Issue no tickets until `use_slots` is called. Workers finish their open tickets and are idle then."""
         with self.locked():
             self.is_paused = True
 
-    def _want(self, workers: int, *, quiet: bool = False) -> None:
-        self.parking.want(workers, quiet=quiet)
+    def _want(self, workers: Iterable[int], quorum: int | None = None, *, quiet: bool = False) -> None:
+        self.parking.want(workers, quorum=quorum, quiet=quiet)
         self._server.grant()
         if self._prewarming is None or not self._prewarming.is_early:
             self.parking.release()
@@ -119,7 +131,7 @@ class WorkerSlots:
 
     def use_slots_per_session(self, slots: SessionSlots) -> None:
         """From now on, return the slots at the end of each session, and request them for the next one. A session issues
-        no tickets until `scale_workers` is called."""
+        no tickets until `use_slots` is called."""
         with self.locked():
             self._session_slots = slots
             self._give_back()
@@ -172,7 +184,7 @@ class WorkerSlots:
 
     def request_again(self) -> None:
         """Request slots that were returned during a feed if a worker can get a ticket. The slots arrive with
-        `scale_workers`."""
+        `use_slots`."""
         if self._returned_slots and self._session_slots is not None and self._tickets.can_issue(self._server.available):
             self._returned_slots = False
             self._session_slots.begin(for_rollout=False)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+
 
 class Presence:
     """The present, retiring, parked, draining and absent workers.
@@ -16,8 +19,10 @@ class Presence:
 
     def __init__(self, num_workers: int, quorum: int) -> None:
         self._num_workers, self._quorum = num_workers, quorum
-        self.wanted = num_workers
-        """Number of workers that run; those with higher numbers are parked, or are about to be."""
+        self.wanted: AbstractSet[int] = frozenset(range(num_workers))
+        """Workers that are to run; the others are parked, or are about to be."""
+        self.wanted_quorum = num_workers
+        """Maximum of `quorum`, because only the workers in `wanted` run."""
         self.absent: set[int] = set()
         """Workers that have no node."""
         self.parked: set[int] = set()
@@ -26,12 +31,12 @@ class Presence:
         self.departed: set[int] = set()
         """Workers that left since `Feed.members` last cleared this set."""
         self.changes = 0
-        """Increases whenever a worker joins, drains, retires, is parked or leaves."""
+        """Increases whenever a worker joins, drains, retires, is parked or leaves, or `wanted_quorum` changes."""
 
     @property
     def quorum(self) -> int:
         """Number of workers that must be present to continue."""
-        return min(self._quorum, self._num_workers - len(self.parked))
+        return min(self._quorum, self.wanted_quorum, self._num_workers - len(self.parked))
 
     @property
     def parked_or_retiring(self) -> frozenset[int]:
@@ -53,6 +58,12 @@ class Presence:
     def is_away(self, worker: int) -> bool:
         """Whether a worker gets no tickets until it joins: it is absent or parked."""
         return worker in self.absent or worker in self.parked
+
+    def want(self, workers: Iterable[int], quorum: int | None) -> None:
+        """Set which workers are to run, and how many of them suffice. None: as if all workers ran."""
+        before, self.wanted = self.wanted_quorum, frozenset(workers)
+        self.wanted_quorum = self._num_workers if quorum is None else quorum
+        self.changes += self.wanted_quorum != before
 
     def leave(self, worker: int) -> None:
         self.absent.add(worker)
