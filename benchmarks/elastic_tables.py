@@ -351,10 +351,10 @@ def _gpu_page(document: Document, found: dict[str, list[Run]]) -> str:
     return "\n\n".join(
         [
             f"PPO with {_workers(any_run)} on {machines(document)} and {any_run['device']} "
-            "(`results/elastic-gpu.json`). *Share of time*: in which "
-            "the GPU is held. *GPU-seconds* are relative to the row *held* with the same number of parameters. *Update* "
-            "is the time from one update to the next, with its rollout. *Moves* is the time per update to move "
-            "parameters and optimizer state to the GPU and back. *MiB between* is the GPU memory of PyTorch between updates, without CUDA's context. Medians of "
+            "(`results/elastic-gpu.json`). *Share of time*: in which the GPU is held. *GPU-seconds* are relative to "
+            "the row *held* with the same number of parameters. *Update* is the time from one update to the next, with "
+            "its rollout. *Moves* is the time per update to move parameters and optimizer state to the GPU and back. "
+            "*MiB between* is the GPU memory of PyTorch between updates, without CUDA's context. Medians of "
             f"{len(next(iter(found.values())))} rounds:",
             table(names, rows),
             _load(found),
