@@ -36,17 +36,20 @@ def make(env: str, step_ms: float, cost: Cost = "compute") -> gym.Env[Any, Any]:
 
 
 class Clock(gym.Env[Any, Any]):
-    """Observations are the time of their step, by the clock that all processes of a machine share."""
+    """Observations are the wall-clock time of their step.
+
+    The monotonic clock of a process that criu has restored does not count the time on disk.
+    """
 
     observation_space = spaces.Box(0.0, np.inf, (1,), np.float64)
     action_space = spaces.Discrete(2)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
-        return np.array([time.monotonic()]), {}
+        return np.array([time.time()]), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        return np.array([time.monotonic()]), 0.0, False, False, {}
+        return np.array([time.time()]), 0.0, False, False, {}
 
 
 class FixedAgent:

@@ -260,7 +260,7 @@ def restarts(case: Case) -> Found:
         env.collect(agent, steps=2)
         for _ in range(case["repeats"]):
             os.kill(newest_process(), signal.SIGKILL)
-            began = time.monotonic()
+            began = time.time()
             batch = env.collect(agent, steps=2)
             while batch.continues.all():  # the head had not seen yet that the worker was dead
                 batch = env.collect(agent, steps=2)
@@ -293,7 +293,7 @@ def invocations(case: Case) -> Found:
             time.sleep(case["update_s"])
             agent.weights += 1
             env.publish(agent)
-            began = time.monotonic()
+            began = time.time()
             if how == "parked":
                 env.scale(workers=workers)
             if is_on_disk:
@@ -331,12 +331,12 @@ def starts(case: Case) -> Found:
             time.sleep(max(0.0, update_began + case["update_s"] - time.monotonic()))
             agent.weights += 1
             env.publish(agent)
-            began = time.monotonic()
+            began = time.time()
             env.scale(workers=workers)
             wait_until(env, lambda: env.stats()["workers"]["alive"] == workers)
             waits.append(first_step_s(env.collect(agent, steps=2), began))
             start_s = waits[-1] if after_s is None else start_s
-            monitor.add(start_s, began - update_began, workers)
+            monitor.add(start_s, case["update_s"], workers)
     return {"waits_s": waits[WINDOW:], "early": early}
 
 
@@ -381,7 +381,7 @@ def wait_until(env: farstep.ClusterEnv, condition: Callable[[], bool]) -> None:
 
 
 def first_step_s(batch: farstep.Batch, began: float) -> float:
-    """Seconds from `began` to the first step of the slowest worker; row 1 has the observations of the first step."""
+    """Seconds from `began`, a `time.time()`, to the first step of the slowest worker, whose observations are in row 1."""
     return round(float(batch["obs"][1].max()) - began, 5)
 
 
