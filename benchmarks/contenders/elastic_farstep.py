@@ -381,7 +381,7 @@ def wait_until(env: farstep.ClusterEnv, condition: Callable[[], bool]) -> None:
 
 
 def first_step_s(batch: farstep.Batch, began: float) -> float:
-    """Seconds from `began`, a `time.time()`, to the first step of the slowest worker, whose observations are in row 1."""
+    """Seconds from `began`, a `time.time()`, to the first step of the slowest worker. Its observations are in row 1."""
     return round(float(batch["obs"][1].max()) - began, 5)
 
 
