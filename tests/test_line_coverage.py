@@ -60,6 +60,7 @@ def call(folder: Path, code: str) -> int:
     return subprocess.run([sys.executable, "-c", script], cwd=folder, timeout=60).returncode
 
 
+@pytest.mark.slow
 def test_lines_of_workers_and_of_forks_that_were_killed_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,6 +202,7 @@ def test_help_works_in_optimized_bytecode() -> None:
     assert "nodes (int, default 1): Number of nodes" in done.stdout
 
 
+@pytest.mark.slow
 def test_help_works_without_source(tmp_path: Path) -> None:
     """In a zip file, and where only bytecode is installed."""
     package = Path(farstep.__file__).parent
@@ -224,5 +225,6 @@ def test_torch_is_imported_with_the_first_learner_and_not_before() -> None:
     assert "torch" in loaded_after("import farstep\nfarstep.learners.PPOConfig")
 
 
+@pytest.mark.slow
 def test_no_public_name_needs_torch_or_jax() -> None:
     assert not loaded_after("import farstep\nfor name in farstep.__all__: getattr(farstep, name)") & {"torch", "jax"}

@@ -148,6 +148,7 @@ def test_layers_have_the_lower_precision_and_all_else_is_float32() -> None:
     ids=["mlp", "gru", "lstm", "images"],
 )
 @pytest.mark.parametrize("action", [gymnasium.spaces.Discrete(3), BOX], ids=["discrete", "continuous"])
+@pytest.mark.slow
 def test_new_weights_are_converted(config: NetConfig, space: Any, action: Any) -> None:
     agent = make_agent(space, action, config, 0.99)
     actor = actor_of(agent, space=space, action=action)

@@ -213,6 +213,7 @@ def survivors(weights: dict[int, float], new: list[int], weight: float) -> Count
 
 
 @pytest.mark.parametrize("remover", [Uniform(), Prioritized(alpha=1)], ids=repr)
+@pytest.mark.slow
 def test_random_removal_has_the_same_distribution_for_many_rows_at_once(remover: Sampler) -> None:
     priorities = [1.0, 2.0, 4.0]
     weights = priorities if isinstance(remover, Prioritized) else [1.0] * 3

@@ -98,6 +98,7 @@ def test_error_has_the_actual_and_the_expected_value(two: Path) -> None:
     assert load(two).refused == (f"{two / '000002'} is not used: obs.npy has 100 bytes, {size} expected",)
 
 
+@pytest.mark.slow
 def test_change_of_any_byte_is_detected(two: Path) -> None:
     """Each byte of each file flipped, and each file cut at each length."""
     for name in FILES:

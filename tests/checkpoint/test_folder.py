@@ -61,6 +61,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.samp
 
 @settings(max_examples=150, deadline=None)
 @given(st.dictionaries(NAMES, views(), max_size=3), st.booleans(), st.sampled_from([1, 7, 2**24]))
+@pytest.mark.slow
 def test_arrays_survive_a_round_trip(arrays: dict[str, np.ndarray], mmap: bool, slice_bytes: int) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "_SLICE_BYTES", slice_bytes)
@@ -83,6 +84,7 @@ JSON = st.recursive(
 
 @settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.text(), JSON, max_size=4))
+@pytest.mark.slow
 def test_meta_survives_a_round_trip(meta: dict[str, object]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         save(folder, {}, meta)

@@ -243,6 +243,7 @@ def unread(*arguments: str, **env: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("command", ["--version", "metrics", "metrics --help", "train ppo --help"])
+@pytest.mark.slow
 def test_command_ends_quietly_if_its_output_is_not_read(command: str) -> None:
     assert unread(*command.split()) == (141, "")
 
@@ -251,6 +252,7 @@ def test_command_ends_quietly_if_its_unbuffered_output_is_not_read() -> None:
     assert unread("metrics", PYTHONUNBUFFERED="1") == (141, "")
 
 
+@pytest.mark.slow
 def test_training_continues_if_its_output_is_not_read(tmp_path: Path) -> None:
     options = [
         "--total-steps",
@@ -271,6 +273,7 @@ def test_training_continues_if_its_output_is_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cluster", [[], ["--launcher", "slurm", "--debug", "--nodes", "2"]], ids=["local", "cluster"])
+@pytest.mark.slow
 def test_workers_without_an_environment_are_named(
     cluster: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -358,6 +361,7 @@ def test_status_page_is_named_only_if_the_run_is_not_refused_at_once(
     assert "Runs in runs: my run." in said(capsys, "eval", "my-run")[2]
 
 
+@pytest.mark.slow
 def test_run_that_does_not_start_names_no_folder_that_it_removes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -394,6 +398,7 @@ def test_metrics_are_explained_by_name(capsys: pytest.CaptureFixture[str]) -> No
     assert said(capsys, "metrics")[1].count("\n    ") == len(METRICS | STATS | EXPOSED)
 
 
+@pytest.mark.slow
 def test_plots_are_written_to_the_current_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return found
 
 
+@pytest.mark.slow
 def test_evaluation_equals_the_one_at_the_end_of_training(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logged = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     found = result(capsys, str(run), "--episodes", "5")

@@ -64,6 +64,7 @@ def test_train_names_the_extra_of_a_missing_package(
     assert "'LunarLander-v3' needs Box2D, which is not installed. Install it: pip install 'farstep[envs]'" in error
 
 
+@pytest.mark.slow
 def test_workers_name_the_extra_of_a_missing_package(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BLOCKER)
     script = "import farstep; farstep.make_vec('LunarLander-v3', config={'workers_per_node': 1})"

@@ -136,6 +136,7 @@ def test_the_published_vector_with_given_proximal_logprobs() -> None:
     assert loss.item() == pytest.approx(-0.755260, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_published_vector_with_interpolated_proximal_logprobs() -> None:
     """Spec async_ppo 1.7, T2."""
     versions = torch.tensor([3, 2, 1, 0, 3])

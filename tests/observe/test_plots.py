@@ -95,6 +95,7 @@ def test_smoothing_is_the_mean_of_the_neighbors(updates: int) -> None:
     np.testing.assert_allclose(smoothed((np.arange(11.0), ys), updates)[1], expected)
 
 
+@pytest.mark.slow
 def test_a_torn_line_and_a_clock_that_starts_again_are_tolerated(tmp_path: Path) -> None:
     path = make_run(tmp_path, updates=3)
     with (path / "metrics.jsonl").open("a") as stream:
@@ -104,6 +105,7 @@ def test_a_torn_line_and_a_clock_that_starts_again_are_tolerated(tmp_path: Path)
     assert plot([path], tmp_path / "a.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_plot_shows_return_throughput_and_staleness(tmp_path: Path, monkeypatch) -> None:
     figures = as_drawn(monkeypatch)
     runs = [make_run(tmp_path, seed=seed, scale=seed) for seed in (1, 2, 3)]
@@ -142,6 +144,7 @@ def titles(figure: Any) -> list[str]:
     return [axes.get_title(loc="left") for axes in figure.axes]
 
 
+@pytest.mark.slow
 def test_metrics_without_data_have_no_panel(tmp_path: Path, monkeypatch) -> None:
     figures = as_drawn(monkeypatch)
     row: dict[str, float] = {"step": 5, "env/return_mean": 3.0, "lag/versions_mean": 0.0, "lag/versions_max": 0.0}
@@ -246,6 +249,7 @@ def test_axes_have_short_numbers(tmp_path: Path, monkeypatch) -> None:
         assert written == ["0", "500", "2k", "1.5M", "2G"]
 
 
+@pytest.mark.slow
 def test_ticks_of_the_time_axis_are_round(tmp_path: Path, monkeypatch) -> None:
     figures = as_drawn(monkeypatch)
     minute, hour = 60, 3600

@@ -231,6 +231,7 @@ def test_invalid_thresholds_are_refused(options: dict[str, Any], reason: str) ->
         EnvConfig(env_name="CartPole-v1", **options)
 
 
+@pytest.mark.slow
 def test_over_long_histories_lag_and_divergence_stay_within_their_bounds() -> None:
     """10^5 random events: publishes with probes, and chunks before which a rule decides."""
     generator = np.random.default_rng(0)

@@ -175,6 +175,7 @@ def test_no_message_can_name_code() -> None:
         unpack(msgspec.msgpack.encode(msgspec.msgpack.Ext(1, msgspec.msgpack.encode(["|O", [1], b"x" * 8]))))
 
 
+@pytest.mark.slow
 def test_a_small_message_cannot_allocate_all_memory() -> None:
     box = ["box", 0.0, 1.0, [2**20, 2**20], "<f8"]
     with pytest.raises(WireError, match="Box of shape"):

@@ -165,6 +165,7 @@ def test_check_ignores_harmless_code(source: str) -> None:
     assert not list(findings(source))
 
 
+@pytest.mark.slow
 def test_nothing_received_is_executed() -> None:
     found = {
         (str(path.relative_to(ROOT)), function): what for path in FILES for function, what in findings(path.read_text())

@@ -135,6 +135,7 @@ class Stateful(nn.Module):
 
 
 @pytest.mark.parametrize("name", [name for name in vars(Stateful) if not name.startswith("_")])
+@pytest.mark.slow
 def test_act_that_cannot_be_traced_is_refused(name: str) -> None:
     with pytest.raises(Untraceable) as caught:
         compile_act(getattr(Stateful(), name), torch.linspace(-1, 2, 12).view(3, 4))

@@ -159,6 +159,7 @@ def is_possible(way: Way, kind: str, case: str) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_every_wrong_field_is_refused(forger: Forger, case: str) -> None:
     wrong = []
     for way, kind, new in forged_fields(forger, case):

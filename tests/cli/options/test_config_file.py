@@ -36,6 +36,7 @@ def config(run: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_config_of_a_run_repeats_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     options = ["--env-kwargs", '{"sutton_barto_reward": true}', "--hidden", "8", "--learning-rate", "1e-05"]

@@ -191,6 +191,7 @@ def new_tensor(agent: Module) -> None:
 
 @pytest.mark.parametrize("change", [optimizer_step, data_write, new_state, new_tensor], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("make", [Module, ListModule, IteratorModule], ids=lambda make: make.__name__)
+@pytest.mark.slow
 def test_a_changed_torch_module_is_noticed_once(make: Callable[[], Module], change: Callable[[Module], None]) -> None:
     agent, worker = make(), make()
     with store_of(agent) as store:

@@ -458,6 +458,7 @@ def test_versions_published_in_a_row_are_compared_with_one_evaluation_of_the_wor
     assert len(calls) == 3
 
 
+@pytest.mark.slow
 def test_with_a_window_of_one_no_chunk_begins_with_weights_too_far_from_the_newest_probe() -> None:
     """A learner on a random walk, probes that are late or lost, and a worker that decides before each chunk."""
     delta, generator = 0.02, np.random.default_rng(1)

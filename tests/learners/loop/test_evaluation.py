@@ -31,6 +31,7 @@ class CoinLength(CountingEnv):
         return obs, 1.0, *ended  # the return is the length
 
 
+@pytest.mark.slow
 def test_short_episodes_are_not_favored() -> None:
     """The first 100 episodes that end contain too many short ones; those that count do not."""
     ended: list[float] = []

@@ -73,6 +73,7 @@ def test_actions_have_the_bounds_of_the_space() -> None:
 
 
 @pytest.mark.parametrize("action_space", [spaces.Discrete(4, start=-1), spaces.Box(-1, 1, (2,), np.float32)])
+@pytest.mark.slow
 def test_learner_finds_the_action_that_is_rewarded(action_space: spaces.Space) -> None:
     """A bandit: every episode is one step long, and one action is the best for every observation."""
     torch.manual_seed(1)

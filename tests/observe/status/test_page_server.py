@@ -165,6 +165,7 @@ def read_events(server: PageServer, count: int) -> list[dict[str, Any]]:
             return found
 
 
+@pytest.mark.slow
 def test_events_follow_the_run_and_end_with_it(server: PageServer, source: CountingSource) -> None:
     first, second = read_events(server, 2)
     assert second["reads"] > first["reads"]
@@ -209,6 +210,7 @@ def test_fork_closes_its_copy_without_waiting(server: PageServer) -> None:
     assert get(server, "/data")[0] == 200
 
 
+@pytest.mark.slow
 def test_many_clients_cost_one_reading_per_interval(server: PageServer, source: CountingSource) -> None:
     began = time.monotonic()
     threads = [threading.Thread(target=read_events, args=(server, 2)) for _ in range(8)]
@@ -268,6 +270,7 @@ def test_request_that_comes_byte_by_byte_has_a_deadline(source: CountingSource) 
                 break
 
 
+@pytest.mark.slow
 def test_client_that_never_reads_is_disconnected(source: CountingSource, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "x" * (1 << 25)  # more than the buffers of the sockets hold
     monkeypatch.setattr(source, "read", lambda: {"live": True, "text": text})
@@ -295,6 +298,7 @@ def test_slow_reader_delays_no_other_client(source: CountingSource, monkeypatch:
         assert get(server, "/data")[0] == 200
 
 
+@pytest.mark.slow
 def test_clients_beyond_the_limit_are_refused(source: CountingSource) -> None:
     with closing(PageServer(source, max_clients=2)) as server:
         readers = [connect(server, "/events") for _ in range(2)]

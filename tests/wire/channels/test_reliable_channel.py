@@ -149,6 +149,7 @@ def test_silently_lost_segments_are_retransmitted() -> None:
 
 @settings(deadline=None, max_examples=150)
 @given(st.integers(0, 2**32 - 1))
+@pytest.mark.slow
 def test_random_failures_neither_lose_nor_repeat_messages(seed: int) -> None:
     chance = random.Random(seed)
     small, segment = module.SMALL_BYTES, module.SEGMENT_BYTES

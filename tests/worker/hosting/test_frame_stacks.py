@@ -30,6 +30,7 @@ def test_stack_size_is_found_in_a_vector_environment() -> None:
     envs.close()
 
 
+@pytest.mark.slow
 def test_stack_size_is_found_in_an_envpool() -> None:
     envpool = pytest.importorskip("envpool")
     envs = envpool.make("Pong-v5", env_type="gymnasium", num_envs=1)

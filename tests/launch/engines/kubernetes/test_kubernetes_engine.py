@@ -51,6 +51,7 @@ def request(engine: KubernetesEngine, nodes: int = 2) -> Pods:
     return engine.request(nodes, BOOTSTRAP)
 
 
+@pytest.mark.slow
 def test_jobs_own_their_secret_and_are_deleted_when_cancelled(cluster: FakeKubernetes, engine: Any) -> None:
     group = request(engine())
     assert cluster.names() == ["jobs/farstep-ab12-0-0", "jobs/farstep-ab12-0-1", "secrets/farstep-ab12-0"]
