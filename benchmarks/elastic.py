@@ -7,7 +7,8 @@
 
 held: slot-seconds, update latency and CPU time of the same PPO with released workers, with held workers, and with Ray
 actors that are held for the whole run (skipped if Ray is not installed); and of the same SAC. For PPO, the cost of an
-environment step is chosen on this machine so that sampling takes as long as learning.
+environment step is chosen on this machine so that sampling takes as long as learning. PPO whose updates use released
+and held workers in turn, in one process, shows what releasing costs more precisely.
 backends: seconds until the first batch by start method, and the wait for the first step after each update.
 batch: PPO with up to 32 workers by a scaling rule against 4, 16 and 32 workers; return over time and slot-seconds.
 shared: update times of two workloads on the same cores, with a coordinator, against one alone.
@@ -40,6 +41,8 @@ from elastic_tables import (
     ALONE,
     GPU,
     HELD,
+    IN_TURN,
+    LONGER,
     PARTS,
     PREWARM,
     PREWARMED,
@@ -109,6 +112,10 @@ class Sizes:
     shared_workers: int = max(1, min(8, CORES - 1))
     shared_seconds: float = 25.0
     shared_rounds: int = 4
+    shared_steps: int = 128
+    """Steps per rollout in the part shared."""
+    shared_factors: tuple[int, ...] = (1, 4)
+    """Factors by which its rollouts and updates are longer."""
     hidden: tuple[tuple[int, ...], ...] = ((64, 64), (2048, 2048), (5792, 5792))
     """Hidden layers of the networks of the part gpu."""
 
@@ -130,6 +137,8 @@ QUICK = Sizes(
     every=3,
     shared_workers=1,
     shared_seconds=3.0,
+    shared_steps=32,
+    shared_factors=(1,),
     shared_rounds=1,
     hidden=((64, 64),),
 )
@@ -141,6 +150,8 @@ def held(sizes: Sizes, step_ms: float) -> Iterator[Case]:
     for name, release_idle in ((RELEASED, True), (HELD, False)):
         options = {"kind": "ppo", "release_idle": release_idle, **common}
         yield Case(part="held", name=name, options=options, rounds=sizes.rounds)
+    options = {"kind": "in-turn", "workload": work, "updates": 2 * sizes.updates}
+    yield Case(part="held", name=IN_TURN, options=options, rounds=sizes.rounds)
     has_ray = importlib.util.find_spec("ray") is not None
     if has_ray:
         yield Case(part="held", name=RAY, options={"kind": "ppo", **common}, script=ON_RAY, rounds=sizes.rounds)
@@ -220,9 +231,12 @@ def shared(sizes: Sizes, calibration: dict[str, float]) -> Iterator[Case]:
     work = {"workers": workers, "step_ms": calibration["step_ms"], **sizes.work}
     common = {"kind": "shared", "workload": work, "seconds": sizes.shared_seconds, "cores": workers + 1}
     settings = [("alone", 1, workers), ("two, slots for both", 2, 2 * workers), ("two, slots for one", 2, workers)]
-    for name, runs, slots in settings:
-        options = {**common, "runs": runs, "slots": slots, "release_idle": True}
-        yield Case(part="shared", name=name, options=options, rounds=sizes.shared_rounds)
+    for factor in sizes.shared_factors:
+        workload = {"workload": {**work, "num_steps": factor * sizes.shared_steps}, "factor": factor}
+        for name, runs, slots in settings:
+            name += LONGER * (factor > 1)
+            options = {**common, **workload, "runs": runs, "slots": slots, "release_idle": True}
+            yield Case(part="shared", name=name, options=options, rounds=sizes.shared_rounds)
 
 
 def gpu(sizes: Sizes) -> Iterator[Case]:
@@ -241,7 +255,7 @@ def gpu(sizes: Sizes) -> Iterator[Case]:
 
 def offset_s(case: Case, number: int, calibration: dict[str, float]) -> float:
     """When the second workload starts: rounds are spread over an update, since the phases stay as they start."""
-    return 2 * calibration["learn_s"] * (number - 0.5) / case.rounds
+    return 2 * case.options["factor"] * calibration["learn_s"] * (number - 0.5) / case.rounds
 
 
 def main() -> int:

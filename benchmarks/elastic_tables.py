@@ -22,6 +22,8 @@ ALONE = ("batch", PREWARM, GPU)
 PREWARMED = ", prewarmed"
 SLOTS_IMAGE, BATCH_IMAGE = "elastic-slots.png", "elastic-batch.png"
 RELEASED, HELD, RAY = "farstep, released", "farstep, held", "Ray actors, held"
+IN_TURN = "released and held in turn"
+LONGER = ", longer updates"
 SAC_RELEASED, SAC_HELD, SAC_RAY = "SAC, farstep, released", "SAC, farstep, held", "SAC, Ray actors, held"
 SOON_S = 0.05
 
@@ -34,18 +36,14 @@ def page(document: Document, part: str) -> str:
     return _PAGES[part](document, found)
 
 
-def claims(document: Document, sac: Document | None = None, batch: Document | None = None) -> str:
+def claims(document: Document, batch: Document | None = None) -> str:
     """The section of benchmarks/README.md: what was measured beside what the ARTOS paper reports.
 
     Args:
         document: The results of all parts.
-        sac: Results that replace those of SAC in `document`; None: there are none.
         batch: Results that replace those of the part batch in `document`; None: there are none.
     """
     where, runs = f"On {machines(document)} (`results/elastic.json`)", document["runs"]
-    if sac is not None:
-        runs = [*(run for run in runs if not run["name"].startswith("SAC")), *sac["runs"]]
-        where += f"; SAC on {machines(sac)} (`results/elastic-sac.json`)"
     if batch is not None:
         runs = [*(run for run in runs if run["part"] != "batch"), *batch["runs"]]
         where += f"; adaptive batches on {machines(batch)} (`results/elastic-batch.json`)"
@@ -90,14 +88,7 @@ def _mean_update_s(run: Run) -> float:
 
 
 def _held_page(document: Document, found: dict[str, list[Run]]) -> str:
-    return "\n\n".join([*_ppo(document, found), _load(found)])
-
-
-def sac_page(document: Document) -> str:
-    """The section of docs/elasticity.md about SAC, which may be measured on another machine than the rest."""
-    found = runs_of(document, "held")
-    where = f"On {machines(document)} (`results/elastic-sac.json`). {_load(found)}"
-    return "\n\n".join([*_sac(found), where])
+    return "\n\n".join([*_ppo(document, found), *_in_turn(found), *_sac(found), _load(found)])
 
 
 def _ppo(document: Document, found: dict[str, list[Run]]) -> list[str]:
@@ -132,6 +123,22 @@ def _ppo(document: Document, found: dict[str, list[Run]]) -> list[str]:
 
 def _p95(run: Run) -> float:
     return float(np.percentile(run["update_s"], 95))
+
+
+def _in_turn(found: dict[str, list[Run]]) -> list[str]:
+    runs = found.get(IN_TURN)
+    if not runs:
+        return []
+    ratios = ", ".join(f"{_released_over_held(run):.3f}" for run in runs)
+    return [
+        f"Updates with released and with held workers in turn, in one process: the median update with released workers "
+        f"takes {_median(runs, _released_over_held):.2f} times as long ({ratios} in {len(runs)} processes of "
+        f"{runs[0]['updates']} updates each)."
+    ]
+
+
+def _released_over_held(run: Run) -> float:
+    return float(median(run["released_s"]) / median(run["held_s"]))
 
 
 def _sac(found: dict[str, list[Run]]) -> list[str]:
@@ -174,7 +181,7 @@ def _backends_page(document: Document, found: dict[str, list[Run]]) -> str:
     for name, runs in found.items():
         waits = [wait for run in runs for wait in run["waits_s"]]
         soon = f"{np.mean([wait < SOON_S for wait in waits]):.0%}"
-        numbers = [f"{1e3 * value:.0f}" for value in (median(waits), float(np.percentile(waits, 95)))]
+        numbers = [f"{1e3 * value:.0f}" for value in (median(waits), max(waits))]
         rows.append([name, *numbers, soon, str(len(waits))])
     workers = next(iter(found.values()))[0]["workers"]
     return "\n\n".join(
@@ -182,9 +189,10 @@ def _backends_page(document: Document, found: dict[str, list[Run]]) -> str:
             f"{workers} workers, on {machines(document)}. *First batch* is the time from the start of a cluster until "
             "its first batch. *Restart* is the time until the first step of a worker that was killed. The other rows "
             "are the time from the request for a rollout until the first step of the slowest worker. Before the "
-            "request, the learner sleeps for the given time instead of updating. Meanwhile workers are held, "
-            f"released, or parked by `env.scale` (all but one){_further_backends(found)}:",
-            table(["", "median, ms", "95 %", f"below {1e3 * SOON_S:.0f} ms", "samples"], rows),
+            "request, the learner sleeps for the given time in place of an update. Meanwhile, all workers keep "
+            "running (*held*), all are suspended (*released*), or `env.scale` parks all but one (*parked*)"
+            f"{_further_backends(found)}:",
+            table(["", "median, ms", "longest", f"below {1e3 * SOON_S:.0f} ms", "samples"], rows),
             _load(found),
         ]
     )
@@ -193,7 +201,7 @@ def _backends_page(document: Document, found: dict[str, list[Run]]) -> str:
 def _further_backends(found: dict[str, list[Run]]) -> str:
     """What to say about rows that older results do not have."""
     further = {
-        "prewarmed": "*prewarmed* means released, and resumed before the predicted end of the update",
+        "prewarmed": "*prewarmed*: released, and resumed before the predicted end of the update",
         "parked, criu": "with *criu*, workers are parked on disk, by a node daemon",
     }
     return "".join(f"; {text}" for name, text in further.items() if any(case.startswith(name) for case in found))
@@ -216,8 +224,9 @@ def _prewarm_page(document: Document, found: dict[str, list[Run]]) -> str:
             f"{workers} workers, on {machines(document)} (`results/elastic-prewarm.json`). Times are from the end of "
             "an update until the first step of the slowest worker. During the update, all but one worker are parked "
             "and killed (*cold*, *zygote*) or written to disk (*criu*), and `env.scale` requests them again: at the "
-            "end of the update, or at the time that `WorkloadMonitor` predicts (*prewarmed*). *Reconnect*: workers "
-            "are released, with and without `prewarm`. *Gained* is the share of the time of an update and of the wait "
+            "end of the update, or at the time that `WorkloadMonitor` predicts (*prewarmed*). "
+            "(`WorkloadMonitor` is what `prewarm` uses to predict.) *Reconnect*: workers are released instead, without "
+            "and with `prewarm`. *Gained* is the time that prewarming saves, as a share of an update plus the wait "
             "after it:",
             table(["", "update, s", "median, ms", "longest", "gained", "samples"], rows),
             _load(found),
@@ -241,8 +250,8 @@ def _batch_page(document: Document, found: dict[str, list[Run]]) -> str:
         parts += [
             f"{task} whose steps sleep for {first['workload']['step_ms']:g} ms, one environment per worker. Runs "
             f"end at a mean return of {first['target']:g} over 100 episodes, or after {first['seconds_limit']:g} s. "
-            "`schedule` chooses between the smallest and the largest of the fixed numbers of workers, `noise` between "
-            f"1 and the largest; *last workers* is the number in the last update. *Return, 0 - {end_s} s* is the mean "
+            "`schedule` goes from the smallest to the largest of the fixed numbers of workers, `noise` chooses from 1 "
+            f"to the largest; *last workers* is the number in the last update. *Return, 0 - {end_s} s* is the mean "
             f"return over the first {end_s} s; every run lasted at least that long. *Reached* counts the runs that "
             f"reached {first['target']:g}. The table has means over the seeds, with the "
             "lowest and the highest value in brackets; times and slot-seconds are those until the end of the run:",
@@ -297,10 +306,11 @@ def _shared_page(document: Document, found: dict[str, list[Run]]) -> str:
         )
     return "\n\n".join(
         [
-            f"Workloads of {_workers(first)} each with `release_idle`, on {first['cores']} of {machines(document)}. "
-            "Sampling takes about as long as learning, which has one thread. *Slots for both*: the coordinator has a "
-            "slot for each worker of both workloads, so the workloads use the cores in turns only by chance. *Slots "
-            "for one*: it has slots for the workers of one workload, and each workload returns them while it learns. "
+            f"Workloads of {_workers(first)} each with `release_idle`, which may use {first['cores']} cores of "
+            f"{machines(document)}. Collecting takes about as long as learning, which has one thread. *Slots for "
+            "both*: the coordinator has a slot for each worker of both workloads, so nothing makes the workloads take "
+            "turns. *Slots for one*: it has slots for the workers of one workload, and each workload returns them "
+            "while it learns. "
             "Medians of the rounds (from the lowest to the highest); in each round, the second workload starts at "
             "another point of the first one's update:",
             table(["", "update, ms", "/ alone", "rows per update", "time per row / alone"], rows),
@@ -324,7 +334,7 @@ def _rows(run: Run) -> float:
 
 
 def _over_alone(found: dict[str, list[Run]], runs: list[Run], value: Callable[[Run], float]) -> str:
-    alone = found.get("alone")
+    alone = found.get("alone" + LONGER * (runs[0]["name"].endswith(LONGER)))
     return f"{_median(runs, value) / _median(alone, value):.2f}" if alone else "-"
 
 
@@ -351,9 +361,10 @@ def _gpu_page(document: Document, found: dict[str, list[Run]]) -> str:
     return "\n\n".join(
         [
             f"PPO with {_workers(any_run)} on {machines(document)} and {any_run['device']} "
-            "(`results/elastic-gpu.json`). *Share of time*: in which the GPU is held. *GPU-seconds* are relative to "
-            "the row *held* with the same number of parameters. *Update* is the time from one update to the next, with "
-            "its rollout. *Moves* is the time per update to move parameters and optimizer state to the GPU and back. "
+            "(`results/elastic-gpu.json`). *Share of time* is the share of the run's time in which the run holds "
+            "the GPU. *GPU-seconds* are relative to the row *held* with the same number of parameters. *Update* is "
+            "the time from one update to the next, with its rollout. *Moves* is the time per update to move "
+            "parameters and optimizer state to the GPU and back. "
             "*MiB between* is the GPU memory of PyTorch between updates, without CUDA's context. Medians of "
             f"{len(next(iter(found.values())))} rounds:",
             table(names, rows),
@@ -377,6 +388,11 @@ def _ratio(part: str, name: str, other: str, value: Callable[[Run], float]) -> C
         )
 
     return measured
+
+
+def _released_latency(document: Document) -> str:
+    runs = runs_of(document, "held").get(IN_TURN)
+    return f"{_median(runs, _released_over_held):.2f}" if runs else ""
 
 
 def _soon(document: Document) -> str:
@@ -411,7 +427,7 @@ def _adaptive(quantity: str, document: Document) -> str:
 _CLAIMS: tuple[tuple[str, str, Callable[[Document], str]], ...] = (
     ("PPO: slot-seconds released / Ray actors held", "0.55", _ratio("held", RELEASED, RAY, _slot_s)),
     ("PPO: slot-seconds released / farstep held", "-", _ratio("held", RELEASED, HELD, _slot_s)),
-    ("PPO: time of an update, released / farstep held", "-", _ratio("held", RELEASED, HELD, _mean_update_s)),
+    ("PPO: time of an update, released / farstep held", "-", _released_latency),
     ("SAC: slot-seconds released / Ray actors held", "0.54", _ratio("held", SAC_RELEASED, SAC_RAY, _slot_s)),
     ("SAC: slot-seconds released / farstep held", "-", _ratio("held", SAC_RELEASED, SAC_HELD, _slot_s)),
     (
@@ -430,6 +446,11 @@ _CLAIMS: tuple[tuple[str, str, Callable[[Document], str]], ...] = (
         "two workloads on the same cores: time of an update / alone",
         "1.03",
         _ratio("shared", "two, slots for one", "alone", _workload_s),
+    ),
+    (
+        "the same, updates four times as long",
+        "1.03",
+        _ratio("shared", f"two, slots for one{LONGER}", f"alone{LONGER}", _workload_s),
     ),
 )
 

@@ -119,11 +119,9 @@ def learners_section(learner: str, page: str) -> Section:
 
 
 def elastic_claims(document: dict[str, Any]) -> str:
-    """The claims table. SAC and adaptive batches have files of their own."""
-    others = [RESULTS / name for name in ("elastic-sac.json", "elastic-batch.json")]
-    return elastic_tables.claims(
-        document, *(json.loads(path.read_text()) if path.exists() else None for path in others)
-    )
+    """The claims table. Adaptive batches have a file of their own."""
+    path = RESULTS / "elastic-batch.json"
+    return elastic_tables.claims(document, json.loads(path.read_text()) if path.exists() else None)
 
 
 def elastic_section(part: str) -> Section:
@@ -167,13 +165,6 @@ SECTIONS = (
     Section(README, "uneven", "uneven.json", uneven.summary, "uneven.py"),
     Section(README, "elastic", "elastic.json", elastic_claims, "elastic.py"),
     *map(elastic_section, elastic_tables.PARTS),
-    Section(
-        DOCS / "elasticity.md",
-        "elastic-sac",
-        "elastic-sac.json",
-        elastic_tables.sac_page,
-        "elastic.py --parts held --only 'SAC*' --out benchmarks/results/elastic-sac.json",
-    ),
     Section(DOCS / "elasticity.md", "parked", "parked.json", parked.summary, is_optional=True),
     elastic_section(elastic_tables.PREWARM),
     Section(

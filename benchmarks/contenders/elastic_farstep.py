@@ -106,6 +106,26 @@ def one_update(env: farstep.ClusterEnv, learner: Any, workload: Workload) -> Non
     env.publish(learner.agent)
 
 
+def in_turn(case: Case) -> Found:
+    """Time updates of one learner, which collects in turn from released and from held workers.
+
+    In one process, because equal processes differ by several per cent. Each round starts with the other kind.
+    """
+    workload = Workload(**case["workload"])
+    with started(workload, release_idle=True) as released, started(workload) as held:
+        learner = workload.learner(held.launch())
+        released.launch()
+        times: dict[str, list[float]] = {"released_s": [], "held_s": []}
+        turns = [(released, times["released_s"]), (held, times["held_s"])]
+        for _ in range(WARM_UP + case["updates"]):
+            for env, spent in turns:
+                began = time.monotonic()
+                one_update(env, learner, workload)
+                spent.append(round(time.monotonic() - began, 5))
+            turns.reverse()
+    return {"updates": case["updates"], **{name: spent[WARM_UP:] for name, spent in times.items()}}
+
+
 def traced(env: farstep.ClusterEnv, update: Any, updates: int) -> list[list[float]]:
     """The number of slots that are held over time, as pairs of seconds and slots, during some updates."""
     points: list[list[float]] = []
@@ -482,6 +502,7 @@ def is_running(name: str) -> bool:
 KINDS = {
     "calibrate": calibrate,
     "ppo": ppo,
+    "in-turn": in_turn,
     "sac": sac,
     "gpu": gpu,
     "first-batch": first_batch,

@@ -225,13 +225,14 @@ def test_ablation_of_aride_runs_and_repeats_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_elastic_benchmark_finds_released_slots_and_repeats_nothing(tmp_path: Path) -> None:
-    words = [str(BENCHMARKS / "elastic.py"), "--quick", "--parts", "held", "--only", "farstep, *"]
-    for missing in (2, 0):
+    words = [str(BENCHMARKS / "elastic.py"), "--quick", "--parts", "held", "--only", "farstep, *", "released *"]
+    for missing in (3, 0):
         command = [sys.executable, *words, "--out", str(tmp_path / "found.json"), "--images", str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=170)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert f"held: {missing} of 2 runs are missing" in done.stdout
-    released, held = json.loads((tmp_path / "found.json").read_text())["runs"]
+        assert f"held: {missing} of 3 runs are missing" in done.stdout
+    released, held, in_turn = json.loads((tmp_path / "found.json").read_text())["runs"]
+    assert len(in_turn["released_s"]) == len(in_turn["held_s"]) == 10
     of_all = [run["slot_seconds"] / (run["seconds"] * run["workload"]["workers"]) for run in (released, held)]
     assert of_all[0] < 0.99 < of_all[1] and len(released["update_s"]) == len(held["update_s"]) == 5
     assert {slots for _, slots in released["trace"]} >= {0, released["workload"]["workers"]}
@@ -310,16 +311,19 @@ def test_tables_of_the_elastic_benchmark() -> None:
         return {"part": "shared", "name": name, "workloads": workloads, "cores": 3, **work}
 
     runs = [ppo(tables.RELEASED, 4.4, 1.1), ppo(tables.HELD, 8.0, 1.0), ppo(tables.RAY, 8.8, 1.2)]
+    runs.append({"part": "held", "name": tables.IN_TURN, "updates": 3, "released_s": [1.0, 1.2, 9.0], **work})
+    runs[-1]["held_s"] = [1.0, 1.1, 0.9]
     runs += [shared("alone", 1.0), shared("two, slots for one", 1.2, 1.4)]
     waits = [0.01, 0.04, 0.2, 0.03]
     runs.append({"part": "backends", "name": "released, shm, 0.5 s", "waits_s": waits, "workers": 2, **work})
     document = {"machine": {"cores": 2, "cpu": "a CPU"}, "runs": runs}
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables.claims(document).splitlines()[4:]]
-    assert [row[2] for row in cells] == ["0.50", "0.55", "1.10", "75%", "1.30"]
+    assert [row[2] for row in cells] == ["0.50", "0.55", "1.20", "75%", "1.30"]
     sac = {"part": "held", "slot_seconds": 1.0, "updates": 4, "seconds": 2.0, **work}
     sac_runs = [{**sac, "name": tables.SAC_RELEASED}, {**sac, "name": tables.SAC_RAY, "slot_seconds": 5.0}]
     assert "SAC: slot-seconds released / Ray actors held" not in tables.claims(document)
-    lines = [line.split("|") for line in tables.claims(document, {**document, "runs": sac_runs}).splitlines()]
+    both = {**document, "runs": [*runs, *sac_runs]}
+    lines = [line.split("|") for line in tables.claims(both).splitlines()]
     assert ["SAC: slot-seconds released / Ray actors held", "0.54", "0.20"] in [
         [cell.strip() for cell in line[1:-1]] for line in lines
     ]
