@@ -105,7 +105,7 @@ def torch_in_workers(zygote_with_torch, monkeypatch):
 def no_preloading():
     """Workers import torch only for an agent that needs it, not because an earlier test imported it here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("farstep.head.members.handshake._PRELOADED", ())
+        patch.setattr("farstep.head.members.handshake.PRELOADED", ())
         yield
 
 

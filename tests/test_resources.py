@@ -10,11 +10,11 @@ import pytest
 from farstep import resources as machine
 from farstep.errors import ConfigError
 from farstep.resources import (
-    _cgroup_memory_limits,
-    _cgroup_quotas,
-    _memory,
     available_memory,
+    cgroup_memory_limits,
+    cgroup_quotas,
     check_memory,
+    machine_memory,
     machine_use,
     process_use,
     usable_cpus,
@@ -53,11 +53,11 @@ def made_up_cgroup(tmp_path: Path, membership: str, files: dict[str, str]) -> tu
     ids=["v2-parent", "v2-both", "v2-root", "v2-namespace", "v2-dots", "v1", "v1-none", "no-cpu", "garbage", "absent"],
 )
 def test_cgroup_quotas(tmp_path: Path, membership: str, files: dict[str, str], cores: list[float]) -> None:
-    assert _cgroup_quotas(*made_up_cgroup(tmp_path, membership, files)) == cores
+    assert cgroup_quotas(*made_up_cgroup(tmp_path, membership, files)) == cores
 
 
 def test_no_cgroups_at_all(tmp_path: Path) -> None:
-    assert _cgroup_quotas(tmp_path, tmp_path / "absent") == []
+    assert cgroup_quotas(tmp_path, tmp_path / "absent") == []
 
 
 @pytest.mark.parametrize(("quotas", "cores"), [([], 8), ([2.5], 2), ([0.5], 1), ([16.0, 3.0], 3), ([100.0], 8)])
@@ -65,7 +65,7 @@ def test_affinity_and_quota_limit_the_usable_cores(
     monkeypatch: pytest.MonkeyPatch, quotas: list[float], cores: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.setattr(machine, "_cgroup_quotas", lambda: quotas)
+    monkeypatch.setattr(machine, "cgroup_quotas", lambda: quotas)
     assert usable_cpus() == cores
 
 
@@ -92,10 +92,10 @@ def test_request_for_more_than_the_available_memory_is_refused(monkeypatch: pyte
 def test_available_memory_is_that_of_machine_and_cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  900 kB\nMemAvailable:     500 kB\n")
-    monkeypatch.setattr(machine, "_cgroup_memory_limits", list)
+    monkeypatch.setattr(machine, "cgroup_memory_limits", list)
     assert available_memory(meminfo) == 500 * 1024
     assert available_memory(tmp_path / "absent") == float("inf")
-    monkeypatch.setattr(machine, "_cgroup_memory_limits", lambda: [1000.0, 2000.0])
+    monkeypatch.setattr(machine, "cgroup_memory_limits", lambda: [1000.0, 2000.0])
     assert available_memory(meminfo) == 1000.0
 
 
@@ -110,7 +110,7 @@ def test_available_memory_is_that_of_machine_and_cgroup(monkeypatch: pytest.Monk
 )
 def test_cgroup_memory_limits(tmp_path: Path, membership: str, files: dict[str, str], limits: list[int]) -> None:
     root, self_file = made_up_cgroup(tmp_path, membership, files)
-    assert _cgroup_memory_limits(root, self_file) == limits
+    assert cgroup_memory_limits(root, self_file) == limits
 
 
 # ---- use ----
@@ -159,4 +159,4 @@ def test_memory_left_is_that_of_the_machine_or_of_the_cgroup(
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  16000 kB\nMemFree: 100 kB\nMemAvailable: 8000 kB\n")
     root, self_file = made_up_cgroup(tmp_path, "0::/job\n", {**files, "job/cgroup.procs": ""})
-    assert _memory(meminfo, root, self_file) == (total * 1024, left * 1024)
+    assert machine_memory(meminfo, root, self_file) == (total * 1024, left * 1024)

@@ -29,7 +29,7 @@ def check_memory(nbytes: int, what: str) -> None:
 
 def available_memory(meminfo: Path = Path("/proc/meminfo")) -> float:
     """Return the available memory in bytes, bounded by the limits of the cgroup; infinite if unknown."""
-    limits = _cgroup_memory_limits()
+    limits = cgroup_memory_limits()
     with contextlib.suppress(OSError, ValueError):
         limits.append(_kilobytes(meminfo, "MemAvailable") * 1024)
     return min(limits, default=math.inf)
@@ -38,7 +38,7 @@ def available_memory(meminfo: Path = Path("/proc/meminfo")) -> float:
 def usable_cpus() -> int:
     """Return the number of cores that the affinity mask and the cgroup's quota allow; at least 1."""
     cores = float(len(os.sched_getaffinity(0)))
-    for quota in _cgroup_quotas():
+    for quota in cgroup_quotas():
         cores = min(cores, quota)
     return max(1, int(cores))
 
@@ -99,7 +99,7 @@ def machine_use(pids: Mapping[str, int]) -> MachineUse:
         The numbers; a process that has ended is left out.
     """
     found = {(name, pid): use for name, pid in pids.items() if (use := process_use(pid)) is not None}
-    total, left = _memory()
+    total, left = machine_memory()
     return MachineUse(usable_cpus(), total, left, found)
 
 
@@ -117,7 +117,7 @@ def process_use(pid: int, proc: Path = Path("/proc")) -> ProcessUse | None:
     return ProcessUse((ran_ns + queued_ns) / 1e9, queued_ns / 1e9, anonymous)
 
 
-def _memory(
+def machine_memory(
     meminfo: Path = Path("/proc/meminfo"), root: Path | None = None, self_file: Path | None = None
 ) -> tuple[float, float]:
     """Return the memory of this machine and what is left of it, both at most the limits of the cgroup."""
@@ -152,12 +152,12 @@ def _kilobytes(file: Path, name: str) -> int:
 _CGROUPS, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def _cgroup_quotas(root: Path = _CGROUPS, self_file: Path = _MEMBERSHIP) -> list[float]:
+def cgroup_quotas(root: Path = _CGROUPS, self_file: Path = _MEMBERSHIP) -> list[float]:
     """Return the CPU quotas, in cores, of this process's cgroup (v2 or v1) and its parents."""
     return [quota for folder in _cgroup_folders("cpu", root, self_file) for quota in _quota_of(folder)]
 
 
-def _cgroup_memory_limits(root: Path = _CGROUPS, self_file: Path = _MEMBERSHIP) -> list[float]:
+def cgroup_memory_limits(root: Path = _CGROUPS, self_file: Path = _MEMBERSHIP) -> list[float]:
     """Return the memory limits, in bytes, of this process's cgroup and its parents."""
     limits: list[float] = []
     for folder in _cgroup_folders("memory", root, self_file):

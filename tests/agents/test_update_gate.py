@@ -39,7 +39,7 @@ class Watched(threading.Condition):
 
 
 def test_threads_that_wait_do_not_keep_each_other_awake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update_gate, "_POLL_S", 0.01)
+    monkeypatch.setattr(update_gate, "POLL_S", 0.01)
     changed, order = Watched(), list[str]()
     with monkeypatch.context() as patch:
         patch.setattr(threading, "Condition", lambda: changed)

@@ -64,7 +64,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.samp
 @pytest.mark.slow
 def test_arrays_survive_a_round_trip(arrays: dict[str, np.ndarray], mmap: bool, slice_bytes: int) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "_SLICE_BYTES", slice_bytes)
+        patch.setattr(files, "SLICE_BYTES", slice_bytes)
         written = save(folder, arrays, {})
         loaded = load(folder, mmap=mmap)
         assert loaded.folder == written and loaded.refused == () and list(loaded.arrays) == list(arrays)

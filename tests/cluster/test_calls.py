@@ -123,7 +123,7 @@ def test_a_publish_from_another_thread_reaches_a_call_that_waits() -> None:
 
 @TRANSPORTS
 def test_stream_that_starves_warns_once(transport: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    monkeypatch.setattr("farstep.head.warnings.user_warnings._STARVED_S", 0.0)
+    monkeypatch.setattr("farstep.head.warnings.user_warnings.STARVED_S", 0.0)
     with cluster(FaultyEnv, envs=1, env_kwargs=SLOW, transport=transport) as env:
         agent = TableAgent()
         stream = env.stream(agent, steps=4, max_staleness=0)

@@ -18,6 +18,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import farstep
 from farstep.errors import PendingStepError
+from farstep.head.stepping.stepper import Stepper
 from farstep.rollout.step_board import spinning_allowed
 from farstep.testing import CountingEnv
 from farstep.testing.vector_env import assert_same
@@ -392,8 +393,23 @@ def test_vector_is_usable_after_ctrl_c_in_a_step(tmp_path: Path) -> None:
         assert ours.step(actions())[1].tolist() == [1.0] * 4
 
 
+@pytest.fixture
+def steppers(monkeypatch: pytest.MonkeyPatch) -> list[Stepper]:
+    """The steppers of all vector environments that the test makes."""
+    made: list[Stepper] = []
+
+    def make(*arguments: Any) -> Stepper:
+        made.append(Stepper(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr("farstep.vector_env.Stepper", make)
+    return made
+
+
 @pytest.mark.parametrize("left_over", ["error", "infos"])
-def test_messages_of_a_step_that_raised_do_not_reach_the_next_call(left_over: str, tmp_path: Path) -> None:
+def test_messages_of_a_step_that_raised_do_not_reach_the_next_call(
+    left_over: str, steppers: list[Stepper], tmp_path: Path
+) -> None:
     os.mkfifo(tmp_path / "began.fifo")
     with vector() as ours:
         ours.step(actions())
@@ -404,7 +420,8 @@ def test_messages_of_a_step_that_raised_do_not_reach_the_next_call(left_over: st
             ours.step(actions())  # worker 1 is still in this step
         assert cast(farstep.WorkerError, raised.value).where.worker == 0
         wait_for(tmp_path / "began")
-        stepper = ours._stepper  # noqa: SLF001 - only its lock keeps the head from reading the messages early
+        (stepper,) = steppers
+        assert stepper.lock_step is not None
         board = stepper.lock_step.board
         with stepper.server.locked():  # so that nothing reads the messages of worker 1 before the next call does
             (tmp_path / "began.fifo").write_text("continue")

@@ -399,7 +399,7 @@ def test_status_page_says_that_the_job_is_queued(cluster: SlurmCluster, tmp_path
 def test_job_that_can_never_start_ends_the_launch(
     cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("farstep.launch.engines.slurm._HOPELESS_S", 1.0)
+    monkeypatch.setattr("farstep.launch.engines.slurm.HOPELESS_S", 1.0)
     with pytest.raises(LaunchError, match=r"is PENDING \(Partition\w+: .* request fewer nodes.*9 nodes are missing"):
         within(start(tmp_path, nodes=9).launch)
     eventually(lambda: not live_jobs(cluster))

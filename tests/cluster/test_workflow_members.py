@@ -169,7 +169,7 @@ def test_stages_and_bounded_staleness_on_nodes_that_join(tmp_path: Path) -> None
 def test_a_trigger_that_waits_for_absent_workers_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout_requests, "_ABSENT_S", 0.2)
+    monkeypatch.setattr(rollout_requests, "ABSENT_S", 0.2)
     with on_nodes(tmp_path, 1, 2) as env, caplog.at_level(logging.WARNING, "farstep"):
         flow = farstep.Workflow(env, TableAgent(), full(64))
         flow.on(DataKeyTrigger(n=2, size=8), lambda message: None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +23,7 @@ def test_scarce_resources_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         raise socket.gaierror("unknown")
 
     monkeypatch.setattr(machine, "available_memory", lambda: 2.0**20)
-    monkeypatch.setattr(machine, "_LITTLE_SHM", 2**60)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=2, f_frsize=4096))
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 4096))
     monkeypatch.setattr(socket, "gethostbyname", unknown)
     found = list(machine.machine())

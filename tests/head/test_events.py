@@ -134,7 +134,7 @@ def test_subscriber_that_raises_is_removed_and_reported_to_the_others() -> None:
 
 
 def test_slow_subscriber_blocks_no_emitter_and_its_lost_events_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MAX_UNREAD", 10)
+    monkeypatch.setattr(module, "MAX_UNREAD", 10)
     log, release, seen = EventLog(), threading.Event(), list[str]()
 
     def read(event: Event) -> None:

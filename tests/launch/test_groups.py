@@ -72,7 +72,7 @@ def engine() -> Fake:
 @pytest.fixture
 def make(engine: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Groups]]:
     """A function that requests `nodes` nodes, of which `here` are connected."""
-    monkeypatch.setattr(module, "_CHECK_S", 0.001)
+    monkeypatch.setattr(module, "CHECK_S", 0.001)
     made: list[Groups] = []
 
     def make(nodes: int = 2, here: int = 2, **options: Any) -> Groups:

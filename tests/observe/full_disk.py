@@ -16,7 +16,7 @@ from farstep.observe import line_file
 def full_disk(monkeypatch: pytest.MonkeyPatch, size: int) -> Iterator[None]:
     """Context manager: limit the size of files. The first write beyond it is partial, the next ones fail."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    monkeypatch.setattr(line_file, "_FULL", (errno.EFBIG,))
+    monkeypatch.setattr(line_file, "FULL_DISK_ERRORS", (errno.EFBIG,))
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
         yield

@@ -132,7 +132,7 @@ def test_error_of_the_run_is_raised_rather_than_that_of_its_metrics() -> None:
 
 
 def test_more_metrics_than_memory_may_keep_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_file, "_MAX_UNWRITTEN", 30)
+    monkeypatch.setattr(line_file, "MAX_UNWRITTEN_BYTES", 30)
     logger = JsonlLogger("/dev/full")
     logger.log(1, {"a": 1.0})
     with pytest.raises(RunError, match="No space left"):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import subprocess
 import threading
 
-from farstep.testing.leaks import _snapshot
+from farstep.testing.leaks import snapshot
 
 
 def processes() -> set[str]:
-    return {thing for thing in _snapshot() if thing.startswith("process ")}
+    return {thing for thing in snapshot() if thing.startswith("process ")}
 
 
 def test_child_and_grandchild_are_seen_until_they_end() -> None:
@@ -30,9 +30,9 @@ def test_a_second_thread_of_the_same_name_is_seen() -> None:
     threads = [threading.Thread(target=end.wait, name="twin", daemon=True) for _ in range(2)]
     try:
         threads[0].start()
-        before = _snapshot()
+        before = snapshot()
         threads[1].start()
-        assert any("twin" in thing for thing in _snapshot() - before)
+        assert any("twin" in thing for thing in snapshot() - before)
     finally:
         end.set()
         for thread in threads:

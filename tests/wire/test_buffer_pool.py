@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from farstep.wire import buffer_pool as module
 from farstep.wire.buffer_pool import BufferPool
 
 LARGE = 1 << 20
@@ -57,9 +56,8 @@ def test_much_larger_buffer_is_not_taken_for_a_small_message() -> None:
     assert address(pool.take(LARGE)) != place
 
 
-def test_pool_keeps_at_most_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_KEPT_BYTES", 3 * LARGE)
-    pool = BufferPool()
+def test_pool_keeps_at_most_its_limit() -> None:
+    pool = BufferPool(3 * LARGE)
     held = [pool.take(LARGE) for _ in range(10)]
     assert len({address(buffer) for buffer in held}) == 10
     assert pool.kept_bytes == 3 * LARGE

@@ -43,7 +43,7 @@ def test_packed_arrays_survive_a_round_trip(choice: str, data: st.DataObject) ->
     array = np.random.default_rng(data.draw(st.integers(0, 99))).integers(0, 3, shape).astype(np.uint8)
     array = array[:, :: data.draw(st.integers(1, 2))]  # not always one after the other
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_PIECE_BYTES", data.draw(st.integers(1, 2000)))
+        patch.setattr(module, "PIECE_BYTES", data.draw(st.integers(1, 2000)))
         packed = Compressor("auto", ALL, lambda: SLOW).compressed(choice, array)
         assert unpacked(choice, packed, array) == array.tobytes()
         for wrong in (packed[:-1], packed + b"x", packed[:8]):

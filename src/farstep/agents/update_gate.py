@@ -25,7 +25,8 @@ from farstep.errors import ClosedError, PublishTimeout
 log = logging.getLogger("farstep")
 WARN_S = 10.0
 """A publisher that has waited this many seconds logs which consumers it waits for."""
-_POLL_S = 1.0  # how often a waiting publisher checks whether the thread of an update has died
+POLL_S = 1.0
+"""Seconds between two checks whether the thread of an update has died."""
 
 
 @dataclass(eq=False)
@@ -102,7 +103,7 @@ class UpdateGate:
 
         with self._changed:
             while not may_begin() and not self._closed:
-                self._changed.wait(_POLL_S)
+                self._changed.wait(POLL_S)
                 self._advance()
             self._updates[key] = _Update(threading.current_thread(), consumer, agent)
 
@@ -143,7 +144,7 @@ class UpdateGate:
             if inside:
                 with self._changed:
                     while self._active is not None and self._active.thread != me and not self._closed:
-                        self._changed.wait(_POLL_S)
+                        self._changed.wait(POLL_S)
                     self._paused[me] -= 1
 
     def ending_run(self) -> None:
@@ -196,7 +197,7 @@ class UpdateGate:
             self._advance()
             while not self._holds_turn(turn.thread):
                 self._check(turn)
-                self._changed.wait(max(0.0, min(_POLL_S, turn.next_check - time.monotonic())))
+                self._changed.wait(max(0.0, min(POLL_S, turn.next_check - time.monotonic())))
                 self._advance()
 
     def _holds_turn(self, thread: int) -> bool:

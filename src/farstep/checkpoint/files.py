@@ -26,7 +26,8 @@ from numpy.lib import format as npy
 from farstep.core import Array, BytesLike
 from farstep.errors import ConfigError
 
-_SLICE_BYTES = 2**24
+SLICE_BYTES = 2**24
+"""Bytes of an array that are copied or checked at once."""
 
 
 class FileEntry(msgspec.Struct, frozen=True):
@@ -102,7 +103,7 @@ def _slices(header: bytes, array: Array | ArrayParts) -> Iterator[BytesLike]:
     if isinstance(array, ArrayParts):
         yield from (np.ascontiguousarray(part).reshape(-1).view(np.uint8).data for part in array.parts)
     elif array.nbytes:
-        items = max(_SLICE_BYTES // array.itemsize, 1)
+        items = max(SLICE_BYTES // array.itemsize, 1)
         for part in np.nditer(array, ["external_loop", "buffered"], buffersize=items, order="C"):
             yield np.ascontiguousarray(part).view(np.uint8).data
 
@@ -168,8 +169,8 @@ def read_array(folder: Path, name: str, entry: ArrayEntry, mmap: bool) -> Array:
         array: Array = np.memmap(stream, dtype, "r", start, shape) if mapped else np.empty(shape, dtype)
         content = array.reshape(-1).view(np.uint8) if entry.size > start else np.empty(0, np.uint8)
         stream.seek(start)
-        for at in range(0, len(content), _SLICE_BYTES):
-            part = content[at : at + _SLICE_BYTES].data
+        for at in range(0, len(content), SLICE_BYTES):
+            part = content[at : at + SLICE_BYTES].data
             if not mapped and stream.readinto(part) != len(part):  # type: ignore[attr-defined]
                 raise Refused(f"{file.name} became shorter while it was read")
             crc = zlib.crc32(part, crc)

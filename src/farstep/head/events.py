@@ -22,7 +22,7 @@ _MAX_TEXT, _MAX_TRACEBACK = 4_000, 16_000
 """Most characters of an event's text and traceback; longer ones are cut, since a peer may have written them."""
 _COMPARED_TEXT = 500
 """Characters of two failures that must be equal for the failures to count as equal."""
-_MAX_UNREAD = 10_000
+MAX_UNREAD = 10_000
 """Events that may wait for a slow subscriber; further ones are dropped and counted."""
 _CLOSE_S = 5.0
 """Seconds that a subscriber has to read the remaining events when its subscription is closed."""
@@ -209,7 +209,7 @@ class Subscription:
 
     def put(self, event: Event) -> None:
         """Queue an event, or drop it if too many are unread; the caller holds the lock of the log."""
-        if self._unread.qsize() >= _MAX_UNREAD:
+        if self._unread.qsize() >= MAX_UNREAD:
             self._dropped += 1
         else:
             self._unread.put(event)

@@ -20,7 +20,7 @@ from farstep.resources import available_memory
 
 Inference = Literal["local", "local-cpu", "served"]
 """`local-cpu`: workers act on the CPU although they have GPUs."""
-_PREFER_LOCAL = 1.1
+PREFER_LOCAL = 1.1
 """Acting servers must be faster by this factor: workers that act themselves need no other process."""
 _ROWS, _SECONDS = 512, 1.0
 _CAPTURE_S = 2.0
@@ -128,7 +128,7 @@ class InferenceChoice:
         best = max(rates, key=lambda way: rates[way].per_env)
         speeds = [f"{rates[way].total:,.0f} steps/s {text}" for way, text in ways.items()]
         text = ", ".join([*speeds, f"{served.total:,.0f} steps/s if acting servers act"])
-        return ("served" if served.per_env > _PREFER_LOCAL * rates[best].per_env else best), text
+        return ("served" if served.per_env > PREFER_LOCAL * rates[best].per_env else best), text
 
     def _steps_per_second(self, way: Inference, agent: Agent, collect: Callable[[int], Batch]) -> _Rate:
         self._publisher.use_servers(way == "served", on_cpu=way == "local-cpu")

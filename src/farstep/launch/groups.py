@@ -13,7 +13,7 @@ from farstep.errors import FarstepError, LaunchError, counted
 from farstep.event import Emit, traceback_of
 from farstep.launch.engines.engine import Engine, EngineLost, Group, RequestStatus
 
-_CHECK_S = 2.0
+CHECK_S = 2.0
 """Seconds between two status checks of a group."""
 _MAX_BACKOFF_S = 60.0
 """Maximum pause in seconds between two requests for replacements; the pause doubles with each retry."""
@@ -128,7 +128,7 @@ class WatchedGroup:
             self.note_status(RequestStatus(str(error), 0, engine_lost=isinstance(error, EngineLost)), time.monotonic())
         if self._group is None:
             return
-        while self.status.nodes and not self._cancelled.wait(_CHECK_S):
+        while self.status.nodes and not self._cancelled.wait(CHECK_S):
             began, before, now = time.monotonic(), self.status, self._check(self._group)
             if now.nodes < before.nodes:
                 logs = _logs_of(self._group)

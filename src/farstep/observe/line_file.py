@@ -11,12 +11,15 @@ from typing import IO
 from farstep.checkpoint.files import no_follow
 
 log = logging.getLogger("farstep")
-_FULL, _MAX_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT), 64 * 2**20
+FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of writes that fail because the disk or the user's quota is full."""
+MAX_UNWRITTEN_BYTES = 64 * 2**20
+"""Bytes of lines that are kept in memory while the disk is full; more are an error."""
 
 
 def is_disk_full(error: OSError) -> bool:
     """Return whether a write failed because the disk or the user's quota is full."""
-    return error.errno in _FULL
+    return error.errno in FULL_DISK_ERRORS
 
 
 class LineFile:
@@ -62,7 +65,7 @@ class LineFile:
         try:
             self._write()
         except OSError as error:
-            if not is_disk_full(error) or len(self._unwritten) > _MAX_UNWRITTEN:
+            if not is_disk_full(error) or len(self._unwritten) > MAX_UNWRITTEN_BYTES:
                 raise
             if not self._is_full:
                 log.warning(

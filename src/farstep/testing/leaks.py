@@ -96,7 +96,8 @@ def _names_in(folder: str) -> list[str]:
         return []
 
 
-def _snapshot() -> set[str]:
+def snapshot() -> set[str]:
+    """Return what exists now of all that a test may leave behind, as text."""
     threads = {f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate()}
     shared = {f"shared memory {name}" for name in _names_in("/dev/shm")}
     folder = tempfile.gettempdir()
@@ -108,16 +109,16 @@ def _snapshot() -> set[str]:
 def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail the test if it leaks resources."""
     gc.freeze()  # exclude existing objects from collections: with torch loaded, a collection takes most of a second
-    before = _snapshot()
+    before = snapshot()
     yield
     gc.collect()
-    if not _snapshot() - before:
+    if not snapshot() - before:
         return
     gc.unfreeze()
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         gc.collect()
-        left = {thing for thing in _snapshot() - before if not _of_others(thing)}
+        left = {thing for thing in snapshot() - before if not _of_others(thing)}
         if not left:
             return
         if time.monotonic() > deadline:

@@ -23,7 +23,8 @@ from farstep.errors import WireError
 DELTA = "delta-"
 """Prefix of a codec's name that means delta encoding."""
 _SIZE, _LENGTH = struct.Struct("<Q"), struct.Struct("<I")
-_PIECE_BYTES = 1 << 19
+PIECE_BYTES = 1 << 19
+"""Bytes of rows that are compressed at once."""
 _SAMPLE_BYTES = 256 * 1024
 _SMALL_BYTES = 1024
 _REMEASURE_EVERY = 64
@@ -165,7 +166,7 @@ def unpack(choice: str, frame: BytesLike, most_bytes: int, row_bytes: int) -> It
 
 def _pieces(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
     """The first row and the end of each piece."""
-    step = max(1, _PIECE_BYTES // max(1, row_bytes))
+    step = max(1, PIECE_BYTES // max(1, row_bytes))
     return ((first, min(first + step, rows)) for first in range(0, rows, step))
 
 

@@ -17,7 +17,8 @@ from farstep.head.tickets.records import FeedPlan
 from farstep.workflow.run_state import RunState
 from farstep.workflow.triggers import DataKeyTrigger
 
-_ABSENT_S = 5.0  # a trigger that has lacked workers for this many seconds causes a warning
+ABSENT_S = 5.0
+"""A trigger that has lacked workers for this many seconds causes a warning."""
 
 
 class RolloutRequests:
@@ -117,7 +118,7 @@ class RolloutRequests:
             return
         self._present, self._parked, self._quorum = members.present, members.parked, members.quorum
         self._finishing = feed.finishing(members.parked)
-        self.warn_at = time.monotonic() + _ABSENT_S
+        self.warn_at = time.monotonic() + ABSENT_S
         self._state.void_lost()
         for worker in members.departed:
             if self._requested is not None:

@@ -37,7 +37,7 @@ FACTORS = {"local": float("inf"), "served": 0.0}
 
 @pytest.fixture(params=["local", "served"])
 def choice(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(inference_choice, "_PREFER_LOCAL", FACTORS[request.param])
+    monkeypatch.setattr(inference_choice, "PREFER_LOCAL", FACTORS[request.param])
     return str(request.param)
 
 
@@ -124,7 +124,7 @@ def test_workers_with_gpus_can_act_on_the_cpu(slow: str, monkeypatch: pytest.Mon
         def get_parameters(self) -> Any:
             return self.state_dict()
 
-    monkeypatch.setattr(inference_choice, "_PREFER_LOCAL", FACTORS["local"])
+    monkeypatch.setattr(inference_choice, "PREFER_LOCAL", FACTORS["local"])
     agent = TwoDeviceAgent()
     with cluster(envs=2, workers=2, inference="auto", gpus_per_node=1) as env:
         batch = within(lambda: env.collect(agent, 5))
@@ -151,7 +151,7 @@ class PidRecordingAgent(WhoAgent):
 
 
 def test_servers_on_nodes_end_if_workers_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inference_choice, "_PREFER_LOCAL", FACTORS["local"])
+    monkeypatch.setattr(inference_choice, "PREFER_LOCAL", FACTORS["local"])
     (folder := tmp_path / "pids").mkdir()
     agent = PidRecordingAgent(folder)
     with on_nodes(tmp_path, 2, 2, inference="auto") as env:
@@ -182,7 +182,7 @@ def test_a_resumed_run_keeps_the_choice(choice: str, monkeypatch: pytest.MonkeyP
         saved = within(env.save)
         expected = arrays_of(within(lambda: env.collect(agent, 6)).copy())
     assert saved["inference"] == choice
-    monkeypatch.setattr(inference_choice, "_PREFER_LOCAL", FACTORS["served" if choice == "local" else "local"])
+    monkeypatch.setattr(inference_choice, "PREFER_LOCAL", FACTORS["served" if choice == "local" else "local"])
     with cluster(envs=3, workers=2, inference="auto") as env:
         within(lambda: env.resume(agent, saved, actions))
         found = arrays_of(within(lambda: env.collect(agent, 6)))

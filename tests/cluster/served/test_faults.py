@@ -347,13 +347,15 @@ def test_the_server_ends_with_a_head_that_is_killed(tmp_path: Path) -> None:
     script = """
         import sys, time
         import farstep
+        from farstep.cluster_env import collector_for
         from farstep.testing import CountingEnv, TableAgent
+        agent = TableAgent()
         env = farstep.ClusterEnv(
             {"type": "factory", "env_name": CountingEnv, "envs_per_node": 4, "inference": "served"},
             {"workers_per_node": 2},
         )
-        env.collect(TableAgent(), 5)
-        print(*env._launched().collector.server.local_pids().values(), flush=True)
+        env.collect(agent, 5)
+        print(*collector_for(env, agent).server.local_pids().values(), flush=True)
         time.sleep(600)
     """
     head = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)

@@ -37,7 +37,7 @@ class Machine:
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
         monkeypatch.setattr(os, "sched_setaffinity", lambda pid, mask: None)
         monkeypatch.setattr(affinity, "usable_cpus", lambda: cores)
-        monkeypatch.setattr(affinity, "_current_core", lambda: current)
+        monkeypatch.setattr(affinity, "current_core", lambda: current)
 
     def siblings(self, core: int, text: str) -> None:
         folder = self.system / "cpu" / f"cpu{core}" / "topology"

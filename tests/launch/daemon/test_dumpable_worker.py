@@ -283,7 +283,7 @@ def test_process_that_has_the_process_id_of_a_worker_on_disk_is_not_killed(
         world = parked(dump=DUMPED, restore=FAILS)
         world.park()
         world.wait(lambda: not Path(f"/proc/{world.pid}").exists())
-        monkeypatch.setattr(world.worker, "_pid", other.pid)
+        monkeypatch.setattr(world.worker, "dumped_pid", other.pid)
         world.unpark()
         assert "another process has its process id" in world.end().note
         assert other.poll() is None

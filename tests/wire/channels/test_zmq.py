@@ -323,7 +323,7 @@ def test_the_name_of_a_connection_cannot_be_guessed(hub: Hub) -> None:
 
 
 def test_reading_is_bounded_while_a_peer_keeps_sending(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farstep.wire.channels.zmq._DRAIN_S", 0.0)
+    monkeypatch.setattr("farstep.wire.channels.zmq.DRAIN_S", 0.0)
     with contextlib.closing(DealerLink(hub.address, hub.keys.public, hub.admit(0, 0), MAIN)) as link:
         for _ in range(100):
             link.send([b"again"])
@@ -489,7 +489,7 @@ class Relay:
 
 def test_worker_that_waits_notices_at_once_that_its_connection_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only when it next checks its connections: until then, the head does not resend what was lost."""
-    monkeypatch.setattr(DealerLink, "_check_s", lambda link: 3600.0)
+    monkeypatch.setattr("farstep.wire.channels.dealer.CHECK_S", 3600.0)
     hub = Hub("tcp://127.0.0.1:*", reliable=True)
     relay = Relay(int(hub.address.rpartition(":")[2]))
     pair = hub.admit(0, 0)

@@ -19,7 +19,7 @@ from farstep.wire import messages as m
 from farstep.wire.codec import unpack
 from farstep.wire.versions import OTHER_VERSIONS, mismatches
 
-_PRELOADED = ("torch",)
+PRELOADED = ("torch",)
 """Large modules that workers import early if the head has imported them."""
 
 
@@ -131,4 +131,4 @@ class Handshake:
 
 def preloaded() -> list[str]:
     """Return the large modules that workers import early."""
-    return [name for name in _PRELOADED if name in sys.modules]
+    return [name for name in PRELOADED if name in sys.modules]

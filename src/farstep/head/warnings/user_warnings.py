@@ -7,7 +7,7 @@ from farstep.core import SyncRule
 from farstep.event import Emit
 from farstep.sync.rules import threshold_of
 
-_STARVED_S = 5.0
+STARVED_S = 5.0
 """Seconds without a batch after which a stream that drops stale chunks emits a warning."""
 
 STALE_REMEDY = (
@@ -113,7 +113,7 @@ class UserWarnings:
             waited_s: Seconds that it has waited.
             dropped: Chunks dropped as stale meanwhile.
         """
-        if dropped and waited_s >= _STARVED_S and call is not self._starved:
+        if dropped and waited_s >= STARVED_S and call is not self._starved:
             self._starved = call
             self._emit(
                 "warned",

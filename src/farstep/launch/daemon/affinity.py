@@ -76,7 +76,7 @@ def assign_cores(
             f"the static CPU manager policy), or list some of {core_ranges(allowed)}."
         )
     nodes = [_physical_first(cores, system) for cores in _numa_nodes(allowed, system)]
-    current = _current_core()
+    current = current_core()
 
     def preference(cores: Sequence[int]) -> tuple[bool, bool, int]:
         size = min(cores_per_worker, len(cores))
@@ -119,7 +119,7 @@ def _physical_first(cores: Sequence[int], system: Path) -> list[int]:
     return sorted(cores, key=lambda core: (hyperthread(core), core))
 
 
-def _current_core() -> int:
+def current_core() -> int:
     """Return the core on which this process ran last; -1 if unknown."""
     try:
         return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[36])

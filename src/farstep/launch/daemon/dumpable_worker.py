@@ -60,11 +60,12 @@ class DumpableWorker(NodeWorker):
     criu: Criu = field(kw_only=True)
     open_death_pipe: Callable[[], AbstractContextManager[int]] = field(kw_only=True)
     """Opens the pipe that ends workers with this process."""
+    dumped_pid: int = 0
+    """The process id with which it was last dumped, and with which criu restores it."""
     _stage: Stage = Stage.ATTACHED
     _is_parked: bool = False
     _failed: bool = False
     """Whether the worker could not be dumped since it was parked."""
-    _pid: int = 0
     _affinities: Mapping[int, set[int]] = field(default_factory=dict)
     """The cores of each thread of the processes that were dumped. Criu does not restore them."""
     _run: CriuRun | None = None
@@ -113,7 +114,7 @@ class DumpableWorker(NodeWorker):
             self._failed = True
             self._enter(Stage.DETACHED)
         if self._stage is Stage.RESTORING:
-            end_restored(self._pid)
+            end_restored(self.dumped_pid)
         if self._stage in (Stage.ON_DISK, Stage.RESTORING):
             self._lost = Ended(-signal.SIGKILL)
         else:
@@ -173,7 +174,7 @@ class DumpableWorker(NodeWorker):
         """End a worker that cannot be restored."""
         if self._stage is Stage.RESTORING and self._run is not None:
             self._run.kill()
-            end_restored(self._pid)
+            end_restored(self.dumped_pid)
         self._remove_images()
         self.blameless = True
         self._lost = Ended(1, f"it could not be restored from disk: {reason}")
@@ -203,8 +204,8 @@ class DumpableWorker(NodeWorker):
             self.process.suspend()
         else:
             self.process.resume()  # otherwise criu would restore it suspended: it could not notice the daemon's end
-            self._pid, self._affinities = self.process.pid, affinities(self.process.pid)
-            self._run = self.criu.dump(self._pid, self._path("images"))
+            self.dumped_pid, self._affinities = self.process.pid, affinities(self.process.pid)
+            self._run = self.criu.dump(self.dumped_pid, self._path("images"))
             self._enter(Stage.DUMPING)
 
     def _check_dump(self) -> None:
@@ -230,17 +231,17 @@ class DumpableWorker(NodeWorker):
         self.process.suspend()
 
     def _restore(self) -> None:
-        is_free = self.criu.reap(self._pid)
+        is_free = self.criu.reap(self.dumped_pid)
         if self._is_parked or self.criu.is_busy or not (is_free or self._is_late):
             return
-        if Path(f"/proc/{self._pid}").exists():
-            self._lose(f"another process has its process id {self._pid}")
+        if Path(f"/proc/{self.dumped_pid}").exists():
+            self._lose(f"another process has its process id {self.dumped_pid}")
             return
         output = os.open(f"/proc/self/fd/{self.process.output_fd}", os.O_WRONLY)
         try:
             with self.open_death_pipe() as death:
                 pipes = {str(Path(f"/proc/self/fd/{fd}").readlink()): fd for fd in (output, death)}
-                self._run = self.criu.restore(self._pid, self._path("images"), pipes)
+                self._run = self.criu.restore(self.dumped_pid, self._path("images"), pipes)
         finally:
             os.close(output)
         self._enter(Stage.RESTORING)
@@ -252,7 +253,7 @@ class DumpableWorker(NodeWorker):
             self._lose(outcome.reason)
             return
         self._remove_images()
-        self.process.replace_child(RestoredProcess(self._pid))
+        self.process.replace_child(RestoredProcess(self.dumped_pid))
         self._enter(Stage.ATTACHING)
         for thread, cores in self._affinities.items():
             with contextlib.suppress(OSError):  # it has ended, or the cores were taken from this node
@@ -314,7 +315,7 @@ class DumpableWorker(NodeWorker):
             self._listener = None
 
     def _remove_images(self) -> None:
-        self.criu.remove(self._pid, self._path("images"))
+        self.criu.remove(self.dumped_pid, self._path("images"))
         self.disk_bytes = 0
 
 

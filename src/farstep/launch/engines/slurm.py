@@ -47,7 +47,7 @@ _NEVER = {
     *(f"{scope}Max{limit}PerJobLimit" for scope in ("Assoc", "QOS") for limit in ("Cpu", "Node", "WallDuration")),
 }
 """SLURM's reasons for pending jobs that never start."""
-_HOPELESS_S = 30.0
+HOPELESS_S = 30.0
 """Seconds for which SLURM must give such a reason before the job counts as hopeless."""
 _HELD = "requeued held"
 """SLURM's reason ends with this if a job stays in the queue until an administrator releases it."""
@@ -309,7 +309,7 @@ class Jobs(Group):
         if not never:
             self._never_since.pop(number, None)
             return False
-        return time.monotonic() - self._never_since.setdefault(number, time.monotonic()) >= _HOPELESS_S
+        return time.monotonic() - self._never_since.setdefault(number, time.monotonic()) >= HOPELESS_S
 
     def _size(self, number: str, state: str, held: int) -> int:
         """Number of nodes that a job has or requests. This also records the sizes of jobs to request again."""

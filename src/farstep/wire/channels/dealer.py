@@ -36,6 +36,8 @@ _BROKEN = (
 )
 RETRY_S = 0.1
 """Seconds after which a broken bulk connection is replaced."""
+CHECK_S = 1.0
+"""Seconds after which a link that waits for a message checks its connections, unless one is known to be broken."""
 
 
 class Connection:
@@ -223,7 +225,7 @@ class DealerLink:
     def _check_s(self) -> float:
         """Seconds until connections must be checked again, although no message has arrived."""
         broken = self._bulk is not None and self._bulk.broken_at < math.inf
-        return RETRY_S if broken else 1.0
+        return RETRY_S if broken else CHECK_S
 
     def _service(self, channel: ReliableChannel) -> None:
         """Receive the packets that have arrived, and send acknowledgements and other packets that are due."""

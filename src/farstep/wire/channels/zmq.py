@@ -54,7 +54,7 @@ UNSENT = 64
 """Number of segments that may be queued, in a worker and on the head, before sending blocks."""
 CONTROL_BYTES = SEGMENT_BYTES
 """Maximum frame size on the control connection of a reliable hub; limits peers that are not authenticated yet."""
-_DRAIN_S = 0.5
+DRAIN_S = 0.5
 """Maximum seconds to read without a pause, so that a flood of messages does not starve the head."""
 LEASE_S = 10.0
 _PING, _SILENT = 0.1, 0.4
@@ -230,9 +230,9 @@ class Hub:
         peer.relay, peer.route = public, relay.route
 
     def drain(self) -> Iterator[tuple[Peer, Received]]:
-        """Answer handshakes, and yield the messages that have arrived, for at most `_DRAIN_S` seconds (see
+        """Answer handshakes, and yield the messages that have arrived, for at most `DRAIN_S` seconds (see
         `has_more`)."""
-        until, self.has_more = time.monotonic() + _DRAIN_S, False
+        until, self.has_more = time.monotonic() + DRAIN_S, False
         arrived = True
         while arrived:
             arrived = False

@@ -224,7 +224,7 @@ def test_objects_that_a_pod_creates_are_owned_by_it(
     """The service account's files, with the fake in place of the cluster's address."""
     for name, text in (("token", "t"), ("namespace", "rl")):
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(kubernetes_api, "_ACCOUNT", tmp_path)
+    monkeypatch.setattr(kubernetes_api, "ACCOUNT", tmp_path)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("HOSTNAME", "head-0")
     host = json.loads((tmp_path / "kubeconfig").read_text())["clusters"][0]["cluster"]["server"]

@@ -14,7 +14,8 @@ from typing import Any
 from farstep.errors import LaunchError
 from farstep.launch.engines.kubernetes.manifests import CONTAINER, Manifest
 
-_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""The folder of the service account's token and namespace, in a pod."""
 _TIMEOUT_S = (5.0, 30.0)
 """Time limits in seconds: to connect, and to wait for an answer."""
 _LOG_LINES = 40
@@ -34,11 +35,11 @@ class Api:
         self._exception = client.ApiException
         self.context = context
         settings = client.Configuration()
-        self._inside = context is None and "KUBERNETES_SERVICE_HOST" in os.environ and (_ACCOUNT / "token").exists()
+        self._inside = context is None and "KUBERNETES_SERVICE_HOST" in os.environ and (ACCOUNT / "token").exists()
         try:
             if self._inside:
                 config.load_incluster_config(client_configuration=settings)
-                default = (_ACCOUNT / "namespace").read_text().strip()
+                default = (ACCOUNT / "namespace").read_text().strip()
             else:
                 # Pass the path explicitly, because the package reads KUBECONFIG only when it is imported.
                 file = os.environ.get("KUBECONFIG") or "~/.kube/config"
@@ -65,7 +66,7 @@ class Api:
 
     def own_pod(self) -> Manifest | None:
         """The pod of this process, if it is in the run's namespace and can therefore own the objects of the run."""
-        if not self._inside or (_ACCOUNT / "namespace").read_text().strip() != self.namespace:
+        if not self._inside or (ACCOUNT / "namespace").read_text().strip() != self.namespace:
             return None
         name = os.environ.get("POD_NAME") or os.environ.get("HOSTNAME") or socket.gethostname()
         return self.get(f"Pod/{name}")
