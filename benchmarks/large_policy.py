@@ -63,13 +63,14 @@ from farstep.agents.policy import Policy
 from farstep.agents.precision import reduce_layers
 
 WARM_UP_S = 2.0
-"""Seconds that are not measured. An acting server on the GPU captures a CUDA graph when a batch size first occurs."""
+"""Seconds that are not measured, after the first rollout, for which the agent is loaded. An acting server on the GPU
+captures a CUDA graph when a batch size first occurs."""
 
 
 def rate(step: Callable[[], int], seconds: float) -> float:
     """Steps per second of repeated calls after some that are not measured."""
-    began = time.perf_counter()
     step()
+    began = time.perf_counter()
     while time.perf_counter() - began < WARM_UP_S:
         step()
     began, steps = time.perf_counter(), 0

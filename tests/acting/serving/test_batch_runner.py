@@ -89,7 +89,8 @@ class Sync(SimpleNamespace):
 class Served:
     """A runner with two workers of two groups each, whose requests the test writes."""
 
-    def __init__(self) -> None:
+    def __init__(self, group_size: int = 2) -> None:
+        self._group_size = group_size
         self.log: list[str] = []
         self.actor = self._make_actor()
         self.sync = Sync(
@@ -129,8 +130,10 @@ class Served:
         """Let a worker join. An arena has three mailboxes."""
         link: Any = SimpleNamespace(close=lambda: None)
         client = Client(link)
-        layout = MailboxLayout([2, 2], self._obs, self._outputs, self._state, num_mailboxes=3)
-        join = am.Join(worker, 0, 4 * worker, [7] * 4, [0] * 4, b"", self._obs, self._actions, [2, 2], b"")
+        groups = [self._group_size] * 2
+        count = sum(groups)
+        layout = MailboxLayout(groups, self._obs, self._outputs, self._state, num_mailboxes=3)
+        join = am.Join(worker, 0, count * worker, [7] * count, [0] * count, b"", self._obs, self._actions, groups, b"")
         client.attach(layout, self.arenas, join, self.actor)
         client.doorbell = SimpleNamespace(  # type: ignore[assignment]
             ring=lambda: self.log.append("answer"), close=lambda: None
@@ -161,8 +164,8 @@ class Served:
 
 
 @pytest.fixture
-def served() -> Iterator[Served]:
-    made = Served()
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    made = Served(*getattr(request, "param", ()))
     yield made
     for client in made.clients:
         client.close()
@@ -306,26 +309,26 @@ def test_a_batch_starts_while_another_runs_if_it_would_not_grow(
 
 
 def test_a_batch_starts_just_before_the_running_one_ends(served: Served) -> None:
-    """To start a batch takes 2 s, and to run it 10 s. Another group, which is inside a chunk, sends nothing."""
+    """To start a batch takes 0.1 ms, and to run it 0.5 ms. Another group, which is inside a chunk, sends nothing."""
     now, starts = [0.0], []
-    served.runner = served.make_runner(is_local=True, clock=lambda: now[0])
+    served.runner = served.make_runner(is_local=True, clock=lambda: now[0] / 1000)
     served.clients[1].groups[1].words[CONTINUES] = 1
 
-    def after(seconds: float, action: Callable[[], object] = nothing) -> Callable[[], None]:
+    def after(ms: float, action: Callable[[], object] = nothing) -> Callable[[], None]:
         def poll() -> None:
-            now[0] += seconds
+            now[0] += ms
             action()
 
         return poll
 
-    first = [after(10, lambda: served.request(1, 0, 1, seen=5))]  # too late for an early start
-    third = [after(7.5, lambda: served.request(1, 0, 2, seen=7)), after(0.4), after(0.2), after(2)]
-    polls = iter([first, [after(10)], third, []])
+    first = [after(0.5, lambda: served.request(1, 0, 1, seen=5))]  # too late for an early start
+    third = [after(0.375, lambda: served.request(1, 0, 2, seen=7)), after(0.02), after(0.01), after(0.1)]
+    polls = iter([first, [after(0.5)], third, []])
     launch = served.policy.launch
 
     def slow_launch(*arguments: Any) -> Launched:
         starts.append(now[0])
-        now[0] += 2
+        now[0] += 0.1
         served.policy.while_running.extend(next(polls))
         launched: Launched = launch(*arguments)
         return launched
@@ -333,11 +336,40 @@ def test_a_batch_starts_just_before_the_running_one_ends(served: Served) -> None
     served.policy.launch = slow_launch
     served.request(0, 0, 1, seen=3)
     served.run()
-    assert starts == [0, 12] and now == [24]
+    assert starts == [0, 0.6] and now == [pytest.approx(1.2)]
     served.request(0, 0, 2, seen=6)
     served.run()
-    assert starts[2:] == [24, pytest.approx(26 + 8.1)]
+    assert starts[2:] == [pytest.approx(1.2), pytest.approx(1.3 + 0.405)]
     assert served.log[-6:] == ["start", "start", "finish", "answer", "finish", "answer"]
+
+
+@pytest.mark.parametrize("served", [(8,)], indirect=True)
+def test_a_batch_with_half_of_the_rows_is_full_and_starts_at_once(served: Served) -> None:
+    """The other groups are inside a chunk, so a larger batch would be possible later."""
+    first, *others = [(worker, index) for worker in range(2) for index in range(2)]
+
+    def arrive() -> None:
+        for group in others:
+            served.request(*group, 1, seen=5, continues=True)
+
+    served.request(*first, 1, seen=3, continues=True)
+    served.policy.while_running += [nothing, arrive]
+    served.run()
+    second, third = ["finish", "start", "answer", "answer"], ["finish", "answer"]
+    assert served.log == ["start", "start", "finish", "answer", *second, *third]
+    assert [served.answer(*group)[2] for group in others] == 3 * [{5}]
+
+
+@pytest.mark.parametrize("served", [(8,)], indirect=True)
+@pytest.mark.parametrize("case", ["gpu", "cpu", "network"])
+def test_only_batches_that_may_overlap_are_divided(served: Served, case: str) -> None:
+    served.policy.overlaps = case != "cpu"
+    served.runner = served.make_runner(is_local=case != "network")
+    for worker in range(2):
+        for index in range(2):
+            served.request(worker, index, 1, seen=worker)
+    served.run(until=0.0)
+    assert served.log == ["start", "finish", *["answer"] * (2 if case == "gpu" else 4)]
 
 
 def test_at_most_two_batches_are_in_flight(served: Served) -> None:

@@ -107,6 +107,11 @@ class Arena:
     def mailbox(self, index: int) -> Mailbox:
         return Mailbox(self.memory, self.layout, index)
 
+    @property
+    def num_rows(self) -> int:
+        """Number of environments of all workers."""
+        return self.layout.num_envs * (len(self.clients) - self.clients.count(None))
+
     def holds(self, cancelled: int) -> bool:
         """Whether a worker is inside a chunk whose rows must all have one version.
 

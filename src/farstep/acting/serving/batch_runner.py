@@ -13,7 +13,7 @@ from farstep.acting.mailbox import PULLED_BYTES
 from farstep.acting.serving.answers import Answers
 from farstep.acting.serving.arena import Arena, Requests, cover_running_chunks, num_expected
 from farstep.acting.serving.batch_actor import BatchActor
-from farstep.acting.serving.batching import next_batch
+from farstep.acting.serving.batching import StartTimes, most_rows, next_batch
 from farstep.config.inference import ServedInference
 from farstep.errors import described, memory_error_of, report_of
 from farstep.rollout.progress import CANCEL, COUNT, PHASE, SERVED_BATCHES, SERVED_ROWS, Phase
@@ -71,8 +71,7 @@ class BatchRunner:
         """What the agent raised when it was compared with a new version."""
         self._divergence: float | None = None
         """The last running divergence of the current weights."""
-        self._act_s = self._start_s = 0.0
-        """Running means, in seconds: the time of a batch on the GPU, and the time to start one."""
+        self._start_times = StartTimes()
 
     def run(self, until: float) -> float:
         """Act on pending requests.
@@ -99,7 +98,7 @@ class BatchRunner:
             following = self._started_early(self.actor, answers, until, began)
             self._finish(self.actor, answers)
             finished = self._clock()
-            self._act_s = _mean(self._act_s, finished - began)
+            self._start_times.note_end(_num_rows(answers.requests), finished - began)
             began = finished
             if following is None and self._may_overlap(self.actor, until):
                 following = self._started_next(self.actor, self._pending())
@@ -114,8 +113,9 @@ class BatchRunner:
         return self._is_local and actor.policy.overlaps and self._clock() < until
 
     def _started_early(self, actor: BatchActor, running: Answers, until: float, began: float) -> Answers | None:
-        """Start the next batch just before the running one ends or, if all groups that are inside a chunk are in one of
-        the two batches, at once: a later start would not make it larger.
+        """Start the next batch just before the running one ends or, if a later start would not make it larger, at once.
+
+        A later start would not if the batch is full, or if all groups that are inside a chunk are in one of the two.
 
         Args:
             began: When the running batch began.
@@ -123,24 +123,35 @@ class BatchRunner:
         Returns:
             The next batch; None if the running one is done, or if the next one must not start yet.
         """
-        latest = began + self._act_s - self._start_s if self._act_s else math.inf
+        most, pending = self._most_rows(actor), list[Requests]()
+        next_start = self._start_times.next_start(_num_rows(running.requests), began)
         # No yield between two polls: a wait for the GPU spins as well.
-        while self._may_overlap(actor, until) and not running.is_done():
+        while self._may_overlap(actor, until):
+            if running.is_done():
+                if pending and began < next_start < math.inf:
+                    self._start_times.note_start(is_late=True)
+                return None
             if not (pending := self._pending()):
                 continue
-            if self._clock() >= latest or cover_running_chunks(self._arenas, [*pending, *running.requests]):
+            if _num_rows(pending) >= most or cover_running_chunks(self._arenas, [*pending, *running.requests]):
                 return self._started_next(actor, pending)
+            if self._clock() >= next_start:
+                following = self._started_next(actor, pending)
+                if following is not None and began < next_start:
+                    self._start_times.note_start(is_late=running.is_done())
+                return following
         return None
 
     def _started_next(self, actor: BatchActor, pending: Sequence[Requests]) -> Answers | None:
         """Start the next batch while another one is in flight. Return None if there is none without a pull."""
-        began = self._clock()
         requests, _ = self._next_batch(actor, pending, may_pull=False)
-        if not requests:
-            return None
-        answers = self._start(actor, requests)
-        self._start_s = _mean(self._start_s, self._clock() - began)
-        return answers
+        return self._start(actor, requests) if requests else None
+
+    def _most_rows(self, actor: BatchActor) -> int:
+        """Largest number of rows of a batch."""
+        if not (self._is_local and actor.policy.overlaps):
+            return self.options.max_batch
+        return most_rows(sum(arena.num_rows for arena in self._arenas), self.options.max_batch)
 
     def _pending(self) -> list[Requests]:
         return [requests for arena in self._arenas if (requests := arena.pending(self._fence)) is not None]
@@ -173,8 +184,8 @@ class BatchRunner:
             return [], 0.0
         finally:
             self._words[PHASE] = Phase.IDLE
-        options = self.options
-        fits = sum(len(requests.rows) for requests in admitted) <= options.max_batch
+        options, most = self.options, self._most_rows(actor)
+        fits = _num_rows(admitted) <= most
         if fits and not options.window_ms and _count(admitted) == _count(pending):
             return admitted, 0.0 if admitted else IDLE_S
         for requests in pending:
@@ -184,7 +195,7 @@ class BatchRunner:
         possible = _count(admitted) + (num_expected(self._arenas, pending) if options.window_ms else 0)
         arrived = np.concatenate([requests.arena.arrived[requests.groups] for requests in admitted])
         num_envs = np.concatenate([requests.arena.num_envs[requests.groups] for requests in admitted])
-        chosen, wait_s = next_batch(arrived, num_envs, possible, now, options.max_batch, options.window_ms / 1000)
+        chosen, wait_s = next_batch(arrived, num_envs, possible, now, most, options.window_ms / 1000)
         batch, stop = [], 0
         for requests in admitted:
             batch.append(requests.select(chosen[stop : stop + len(requests)]))
@@ -259,7 +270,7 @@ class BatchRunner:
             answers.failure = failed(error, self._words)
         self._words[PHASE] = Phase.IDLE
         self._words[SERVED_BATCHES] += 1
-        self._words[SERVED_ROWS] += sum(len(requests.rows) for requests in answers.requests)
+        self._words[SERVED_ROWS] += _num_rows(answers.requests)
 
     def _answers_to(self, actor: BatchActor, requests: Sequence[Requests], failure: am.Failed | None = None) -> Answers:
         return Answers(requests, actor.version, max(actor.version, self._sync.passed), failure)
@@ -268,17 +279,16 @@ class BatchRunner:
         answers.send(actor.output_names, self.total_pulls, self._divergence, self._fence)
 
 
-def _mean(mean: float, value: float) -> float:
-    """A running mean of about the last ten values."""
-    return mean + 0.1 * (value - mean) if mean else value
-
-
 def _nonempty(found: Iterable[Requests]) -> list[Requests]:
     return [requests for requests in found if len(requests)]
 
 
 def _count(found: Iterable[Requests]) -> int:
     return sum(len(requests) for requests in found)
+
+
+def _num_rows(found: Iterable[Requests]) -> int:
+    return sum(len(requests.rows) for requests in found)
 
 
 def failed(error: BaseException, words: memoryview) -> am.Failed:
