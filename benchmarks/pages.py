@@ -108,6 +108,8 @@ class Section:
             text = f"Not measured yet. To measure it, run `python benchmarks/{self.command}`."
         else:
             text = self.summary(json.loads(path.read_text()))
+        if self.page.parent == DOCS:
+            text = text.replace("`results/", "`benchmarks/results/")
         return put_between(page, text, (f"<!-- {self.mark}: begin -->", f"<!-- {self.mark}: end -->"))
 
 

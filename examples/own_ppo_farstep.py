@@ -118,7 +118,7 @@ def main(args: Args) -> float:
     """Train; return the mean return of the last 100 episodes."""
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)
-    envs = farstep.ClusterEnv({"env_name": args.env_id, "envs_per_node": args.num_envs})
+    envs = farstep.ClusterEnv({"env_name": args.env_id, "envs_per_node": args.num_envs, "seed": args.seed})
     agent = Agent(*envs.launch())
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     batch_size = args.num_envs * args.num_steps
