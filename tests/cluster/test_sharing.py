@@ -7,18 +7,21 @@ import dataclasses
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import farstep
 from farstep.cli import main
 from farstep.elastic import Schedule
-from farstep.elastic.coordinator.server import CoordinatorServer, connect
+from farstep.elastic.coordinator.messages import PROTOCOL, Leave, Register
+from farstep.elastic.coordinator.server import CoordinatorServer, connect, read_status
 from farstep.launch.engines.ssh import SSHEngine
 from farstep.testing import TableAgent
 from farstep.workflow.triggers.messages import Message
@@ -151,6 +154,55 @@ def test_run_survives_a_killed_coordinator_and_keeps_its_slots(tmp_path: Path) -
         assert second.wait(PATIENCE_S) == 0
 
 
+def test_silence_does_not_count_while_the_coordinator_is_suspended(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    with started_coordinator(folder, "--slots", 1) as coordinator, contextlib.ExitStack() as stack:
+        assert coordinator.stdout is not None and "1 slot" in coordinator.stdout.readline()
+        env = stack.enter_context(shared(str(folder)))
+        (run,) = runs(str(folder))
+        os.kill(coordinator.pid, signal.SIGSTOP)
+        with pytest.raises(farstep.LaunchError, match="does not answer"):
+            read_status(str(folder), timeout_s=0.1)
+        time.sleep(2 * LEASE_S)
+        os.kill(coordinator.pid, signal.SIGCONT)
+        assert [each.workload.id for each in runs(str(folder))] == [run.workload.id]
+        assert not env.events("warned")
+
+
+def warnings_of(env: farstep.ClusterEnv) -> list[str]:
+    return [event.text.split(";")[0] for event in env.events("warned")]
+
+
+def test_run_that_waits_for_a_suspended_coordinator_says_so(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    with started_coordinator(folder, "--slots", 1) as coordinator:
+        assert coordinator.stdout is not None and "1 slot" in coordinator.stdout.readline()
+        os.kill(coordinator.pid, signal.SIGSTOP)
+        env = shared(str(folder))
+        launching = threading.Thread(target=env.launch)
+        launching.start()
+        wait_until(lambda: bool(env.events("warned")))
+        os.kill(coordinator.pid, signal.SIGCONT)
+        launching.join(PATIENCE_S)
+        with env:
+            assert warnings_of(env) == [f"waiting for 1 slot of coordinator {str(folder)!r}, which does not answer"]
+
+
+def test_connection_is_reported_only_when_the_coordinator_has_answered(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    with contextlib.ExitStack() as stack:
+        with serving(folder, slots=2) as name:
+            env = stack.enter_context(shared(name))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(folder / "socket"))
+            listener.listen()
+            for _ in range(3):  # as while a killed coordinator ends: its connections are closed one by one
+                listener.accept()[0].close()
+        with serving(folder, slots=2) as name:
+            wait_until(lambda: len(env.events("warned")) == 2)
+            assert warnings_of(env) == [f"coordinator {name!r} has ended", f"connected to coordinator {name!r} again"]
+
+
 class SlowHandler(logging.Handler):
     """Stops at the event `scaled`, which a run emits under its lock. An engine that requests nodes takes as long."""
 
@@ -224,8 +276,11 @@ def test_launch_without_coordinator_says_how_to_start_one(tmp_path: Path) -> Non
 
 
 def test_run_that_needs_more_slots_than_there_are_is_refused(tmp_path: Path) -> None:
-    with serving(tmp_path / "c", slots=1) as name, pytest.raises(farstep.ConfigError, match="at least 2 slots"):
-        shared(name, min_workers=2).launch()
+    with serving(tmp_path / "c", slots=1) as name:
+        env = shared(name, min_workers=2)
+        with pytest.raises(farstep.ConfigError, match="at least 2 slots"):
+            env.launch()
+        assert not env.events("warned")  # in particular not that its lease has ended
 
 
 def test_device_of_a_coordinator_without_devices_is_refused(tmp_path: Path) -> None:
@@ -241,6 +296,26 @@ def test_device_of_a_coordinator_without_devices_is_refused(tmp_path: Path) -> N
 def test_second_coordinator_of_a_folder_is_refused(tmp_path: Path) -> None:
     with serving(tmp_path / "c", slots=1), pytest.raises(farstep.LaunchError, match="another coordinator"):
         CoordinatorServer(tmp_path / "c", 1)
+
+
+def test_run_that_left_before_its_registration_was_read_holds_nothing(tmp_path: Path) -> None:
+    server = CoordinatorServer(tmp_path / "c", 1, lease_s=3600.0)
+    with connect(tmp_path / "c", 5.0) as client:
+        client.send(msgspec.msgpack.encode(Register("id", "name", 1, 1, 1, protocol=PROTOCOL)))
+        client.send(msgspec.msgpack.encode(Leave("id")))
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    try:
+        wait_until(lambda: not runs(str(tmp_path / "c")))
+    finally:
+        server.stop()
+        thread.join()
+
+
+@pytest.mark.parametrize("name", ["tcp://node1:5000", "node1:5000"])
+def test_address_is_no_name_of_a_coordinator(name: str) -> None:
+    with pytest.raises(farstep.ConfigError, match="is an address"):
+        shared(name).launch()
 
 
 def test_malformed_messages_end_only_their_connection(tmp_path: Path) -> None:

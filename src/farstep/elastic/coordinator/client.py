@@ -94,6 +94,8 @@ class CoordinatorClient:
         """Whether no coordinator of another version has answered; otherwise the run does not connect again."""
         self._welcomed = False
         """Whether the coordinator has answered on this connection, in the protocol of this process."""
+        self._has_ended = False
+        """Whether an event has reported that the coordinator has ended, and none that it is back."""
         self._changed = threading.Condition()
         self._allowed: tuple[int, ...] = ()
         """The numbers of the slots that the run may use."""
@@ -169,7 +171,9 @@ class CoordinatorClient:
         """The slots that the run waits for; empty while it needs none or may use some."""
         if self._allowed or not self._register.wanted:
             return ""
-        reason = "which does not run" if self._socket is None else "which other runs are using"
+        reason = "which other runs are using" if self._welcomed else "which does not answer"
+        if self._socket is None:
+            reason = "which does not run"
         return f"{counted(self._register.minimum, 'slot')} of coordinator {self._name!r}, {reason}"
 
     def snapshot(self) -> dict[str, Any]:
@@ -232,7 +236,7 @@ class CoordinatorClient:
             remedy = (
                 f"start it with 'farstep coordinator start --slots N{_option(self._name)}'"
                 if self._socket is None
-                else f"'farstep coordinator status{_option(self._name)}' lists them"
+                else f"'farstep coordinator status{_option(self._name)}' shows which runs hold slots"
             )
             self._emit("warned", f"waiting for {self.waiting_for}; {remedy}")
 
@@ -318,11 +322,8 @@ class CoordinatorClient:
         return self._socket is not None and self._socket.fileno() in ready
 
     def _reconnect(self) -> None:
-        try:
+        with contextlib.suppress(OSError):
             self._connect()
-        except OSError:
-            return
-        self._emit("warned", f"connected to coordinator {self._name!r} again")
 
     def _receive(self) -> None:
         assert self._socket is not None
@@ -357,6 +358,9 @@ class CoordinatorClient:
         match answer:
             case Welcome(protocol=protocol) if protocol == PROTOCOL:
                 self._welcomed = True
+                if self._has_ended:
+                    self._has_ended = False
+                    self._emit("warned", f"connected to coordinator {self._name!r} again")
             case Refused() if not self._welcomed:
                 self._abandon(answer.reason)
             case _ if not self._welcomed:  # version 1 has no `Welcome`
@@ -374,7 +378,7 @@ class CoordinatorClient:
                 self._no_device = answer.reason
             case Refused():
                 self._refused = answer.reason
-            case NotRegistered():
+            case NotRegistered() if not self._refused:  # a refused run is not registered either
                 self._allowed, self._device = (), None
                 self._register = msgspec.structs.replace(self._register, workload=secrets.token_hex(16))
                 if self._register.wanted:
@@ -462,7 +466,8 @@ class CoordinatorClient:
         assert self._socket is not None
         self._socket.close()
         self._socket = None
-        if not self._closed:
+        if not self._closed and not self._has_ended:
+            self._has_ended = True
             keeps = "keeps its slots" if self._register.wanted and self._allowed else "has no slots now"
             self._emit(
                 "warned",
