@@ -23,7 +23,7 @@ from farstep.elastic import Schedule
 from farstep.elastic.coordinator.messages import PROTOCOL, Leave, Register
 from farstep.elastic.coordinator.server import CoordinatorServer, connect, read_status
 from farstep.launch.engines.ssh import SSHEngine
-from farstep.testing import TableAgent
+from farstep.testing import CountingEnv, TableAgent
 from farstep.workflow.triggers.messages import Message
 from tests.cluster.checks import cluster, within, worker_pids
 from tests.cluster.nodes import SHELL, node_config
@@ -415,16 +415,62 @@ def test_runs_on_the_same_hosts_use_each_host_evenly(tmp_path: Path) -> None:
         wait_until(lambda: hosts_of(first) == {"ssh host0": 2, "ssh host1": 2})
 
 
+def lose(env: farstep.ClusterEnv, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill the node daemon of a host, to which nobody can log in any more."""
+
+    def refuse(*_: object) -> Any:
+        raise farstep.LaunchError("the host is down")
+
+    monkeypatch.setattr(SSHEngine, "request", refuse)
+    (daemon,) = (node["pid"] for node in env.stats()["nodes"] if node["place"] == f"ssh {host}")
+    os.kill(daemon, signal.SIGKILL)
+
+
+class DoorEnv(CountingEnv):
+    """Never ends, and waits in each step while the file `closed` exists."""
+
+    def __init__(self, closed: str) -> None:
+        super().__init__(length=None)
+        self._closed = Path(closed)
+
+    def step(self, action: Any) -> Any:
+        while self._closed.exists():
+            time.sleep(0.01)
+        return super().step(action)
+
+
+@pytest.mark.timeout(120)
+def test_slot_is_released_only_when_its_worker_is_parked_even_if_other_workers_have_lost_their_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = tmp_path / "closed"
+    with serving(tmp_path / "c", slots=4) as name, contextlib.ExitStack() as stack:
+        config = node_config(tmp_path, 2, min_nodes=1, workers_per_node=2, coordinator=name)
+        env = stack.enter_context(cluster(DoorEnv, envs=2, config=config, env_kwargs={"closed": str(closed)}))
+        wait_until(lambda: hosts_of(env) == {"ssh host0": 2, "ssh host1": 2})
+        lose(env, "host1", monkeypatch)
+        wait_until(lambda: hosts_of(env) == {"ssh host0": 2})
+        closed.touch()
+        other = shared(name, min_workers=2)
+        threads = [threading.Thread(target=call) for call in (lambda: env.collect(TableAgent(), steps=2), other.launch)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: any("from 4 to 2" in event.text for event in env.events("scaled")))
+        for _ in range(20):
+            time.sleep(0.02)
+            assert held(name) == [4, 0]  # both workers of host0 are in a step
+        closed.unlink()
+        wait_until(lambda: held(name) == [2, 2])
+        for thread in threads:
+            thread.join()
+        other.close()
+
+
 @pytest.mark.timeout(120)
 def test_run_with_a_slot_on_each_host_continues_when_a_host_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> Any:
-        raise farstep.LaunchError("the host is down")
-
     with serving(tmp_path / "c", slots=2) as name, on_two_hosts(tmp_path, name) as env:
         wait_until(lambda: hosts_of(env) == {"ssh host0": 1, "ssh host1": 1})
-        monkeypatch.setattr(SSHEngine, "request", refuse)
-        (daemon,) = (node["pid"] for node in env.stats()["nodes"] if node["place"] == "ssh host0")
-        os.kill(daemon, signal.SIGKILL)
+        lose(env, "host0", monkeypatch)
         wait_until(lambda: hosts_of(env) == {"ssh host1": 1})
