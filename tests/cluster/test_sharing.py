@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -343,13 +344,33 @@ def test_vector_and_in_process_environments_refuse_a_coordinator() -> None:
         farstep.LocalConfig(priority=2)
 
 
+@contextlib.contextmanager
+def names_of_runs(coordinator: str) -> Iterator[set[str]]:
+    """The names of all runs of a coordinator until the end of the block."""
+    names, ended = set[str](), threading.Event()
+
+    def read() -> None:
+        while not ended.wait(0.02):
+            names.update(run.workload.name for run in runs(coordinator))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield names
+    finally:
+        ended.set()
+        thread.join()
+
+
 @pytest.mark.usefixtures("torch_in_workers")
 def test_trained_run_with_parked_workers_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     train = ["train", "ppo", "--env", "CartPole-v1", "--workers", "2", "--num-envs", "4", "--num-steps", "16"]
     saved = ["--folder", str(tmp_path), "--name", "run"]
     with serving(tmp_path / "c", slots=1) as name:
-        assert main([*train, *saved, "--coordinator", name, "--total-steps", "64"]) == 0
+        with names_of_runs(name) as names:
+            assert main([*train, *saved, "--coordinator", name, "--total-steps", "64"]) == 0
+        assert names == {f"{tmp_path / 'run'} ({os.getpid()})"}
         assert main(["train", "ppo", "--resume", str(tmp_path / "run"), "--total-steps", "128"]) == 0
         assert runs(name) == []
     # A resumed run keeps its options, so now it finds no coordinator.

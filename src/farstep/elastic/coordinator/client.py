@@ -72,6 +72,7 @@ class CoordinatorClient:
         minimum: Number of workers without which the run waits.
         wanted: Number of workers that the run can use.
         emit: Receives events.
+        run_name: Name of the run for people; empty: that of the script.
         per_session: Whether the run holds slots only while it launches and while a session of tickets is open.
 
     Raises:
@@ -79,12 +80,21 @@ class CoordinatorClient:
     """
 
     def __init__(
-        self, name: str, priority: int, minimum: int, wanted: int, emit: Emit, *, per_session: bool = False
+        self,
+        name: str,
+        priority: int,
+        minimum: int,
+        wanted: int,
+        emit: Emit,
+        *,
+        run_name: str = "",
+        per_session: bool = False,
     ) -> None:
         self._name, self._folder, self._emit = name, coordinator_folder(name), emit
         self._workers, self._per_session = wanted, per_session
         first = minimum if per_session else wanted  # all workers start at launch, for any number of slots
-        self._register = Register(secrets.token_hex(16), _run_name(), priority, minimum, first, protocol=PROTOCOL)
+        shown = _shown_name(run_name)
+        self._register = Register(secrets.token_hex(16), shown, priority, minimum, first, protocol=PROTOCOL)
         self._uses_session = True
         """Whether the run launches, or a session is open; always, if slots are not held per session."""
         self._waits = WaitLedger()
@@ -480,8 +490,8 @@ def _option(name: str) -> str:
     return "" if name == "default" else f" --name {name}"
 
 
-def _run_name() -> str:
-    """Return the name of this run for people: the script and its process."""
-    script = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
-    plain = "".join(letter for letter in script if letter.isprintable())[:100] or "python"
+def _shown_name(name: str) -> str:
+    """Return the name of this run for people, or the name of its script, and its process."""
+    script = Path(sys.argv[0]).name if sys.argv else ""
+    plain = "".join(letter for letter in name or script if letter.isprintable())[-100:] or "python"
     return f"{plain} ({os.getpid()})"

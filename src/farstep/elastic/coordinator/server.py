@@ -393,12 +393,13 @@ def status_text(status: Status, runs: list[WorkloadStatus]) -> Iterator[str]:
     held = sum(run.device is not None for run in runs)
     devices = f", {held} of {counted(status.devices, 'device')} in use" if status.devices else ""
     yield f"{used} of {counted(status.slots, 'slot')} in use{devices}; lease {status.lease_s:g} s, process {status.pid}"
+    width = max([28, *(len(run.workload.name) for run in runs)])
     if runs:
-        yield f"{'run':<28} priority slots  min  max  slot time device time  state"
+        yield f"{'run':<{width}} priority slots  min  max  slot time device time  state"
     for run in runs:
         w = run.workload
         yield (
-            f"{w.name:<28} {w.priority:>8} {len(w.held):>5} {w.minimum:>4} {w.wanted:>4} {w.slot_s:>8.1f} s "
+            f"{w.name:<{width}} {w.priority:>8} {len(w.held):>5} {w.minimum:>4} {w.wanted:>4} {w.slot_s:>8.1f} s "
             f"{w.device_s:>9.1f} s  {_state(run)}"
         )
 
