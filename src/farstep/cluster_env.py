@@ -482,6 +482,11 @@ def advise_options(env: ClusterEnv) -> None:
     env._launch.progress.is_command = True
 
 
+def name_run(env: ClusterEnv, name: str) -> None:
+    """Set the name under which `farstep coordinator status` shows a run. Call it before the launch."""
+    env._launch.progress.name = name
+
+
 def status_page_of(env: ClusterEnv) -> StatusPage:
     """Return the status page of a run. The first call starts its server."""
     return env._launch.status_page()

@@ -7,20 +7,24 @@ import dataclasses
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import farstep
 from farstep.cli import main
 from farstep.elastic import Schedule
-from farstep.elastic.coordinator.server import CoordinatorServer, connect
+from farstep.elastic.coordinator.messages import PROTOCOL, Leave, Register
+from farstep.elastic.coordinator.server import CoordinatorServer, connect, read_status
 from farstep.launch.engines.ssh import SSHEngine
-from farstep.testing import TableAgent
+from farstep.testing import CountingEnv, TableAgent
 from farstep.workflow.triggers.messages import Message
 from tests.cluster.checks import cluster, within, worker_pids
 from tests.cluster.nodes import SHELL, node_config
@@ -151,6 +155,55 @@ def test_run_survives_a_killed_coordinator_and_keeps_its_slots(tmp_path: Path) -
         assert second.wait(PATIENCE_S) == 0
 
 
+def test_silence_does_not_count_while_the_coordinator_is_suspended(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    with started_coordinator(folder, "--slots", 1) as coordinator, contextlib.ExitStack() as stack:
+        assert coordinator.stdout is not None and "1 slot" in coordinator.stdout.readline()
+        env = stack.enter_context(shared(str(folder)))
+        (run,) = runs(str(folder))
+        os.kill(coordinator.pid, signal.SIGSTOP)
+        with pytest.raises(farstep.LaunchError, match="does not answer"):
+            read_status(str(folder), timeout_s=0.1)
+        time.sleep(2 * LEASE_S)
+        os.kill(coordinator.pid, signal.SIGCONT)
+        assert [each.workload.id for each in runs(str(folder))] == [run.workload.id]
+        assert not env.events("warned")
+
+
+def warnings_of(env: farstep.ClusterEnv) -> list[str]:
+    return [event.text.split(";")[0] for event in env.events("warned")]
+
+
+def test_run_that_waits_for_a_suspended_coordinator_says_so(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    with started_coordinator(folder, "--slots", 1) as coordinator:
+        assert coordinator.stdout is not None and "1 slot" in coordinator.stdout.readline()
+        os.kill(coordinator.pid, signal.SIGSTOP)
+        env = shared(str(folder))
+        launching = threading.Thread(target=env.launch)
+        launching.start()
+        wait_until(lambda: bool(env.events("warned")))
+        os.kill(coordinator.pid, signal.SIGCONT)
+        launching.join(PATIENCE_S)
+        with env:
+            assert warnings_of(env) == [f"waiting for 1 slot of coordinator {str(folder)!r}, which does not answer"]
+
+
+def test_connection_is_reported_only_when_the_coordinator_has_answered(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    with contextlib.ExitStack() as stack:
+        with serving(folder, slots=2) as name:
+            env = stack.enter_context(shared(name))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(folder / "socket"))
+            listener.listen()
+            for _ in range(3):  # as while a killed coordinator ends: its connections are closed one by one
+                listener.accept()[0].close()
+        with serving(folder, slots=2) as name:
+            wait_until(lambda: len(env.events("warned")) == 2)
+            assert warnings_of(env) == [f"coordinator {name!r} has ended", f"connected to coordinator {name!r} again"]
+
+
 class SlowHandler(logging.Handler):
     """Stops at the event `scaled`, which a run emits under its lock. An engine that requests nodes takes as long."""
 
@@ -224,8 +277,11 @@ def test_launch_without_coordinator_says_how_to_start_one(tmp_path: Path) -> Non
 
 
 def test_run_that_needs_more_slots_than_there_are_is_refused(tmp_path: Path) -> None:
-    with serving(tmp_path / "c", slots=1) as name, pytest.raises(farstep.ConfigError, match="at least 2 slots"):
-        shared(name, min_workers=2).launch()
+    with serving(tmp_path / "c", slots=1) as name:
+        env = shared(name, min_workers=2)
+        with pytest.raises(farstep.ConfigError, match="at least 2 slots"):
+            env.launch()
+        assert not env.events("warned")  # in particular not that its lease has ended
 
 
 def test_device_of_a_coordinator_without_devices_is_refused(tmp_path: Path) -> None:
@@ -241,6 +297,26 @@ def test_device_of_a_coordinator_without_devices_is_refused(tmp_path: Path) -> N
 def test_second_coordinator_of_a_folder_is_refused(tmp_path: Path) -> None:
     with serving(tmp_path / "c", slots=1), pytest.raises(farstep.LaunchError, match="another coordinator"):
         CoordinatorServer(tmp_path / "c", 1)
+
+
+def test_run_that_left_before_its_registration_was_read_holds_nothing(tmp_path: Path) -> None:
+    server = CoordinatorServer(tmp_path / "c", 1, lease_s=3600.0)
+    with connect(tmp_path / "c", 5.0) as client:
+        client.send(msgspec.msgpack.encode(Register("id", "name", 1, 1, 1, protocol=PROTOCOL)))
+        client.send(msgspec.msgpack.encode(Leave("id")))
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    try:
+        wait_until(lambda: not runs(str(tmp_path / "c")))
+    finally:
+        server.stop()
+        thread.join()
+
+
+@pytest.mark.parametrize("name", ["tcp://node1:5000", "node1:5000"])
+def test_address_is_no_name_of_a_coordinator(name: str) -> None:
+    with pytest.raises(farstep.ConfigError, match="is an address"):
+        shared(name).launch()
 
 
 def test_malformed_messages_end_only_their_connection(tmp_path: Path) -> None:
@@ -268,13 +344,33 @@ def test_vector_and_in_process_environments_refuse_a_coordinator() -> None:
         farstep.LocalConfig(priority=2)
 
 
+@contextlib.contextmanager
+def names_of_runs(coordinator: str) -> Iterator[set[str]]:
+    """The names of all runs of a coordinator until the end of the block."""
+    names, ended = set[str](), threading.Event()
+
+    def read() -> None:
+        while not ended.wait(0.02):
+            names.update(run.workload.name for run in runs(coordinator))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield names
+    finally:
+        ended.set()
+        thread.join()
+
+
 @pytest.mark.usefixtures("torch_in_workers")
 def test_trained_run_with_parked_workers_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     train = ["train", "ppo", "--env", "CartPole-v1", "--workers", "2", "--num-envs", "4", "--num-steps", "16"]
     saved = ["--folder", str(tmp_path), "--name", "run"]
     with serving(tmp_path / "c", slots=1) as name:
-        assert main([*train, *saved, "--coordinator", name, "--total-steps", "64"]) == 0
+        with names_of_runs(name) as names:
+            assert main([*train, *saved, "--coordinator", name, "--total-steps", "64"]) == 0
+        assert names == {f"{tmp_path / 'run'} ({os.getpid()})"}
         assert main(["train", "ppo", "--resume", str(tmp_path / "run"), "--total-steps", "128"]) == 0
         assert runs(name) == []
     # A resumed run keeps its options, so now it finds no coordinator.
@@ -340,16 +436,62 @@ def test_runs_on_the_same_hosts_use_each_host_evenly(tmp_path: Path) -> None:
         wait_until(lambda: hosts_of(first) == {"ssh host0": 2, "ssh host1": 2})
 
 
+def lose(env: farstep.ClusterEnv, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill the node daemon of a host, to which nobody can log in any more."""
+
+    def refuse(*_: object) -> Any:
+        raise farstep.LaunchError("the host is down")
+
+    monkeypatch.setattr(SSHEngine, "request", refuse)
+    (daemon,) = (node["pid"] for node in env.stats()["nodes"] if node["place"] == f"ssh {host}")
+    os.kill(daemon, signal.SIGKILL)
+
+
+class DoorEnv(CountingEnv):
+    """Never ends, and waits in each step while the file `closed` exists."""
+
+    def __init__(self, closed: str) -> None:
+        super().__init__(length=None)
+        self._closed = Path(closed)
+
+    def step(self, action: Any) -> Any:
+        while self._closed.exists():
+            time.sleep(0.01)
+        return super().step(action)
+
+
+@pytest.mark.timeout(120)
+def test_slot_is_released_only_when_its_worker_is_parked_even_if_other_workers_have_lost_their_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = tmp_path / "closed"
+    with serving(tmp_path / "c", slots=4) as name, contextlib.ExitStack() as stack:
+        config = node_config(tmp_path, 2, min_nodes=1, workers_per_node=2, coordinator=name)
+        env = stack.enter_context(cluster(DoorEnv, envs=2, config=config, env_kwargs={"closed": str(closed)}))
+        wait_until(lambda: hosts_of(env) == {"ssh host0": 2, "ssh host1": 2})
+        lose(env, "host1", monkeypatch)
+        wait_until(lambda: hosts_of(env) == {"ssh host0": 2})
+        closed.touch()
+        other = shared(name, min_workers=2)
+        threads = [threading.Thread(target=call) for call in (lambda: env.collect(TableAgent(), steps=2), other.launch)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: any("from 4 to 2" in event.text for event in env.events("scaled")))
+        for _ in range(20):
+            time.sleep(0.02)
+            assert held(name) == [4, 0]  # both workers of host0 are in a step
+        closed.unlink()
+        wait_until(lambda: held(name) == [2, 2])
+        for thread in threads:
+            thread.join()
+        other.close()
+
+
 @pytest.mark.timeout(120)
 def test_run_with_a_slot_on_each_host_continues_when_a_host_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> Any:
-        raise farstep.LaunchError("the host is down")
-
     with serving(tmp_path / "c", slots=2) as name, on_two_hosts(tmp_path, name) as env:
         wait_until(lambda: hosts_of(env) == {"ssh host0": 1, "ssh host1": 1})
-        monkeypatch.setattr(SSHEngine, "request", refuse)
-        (daemon,) = (node["pid"] for node in env.stats()["nodes"] if node["place"] == "ssh host0")
-        os.kill(daemon, signal.SIGKILL)
+        lose(env, "host0", monkeypatch)
         wait_until(lambda: hosts_of(env) == {"ssh host1": 1})

@@ -23,7 +23,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_commands_of_the_page_share_slots(tmp_path: Path) -> None:
-    commands, on_a_gpu = blocks("bash")
+    commands, on_hosts, on_a_gpu = blocks("bash")
     start, run, status = (shlex.split(line, comments=True) for line in commands.splitlines())
     (tmp_path / "train.py").write_text(blocks("python")[0])
     environ = os.environ | {"XDG_STATE_HOME": str(tmp_path)}
@@ -35,8 +35,10 @@ def test_commands_of_the_page_share_slots(tmp_path: Path) -> None:
         finally:
             coordinator.terminate()
     assert coordinator.returncode == 0
-    options = shlex.split(on_a_gpu.splitlines()[1])[2:]  # without training: the machine may have no GPU
-    assert parse_options(options[0], options[1:]).run.release_device
+    learner, *options = shlex.split(on_a_gpu.splitlines()[1])[2:]  # without training: the machine may have no GPU
+    assert parse_options(learner, options).run.release_device
+    learner, *options = shlex.split(on_hosts.splitlines()[1])[2:]
+    assert parse_options(learner, options).nodes.coordinator == "default"
     assert shown.stdout.startswith("0 of 8 slots in use, 0 of 1 device in use; lease 10 s, process "), shown.stderr
 
 

@@ -17,6 +17,14 @@ class FakeHub:
         return True
 
 
+def test_silence_is_excused_up_to_the_present() -> None:
+    node = Node(FakeHub(), "0" * 16, 0, "host", 1, "", "", 100.0, 0)  # type: ignore[arg-type]
+    node.excuse(5.0, now=120.0)
+    assert node.heard_at == 105.0
+    node.excuse(30.0, now=120.0)  # otherwise a node that ended meanwhile would be found only 15 s later
+    assert node.heard_at == 120.0
+
+
 def test_invalid_progress_of_one_worker_is_rejected_as_its_message_and_the_others_are_stored() -> None:
     name = "0" * 16
     node = Node(FakeHub(), name, 0, "host", 1, "", "", 0.0, 0)  # type: ignore[arg-type]

@@ -19,7 +19,8 @@ farstep coordinator lets several training scripts share one machine, or the same
 ssh hosts. A slot is one running worker. Each script gets its fair share of the
 slots; a script that crashes loses them within the lease.
 
-Start a coordinator, and leave it running (it ends with Ctrl-C):
+Start one coordinator on the machine that runs the scripts, not on each host, and
+leave it running (it ends with Ctrl-C):
   farstep coordinator start --slots 8
   farstep coordinator start --slots 8 --devices 1 --name lab
 

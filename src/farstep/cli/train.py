@@ -26,7 +26,14 @@ from farstep.cli.options.algorithms import ALGORITHMS, RELEASING, make_learner
 from farstep.cli.options.env_check import check_env
 from farstep.cli.options.train_options import Options, learner_of_file, parse_options, stored_config, write_yaml
 from farstep.cli.saved.recording import check_recording, record
-from farstep.cluster_env import ClusterEnv, advise_options, call_when_begun, event_log_of, status_page_of
+from farstep.cluster_env import (
+    ClusterEnv,
+    advise_options,
+    call_when_begun,
+    event_log_of,
+    name_run,
+    status_page_of,
+)
 from farstep.config.launch import EngineConfig
 from farstep.errors import ConfigError, RunError, counted, unknown_name
 from farstep.event import Event
@@ -134,6 +141,7 @@ def _launch(
     with ExitStack() as on_failure:  # a run that does not start must not leave an empty run folder behind
         folder = _folder(name, options, on_failure)
         stack.enter_context(folder.lock())
+        name_run(env, str(folder.path))
         if resumed:
             _check_resumable(folder, run)
         with ExitStack() as starting:

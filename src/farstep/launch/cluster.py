@@ -205,7 +205,7 @@ class ClusterLauncher(Launcher):
         now = time.monotonic()
         paused_s, self._ticked_at = max(0.0, now - self._ticked_at - 1.0), now
         for node in list(self.connected.values()):
-            node.heard_at += paused_s  # silence does not count while the head was not reading
+            node.excuse(paused_s, now)
             silent_s, status = now - node.heard_at, self._group(node.group).status
             if silent_s > self._config.lease_s:
                 self._lose(node, f"was silent for {self._config.lease_s:g} s")

@@ -66,6 +66,10 @@ class Node:
     def send(self, message: n.ToNode) -> None:
         send_to_node(self.hub, self.name, message)
 
+    def excuse(self, seconds: float, now: float) -> None:
+        """Do not count the silence of a time in which the head was not reading. It may have read a message since."""
+        self.heard_at = min(now, self.heard_at + seconds)
+
     def start(self, worker: RemoteWorker, now: float) -> None:
         worker.words[PHASE] = Phase.CONNECT
         worker.node, worker.sent_at = self, now

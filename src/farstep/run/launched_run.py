@@ -87,6 +87,8 @@ class LaunchProgress:
         """None before the launch."""
         self.run: LaunchedRun | None = None
         """None while the run has no slots yet."""
+        self.name = ""
+        """Name of the run in the status of its coordinator; empty: that of the script."""
         self.is_command = False
         """Whether `farstep train` runs it: then remedies name its options instead of arguments in Python."""
 
@@ -205,7 +207,8 @@ class Launch:
         share: RunShare | None = None
         try:
             with Interrupts().deferred():  # otherwise Ctrl-C could leave a registered run with no owner
-                share = RunShare(config, num_workers, events.emit, per_session=env_config.release_idle)
+                name, per_session = self.progress.name, env_config.release_idle
+                share = RunShare(config, num_workers, events.emit, name=name, per_session=per_session)
             self.progress.share = share
             share.wait(self.check_open)
             run = LaunchedRun(*self._options, share)

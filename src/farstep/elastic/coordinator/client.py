@@ -72,6 +72,7 @@ class CoordinatorClient:
         minimum: Number of workers without which the run waits.
         wanted: Number of workers that the run can use.
         emit: Receives events.
+        run_name: Name of the run for people; empty: that of the script.
         per_session: Whether the run holds slots only while it launches and while a session of tickets is open.
 
     Raises:
@@ -79,12 +80,21 @@ class CoordinatorClient:
     """
 
     def __init__(
-        self, name: str, priority: int, minimum: int, wanted: int, emit: Emit, *, per_session: bool = False
+        self,
+        name: str,
+        priority: int,
+        minimum: int,
+        wanted: int,
+        emit: Emit,
+        *,
+        run_name: str = "",
+        per_session: bool = False,
     ) -> None:
         self._name, self._folder, self._emit = name, coordinator_folder(name), emit
         self._workers, self._per_session = wanted, per_session
         first = minimum if per_session else wanted  # all workers start at launch, for any number of slots
-        self._register = Register(secrets.token_hex(16), _run_name(), priority, minimum, first, protocol=PROTOCOL)
+        shown = _shown_name(run_name)
+        self._register = Register(secrets.token_hex(16), shown, priority, minimum, first, protocol=PROTOCOL)
         self._uses_session = True
         """Whether the run launches, or a session is open; always, if slots are not held per session."""
         self._waits = WaitLedger()
@@ -94,6 +104,8 @@ class CoordinatorClient:
         """Whether no coordinator of another version has answered; otherwise the run does not connect again."""
         self._welcomed = False
         """Whether the coordinator has answered on this connection, in the protocol of this process."""
+        self._has_ended = False
+        """Whether an event has reported that the coordinator has ended, and none that it is back."""
         self._changed = threading.Condition()
         self._allowed: tuple[int, ...] = ()
         """The numbers of the slots that the run may use."""
@@ -169,7 +181,9 @@ class CoordinatorClient:
         """The slots that the run waits for; empty while it needs none or may use some."""
         if self._allowed or not self._register.wanted:
             return ""
-        reason = "which does not run" if self._socket is None else "which other runs are using"
+        reason = "which other runs are using" if self._welcomed else "which does not answer"
+        if self._socket is None:
+            reason = "which does not run"
         return f"{counted(self._register.minimum, 'slot')} of coordinator {self._name!r}, {reason}"
 
     def snapshot(self) -> dict[str, Any]:
@@ -232,7 +246,7 @@ class CoordinatorClient:
             remedy = (
                 f"start it with 'farstep coordinator start --slots N{_option(self._name)}'"
                 if self._socket is None
-                else f"'farstep coordinator status{_option(self._name)}' lists them"
+                else f"'farstep coordinator status{_option(self._name)}' shows which runs hold slots"
             )
             self._emit("warned", f"waiting for {self.waiting_for}; {remedy}")
 
@@ -318,11 +332,8 @@ class CoordinatorClient:
         return self._socket is not None and self._socket.fileno() in ready
 
     def _reconnect(self) -> None:
-        try:
+        with contextlib.suppress(OSError):
             self._connect()
-        except OSError:
-            return
-        self._emit("warned", f"connected to coordinator {self._name!r} again")
 
     def _receive(self) -> None:
         assert self._socket is not None
@@ -357,6 +368,9 @@ class CoordinatorClient:
         match answer:
             case Welcome(protocol=protocol) if protocol == PROTOCOL:
                 self._welcomed = True
+                if self._has_ended:
+                    self._has_ended = False
+                    self._emit("warned", f"connected to coordinator {self._name!r} again")
             case Refused() if not self._welcomed:
                 self._abandon(answer.reason)
             case _ if not self._welcomed:  # version 1 has no `Welcome`
@@ -374,7 +388,7 @@ class CoordinatorClient:
                 self._no_device = answer.reason
             case Refused():
                 self._refused = answer.reason
-            case NotRegistered():
+            case NotRegistered() if not self._refused:  # a refused run is not registered either
                 self._allowed, self._device = (), None
                 self._register = msgspec.structs.replace(self._register, workload=secrets.token_hex(16))
                 if self._register.wanted:
@@ -462,7 +476,8 @@ class CoordinatorClient:
         assert self._socket is not None
         self._socket.close()
         self._socket = None
-        if not self._closed:
+        if not self._closed and not self._has_ended:
+            self._has_ended = True
             keeps = "keeps its slots" if self._register.wanted and self._allowed else "has no slots now"
             self._emit(
                 "warned",
@@ -475,8 +490,8 @@ def _option(name: str) -> str:
     return "" if name == "default" else f" --name {name}"
 
 
-def _run_name() -> str:
-    """Return the name of this run for people: the script and its process."""
-    script = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
-    plain = "".join(letter for letter in script if letter.isprintable())[:100] or "python"
+def _shown_name(name: str) -> str:
+    """Return the name of this run for people, or the name of its script, and its process."""
+    script = Path(sys.argv[0]).name if sys.argv else ""
+    plain = "".join(letter for letter in name or script if letter.isprintable())[-100:] or "python"
     return f"{plain} ({os.getpid()})"

@@ -21,19 +21,28 @@ class RunShare:
         config: Names the coordinator, if there is one, and the run's priority and minimum.
         num_workers: Number of workers that the run can use.
         emit: Receives events.
+        name: Name of the run for people; empty: that of the script.
         per_session: Whether the run holds slots only while it launches and while a session of tickets is open.
 
     Raises:
         LaunchError: The coordinator cannot be reached.
     """
 
-    def __init__(self, config: LaunchConfig, num_workers: int, emit: Emit, *, per_session: bool = False) -> None:
+    def __init__(
+        self, config: LaunchConfig, num_workers: int, emit: Emit, *, name: str = "", per_session: bool = False
+    ) -> None:
         self._min_workers, self._per_session = config.min_workers, per_session
         self._devices = DeviceLedger()
         self._client: CoordinatorClient | None = None
         if config.coordinator is not None:
             self._client = CoordinatorClient(
-                config.coordinator, config.priority, config.min_workers, num_workers, emit, per_session=per_session
+                config.coordinator,
+                config.priority,
+                config.min_workers,
+                num_workers,
+                emit,
+                run_name=name,
+                per_session=per_session,
             )
 
     def wait(self, check_open: Callable[[], None]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import selectors
 import socket
 import struct
@@ -36,6 +37,8 @@ from farstep.errors import ConfigError, LaunchError, counted
 PACKET_BYTES = 2**17
 """Maximum size of a message. The numbers of 10,000 slots take 30 kB, and the kernel sends at most 208 kB at once."""
 _TICK_S = 0.1
+_PAUSE_S = 1.0
+"""Longest time in seconds between two readings of the clock that counts."""
 _SAVE_EVERY_S = 10.0
 _MAX_CLIENTS = 1000
 _CREDENTIALS = struct.Struct("3i")
@@ -79,8 +82,13 @@ def coordinator_folder(name: str) -> Path:
     Raises:
         ConfigError: The name is not a plain name, or this user has no home folder.
     """
+    if "://" in name or ("/" not in name and re.search(r":\d+\Z", name)):
+        raise ConfigError(
+            f"{name!r} is an address, but a coordinator has none: start it on the machine of the runs, and give its "
+            "name, or the path of its folder."
+        )
     if "/" in name:
-        return Path(name)
+        return Path(name).absolute()
     if not name or name.startswith(".") or "\0" in name:
         raise ConfigError(f"a coordinator cannot be named {name!r}; expected a plain name, or a path with a slash.")
     base = Path(os.environ.get("XDG_STATE_HOME", ""))
@@ -102,6 +110,21 @@ def socket_path(folder: Path) -> Iterator[str]:
         os.close(descriptor)
 
 
+class _Clock:
+    """Measures the time in which this process runs. Runs are not silent while the coordinator is suspended."""
+
+    def __init__(self) -> None:
+        self._read_at, self._paused_s = time.monotonic(), 0.0
+
+    def now(self) -> float:
+        """Return the time in seconds. The coordinator reads it several times a second, unless it is suspended."""
+        now = time.monotonic()
+        if (passed_s := now - self._read_at) > _PAUSE_S:
+            self._paused_s += passed_s - _TICK_S
+        self._read_at = now
+        return now - self._paused_s
+
+
 class CoordinatorServer:
     """Serves one coordinator until `stop` is called.
 
@@ -121,7 +144,7 @@ class CoordinatorServer:
         self, folder: Path, slots: int, devices: int = 0, lease_s: float = 10.0, turn_s: float = TURN_S
     ) -> None:
         self._folder, self._connections = folder, dict[str, socket.socket]()
-        self._saved_at = 0.0
+        self._clock, self._saved_at = _Clock(), 0.0
         self._file = StateFile(folder)
         with contextlib.ExitStack() as opened:
             try:
@@ -159,7 +182,7 @@ class CoordinatorServer:
             ) from None
 
     def _restored(self, slots: int, devices: int, lease_s: float, turn_s: float) -> Coordinator:
-        now = time.monotonic()
+        now = self._clock.now()
         if (saved := self._file.read()) is None:
             return Coordinator(slots, devices, lease_s, turn_s, now)
         try:
@@ -175,13 +198,13 @@ class CoordinatorServer:
         """Serve until `stop` is called, and close everything."""
         with self._opened:
             try:
-                self._send(self.coordinator.tick(time.monotonic()))
+                self._send(self.coordinator.tick(self._clock.now()))
                 while True:
                     for key, _ in self._selector.select(_TICK_S):
                         if key.data is None:
                             return
                         key.data()
-                    now = time.monotonic()
+                    now = self._clock.now()
                     if answers := self.coordinator.tick(now):
                         self._save()
                         self._send(answers)
@@ -233,7 +256,7 @@ class CoordinatorServer:
         if isinstance(message, Register):
             self._connections[message.workload] = client
             self._send_packet(client, Welcome(message.workload, PROTOCOL))
-        answers = self.coordinator.handle(message, time.monotonic())
+        answers = self.coordinator.handle(message, self._clock.now())
         if answers or not isinstance(message, Heartbeat):
             self._save()
         self._send(answers)
@@ -246,6 +269,8 @@ class CoordinatorServer:
     def _send_packet(self, client: socket.socket, message: object) -> None:
         try:
             client.send(msgspec.msgpack.encode(message))
+        except BrokenPipeError:  # what the client has sent before its end, such as `Leave`, is still to be read
+            pass
         except OSError:  # or the client does not read; it learns the current state when it connects again
             self._close(client)
 
@@ -276,7 +301,7 @@ class CoordinatorServer:
 
     def _save(self) -> None:
         self._file.append(self.coordinator.save())
-        self._saved_at = time.monotonic()
+        self._saved_at = self._clock.now()
 
     def _send_status(self, client: socket.socket) -> None:
         coordinator = self.coordinator
@@ -325,6 +350,8 @@ def connect(folder: Path, timeout_s: float) -> socket.socket:
 
 def no_coordinator(name: str, error: OSError) -> str:
     """Return the text of the error that no coordinator can be reached."""
+    if isinstance(error, TimeoutError):
+        return f"the coordinator in {coordinator_folder(name)} does not answer; it may be suspended or overloaded."
     option = "" if name == "default" else f" --name {name}"
     return (
         f"no coordinator can be reached in {coordinator_folder(name)} ({error.strerror or error}); start one with "
@@ -366,12 +393,13 @@ def status_text(status: Status, runs: list[WorkloadStatus]) -> Iterator[str]:
     held = sum(run.device is not None for run in runs)
     devices = f", {held} of {counted(status.devices, 'device')} in use" if status.devices else ""
     yield f"{used} of {counted(status.slots, 'slot')} in use{devices}; lease {status.lease_s:g} s, process {status.pid}"
+    width = max([28, *(len(run.workload.name) for run in runs)])
     if runs:
-        yield f"{'run':<28} priority slots  min  max  slot time device time  state"
+        yield f"{'run':<{width}} priority slots  min  max  slot time device time  state"
     for run in runs:
         w = run.workload
         yield (
-            f"{w.name:<28} {w.priority:>8} {len(w.held):>5} {w.minimum:>4} {w.wanted:>4} {w.slot_s:>8.1f} s "
+            f"{w.name:<{width}} {w.priority:>8} {len(w.held):>5} {w.minimum:>4} {w.wanted:>4} {w.slot_s:>8.1f} s "
             f"{w.device_s:>9.1f} s  {_state(run)}"
         )
 

@@ -31,7 +31,8 @@ class WorkerPool(Protocol):
         ...
 
     def num_running(self) -> int:
-        """Return the number of workers that may be using a core, also of a run that has failed or is closed."""
+        """Return the number of workers that may be using a core, now or when their node joins, also of a run that has
+        failed or is closed."""
         ...
 
     def use_slots_per_session(self, slots: SessionSlots) -> None:

@@ -65,11 +65,12 @@ class WorkerSlots:
         return self.is_paused and not self._returned_slots
 
     def num_running(self) -> int:
-        """Return the number of workers that may be using a core: all that are not parked; 0 if `pause` or the end of
-        the run has made all of them idle."""
+        """Return the number of workers that may be using a core: all that are not parked, and those that will run as
+        soon as they have a node; 0 if `pause` or the end of the run has made all of them idle."""
         with self.locked():
             is_idle = (self.is_paused or self.state != "running") and not self._tickets.in_flight
-            return 0 if is_idle else len(self._server.available.present())
+            present = {record.worker for record in self._server.available.present()}
+            return 0 if is_idle else len(present | self._tickets.presence.wanted)
 
     # ---- the number of workers ----
 
