@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -448,7 +449,7 @@ def lose(env: farstep.ClusterEnv, host: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 class DoorEnv(CountingEnv):
-    """Never ends, and waits in each step while the file `closed` exists."""
+    """Never ends, and waits in each step while the file `closed` exists. Beside it is then a file `inside-PID`."""
 
     def __init__(self, closed: str) -> None:
         super().__init__(length=None)
@@ -456,6 +457,7 @@ class DoorEnv(CountingEnv):
 
     def step(self, action: Any) -> Any:
         while self._closed.exists():
+            self._closed.with_name(f"inside-{os.getpid()}").touch()
             time.sleep(0.01)
         return super().step(action)
 
@@ -472,19 +474,20 @@ def test_slot_is_released_only_when_its_worker_is_parked_even_if_other_workers_h
         lose(env, "host1", monkeypatch)
         wait_until(lambda: hosts_of(env) == {"ssh host0": 2})
         closed.touch()
-        other = shared(name, min_workers=2)
-        threads = [threading.Thread(target=call) for call in (lambda: env.collect(TableAgent(), steps=2), other.launch)]
-        for thread in threads:
-            thread.start()
+        pool = stack.enter_context(ThreadPoolExecutor())
+        stack.callback(closed.unlink, missing_ok=True)
+        collecting = pool.submit(env.collect, TableAgent(), steps=2)
+        wait_until(lambda: len(list(tmp_path.glob("inside-*"))) == 2)
+        other = stack.enter_context(contextlib.closing(shared(name, min_workers=2)))
+        launching = pool.submit(other.launch)
         wait_until(lambda: any("from 4 to 2" in event.text for event in env.events("scaled")))
         for _ in range(20):
             time.sleep(0.02)
             assert held(name) == [4, 0]  # both workers of host0 are in a step
         closed.unlink()
         wait_until(lambda: held(name) == [2, 2])
-        for thread in threads:
-            thread.join()
-        other.close()
+        collecting.result()
+        launching.result()
 
 
 @pytest.mark.timeout(120)
