@@ -187,24 +187,24 @@ def _backends_page(document: Document, found: dict[str, list[Run]]) -> str:
     return "\n\n".join(
         [
             f"{workers} workers, on {machines(document)}. *First batch* is the time from the start of a cluster until "
-            "its first batch. *Restart* is the time until the first step of a worker that was killed. The other rows "
-            "are the time from the request for a rollout until the first step of the slowest worker. Before the "
-            "request, the learner sleeps for the given time in place of an update. Meanwhile, all workers keep "
-            "running (*held*), all are suspended (*released*), or `env.scale` parks all but one (*parked*)"
-            f"{_further_backends(found)}:",
+            "its first batch. *Restart* is the time until the first step of a worker that was killed. In the other "
+            "rows, the learner sleeps for the given time in place of an update, and then requests a rollout. Their "
+            "times are from this request until the first step of the slowest worker. During the sleep:",
+            "\n".join(_BACKENDS[name] for name in _BACKENDS if any(case.startswith(name) for case in found)),
             table(["", "median, ms", "longest", f"below {1e3 * SOON_S:.0f} ms", "samples"], rows),
             _load(found),
         ]
     )
 
 
-def _further_backends(found: dict[str, list[Run]]) -> str:
-    """What to say about rows that older results do not have."""
-    further = {
-        "prewarmed": "*prewarmed*: released, and resumed before the predicted end of the update",
-        "parked, criu": "with *criu*, workers are parked on disk, by a node daemon",
-    }
-    return "".join(f"; {text}" for name, text in further.items() if any(case.startswith(name) for case in found))
+_BACKENDS = {
+    "held": "- *held*: all workers keep running",
+    "released": "- *released*: all workers are suspended",
+    "prewarmed": "- *prewarmed*: as released, but workers continue before the predicted end of the sleep",
+    "parked": "- *parked*: `env.scale` parks all but one, and unparks them before the request",
+    "parked, criu": "- *parked, criu*: the same, but a node daemon parks them on disk",
+}
+"""What happens to workers in the rows with these names."""
 
 
 # ---- prewarm ----
@@ -222,11 +222,11 @@ def _prewarm_page(document: Document, found: dict[str, list[Run]]) -> str:
     return "\n\n".join(
         [
             f"{workers} workers, on {machines(document)} (`results/elastic-prewarm.json`). Times are from the end of "
-            "an update until the first step of the slowest worker. During the update, all but one worker are parked "
-            "and killed (*cold*, *zygote*) or written to disk (*criu*), and `env.scale` requests them again: at the "
-            "end of the update, or at the time that `WorkloadMonitor` predicts (*prewarmed*). "
-            "(`WorkloadMonitor` is what `prewarm` uses to predict.) *Reconnect*: workers are released instead, without "
-            "and with `prewarm`. *Gained* is the time that prewarming saves, as a share of an update plus the wait "
+            "an update until the first step of the slowest worker. During the update, all but one worker are away: "
+            "parked and killed (*cold*, *zygote*: how they start again), or written to disk (*criu*). `env.scale` "
+            "requests them again at the end of the update or, in the rows *prewarmed*, at the time that "
+            "`WorkloadMonitor` predicts (as for the option `prewarm`). In the rows *reconnect*, workers are only "
+            "released; there, *prewarmed* is the option `prewarm`. *Gained* is the time that prewarming saves, as a share of an update plus the wait "
             "after it:",
             table(["", "update, s", "median, ms", "longest", "gained", "samples"], rows),
             _load(found),
@@ -306,8 +306,8 @@ def _shared_page(document: Document, found: dict[str, list[Run]]) -> str:
         )
     return "\n\n".join(
         [
-            f"Workloads of {_workers(first)} each with `release_idle`, which may use {first['cores']} cores of "
-            f"{machines(document)}. Collecting takes about as long as learning, which has one thread. *Slots for "
+            f"Each workload has {_workers(first)} and uses `release_idle`. All may use {first['cores']} cores of a "
+            f"machine with {machines(document)}. Collecting takes about as long as learning, which has one thread. *Slots for "
             "both*: the coordinator has a slot for each worker of both workloads, so nothing makes the workloads take "
             "turns. *Slots for one*: it has slots for the workers of one workload, and each workload returns them "
             "while it learns. "
