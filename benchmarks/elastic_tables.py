@@ -201,7 +201,7 @@ _BACKENDS = {
     "held": "- *held*: all workers keep running",
     "released": "- *released*: all workers are suspended",
     "prewarmed": "- *prewarmed*: as released, but workers continue before the predicted end of the sleep",
-    "parked": "- *parked*: `env.scale` parks all but one, and unparks them before the request",
+    "parked": "- *parked*: `env.scale` parks all but one, and unparks them with the request",
     "parked, criu": "- *parked, criu*: the same, but a node daemon parks them on disk",
 }
 """What happens to workers in the rows with these names."""
@@ -226,8 +226,8 @@ def _prewarm_page(document: Document, found: dict[str, list[Run]]) -> str:
             "parked and killed (*cold*, *zygote*: how they start again), or written to disk (*criu*). `env.scale` "
             "requests them again at the end of the update or, in the rows *prewarmed*, at the time that "
             "`WorkloadMonitor` predicts (as for the option `prewarm`). In the rows *reconnect*, workers are only "
-            "released; there, *prewarmed* is the option `prewarm`. *Gained* is the time that prewarming saves, as a share of an update plus the wait "
-            "after it:",
+            "released; there, *prewarmed* is the option `prewarm`. *Gained* is the time that prewarming "
+            "saves, as a share of an update plus the wait after it:",
             table(["", "update, s", "median, ms", "longest", "gained", "samples"], rows),
             _load(found),
         ]
@@ -307,9 +307,9 @@ def _shared_page(document: Document, found: dict[str, list[Run]]) -> str:
     return "\n\n".join(
         [
             f"Each workload has {_workers(first)} and uses `release_idle`. All may use {first['cores']} cores of a "
-            f"machine with {machines(document)}. Collecting takes about as long as learning, which has one thread. *Slots for "
-            "both*: the coordinator has a slot for each worker of both workloads, so nothing makes the workloads take "
-            "turns. *Slots for one*: it has slots for the workers of one workload, and each workload returns them "
+            f"machine with {machines(document)}. Collecting takes about as long as learning, which has one thread. "
+            "*Slots for both*: the coordinator has a slot for each worker of both workloads, so nothing makes the "
+            "workloads take turns. *Slots for one*: it has slots for the workers of one workload, and each workload returns them "
             "while it learns. "
             "Medians of the rounds (from the lowest to the highest); in each round, the second workload starts at "
             "another point of the first one's update:",
