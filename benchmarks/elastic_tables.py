@@ -309,8 +309,8 @@ def _shared_page(document: Document, found: dict[str, list[Run]]) -> str:
             f"Each workload has {_workers(first)} and uses `release_idle`. All may use {first['cores']} cores of a "
             f"machine with {machines(document)}. Collecting takes about as long as learning, which has one thread. "
             "*Slots for both*: the coordinator has a slot for each worker of both workloads, so nothing makes the "
-            "workloads take turns. *Slots for one*: it has slots for the workers of one workload, and each workload returns them "
-            "while it learns. "
+            "workloads take turns. *Slots for one*: it has slots for the workers of one workload, and each workload "
+            "returns them while it learns. "
             "Medians of the rounds (from the lowest to the highest); in each round, the second workload starts at "
             "another point of the first one's update:",
             table(["", "update, ms", "/ alone", "rows per update", "time per row / alone"], rows),
