@@ -130,7 +130,7 @@ def elastic_section(part: str) -> Section:
     """The section with one part of elastic.py."""
     summary, name = partial(elastic_tables.page, part=part), f"elastic-{part}"
     results = f"{name}.json" if part in elastic_tables.ALONE else "elastic.json"
-    return Section(DOCS / "elasticity.md", name, results, summary, f"elastic.py --parts {part}")
+    return Section(DOCS / "elasticity_measurements.md", name, results, summary, f"elastic.py --parts {part}")
 
 
 SECTIONS = (
@@ -167,7 +167,7 @@ SECTIONS = (
     Section(README, "uneven", "uneven.json", uneven.summary, "uneven.py"),
     Section(README, "elastic", "elastic.json", elastic_claims, "elastic.py"),
     *map(elastic_section, elastic_tables.PARTS),
-    Section(DOCS / "elasticity.md", "parked", "parked.json", parked.summary, is_optional=True),
+    Section(DOCS / "elasticity_measurements.md", "parked", "parked.json", parked.summary, is_optional=True),
     elastic_section(elastic_tables.PREWARM),
     Section(
         DOCS / "sharing.md",

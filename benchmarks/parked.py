@@ -128,7 +128,7 @@ class Measured:
 
 
 def summary(document: dict[str, Any]) -> str:
-    """The section of docs/elasticity.md."""
+    """The section of docs/elasticity_measurements.md."""
     names = {"cold": "killed", "zygote": "killed", "suspend": "parked", "criu": "parked"}
     rows = []
     for run in document["runs"]:

@@ -77,7 +77,7 @@ def test_the_page_of_training_has_every_option():
 
 def test_command_with_a_scaling_rule_changes_the_number_of_workers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run_farstep(commands("elasticity.md"))
+    run_farstep(commands("scaling_rules.md"))
     logged = metrics(tmp_path / "runs" / "adaptive")
     rows = [(row["step"], row["workers/active"]) for row in logged]
     assert rows == [(128, 1), (256, 1), (512, 2), (768, 2), (1024, 2)]

@@ -40,8 +40,10 @@ ELSEWHERE = {
 
 OWN_PROCESS = {
     "README.md",
+    "docs/adaptive_batch.md",
     "docs/consumers.md",
     "docs/elasticity.md",
+    "docs/releasing.md",
     "docs/workflows.md",
 }
 """Pages whose script runs in a process of its own, as a user runs it; the others save the import of torch."""

@@ -120,7 +120,7 @@ STATS_GROUPS = (
     Namespace(
         "slots/",
         "Here, a slot is the permission of one worker to run. A worker holds it from the start of its process until "
-        "the process ends, is parked, or is suspended between two rollouts ([elasticity](elasticity.md)).",
+        "the process ends, is parked, or is suspended between two rollouts ([released](releasing.md)).",
         (
             _head("slots/held", "slots that are held now", unit="slots"),
             _head(
