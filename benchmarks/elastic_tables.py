@@ -96,8 +96,8 @@ def _ppo(document: Document, found: dict[str, list[Run]]) -> list[str]:
     if not ppo:
         return []
     any_run = next(iter(ppo.values()))[0]
-    base = ppo.get(RAY) or ppo.get(HELD)
-    rows = []
+    base_name, against = (RAY, "Ray") if RAY in ppo else (HELD, "held")
+    base, rows = ppo.get(base_name), []
     for name, runs in ppo.items():
         slot_s = _median(runs, _slot_s)
         share = f"{slot_s / _median(base, _slot_s):.2f}" if base else "-"
@@ -105,20 +105,28 @@ def _ppo(document: Document, found: dict[str, list[Run]]) -> list[str]:
         parts = [f"{1e3 * _median(runs, lambda run, key=key: run[key]):.0f}" for key in ("collect_s", "learn_s")]
         cpu = f"{_median(runs, lambda run: run['cpu_seconds'] / run['updates']):.2f}"
         rows.append([name, f"{slot_s:.2f}", share, *times, *parts, cpu])
-    against = "Ray" if RAY in ppo else "held"
     header = ["", "slot-seconds per update", f"/ {against}", "update", "update, 95 %", "collecting", "learning"]
     parts = [
-        f"PPO with {_workers(any_run)}, {any_run['rows_per_update']:,} rows per update and "
-        f"environments that compute for {any_run['workload']['step_ms']:.2f} ms per step. Medians of "
-        f"{len(next(iter(ppo.values())))} rounds of {any_run['updates']} updates, on {machines(document)}; times of "
-        "updates, collecting and learning in ms:",
+        f"**PPO** with {_workers(any_run)}, {any_run['rows_per_update']:,} rows per update, and environments that "
+        f"compute for {any_run['workload']['step_ms']:.2f} ms per step. The machine has {machines(document)}. The "
+        f"table has medians of {len(next(iter(ppo.values())))} rounds of {any_run['updates']} updates:",
+        "\n".join((f"- */ {against}*: slot-seconds relative to the row *{base_name}*", *_PPO_COLUMNS)),
         table([*header, "CPU-seconds per update"], rows),
-        "CPU-seconds are those of all processes, learner and daemons included. Slot-seconds of Ray actors are "
-        "computed, not recorded: Ray reserves the CPU of an actor until the actor ends, so they are actors x seconds.",
+        _RAY_IS_COMPUTED if RAY in ppo else "Ray actors were not measured.",
+        "The plot shows how many worker slots are held during six updates:",
     ]
-    if RAY not in ppo:
-        parts.append("Ray actors were not measured.")
     return [*parts, f"![slots over time, held and released](images/{SLOTS_IMAGE})"]
+
+
+_PPO_COLUMNS = (
+    "- *update*: mean time of an update with its rollout, in ms; *update, 95 %*: the 95th percentile",
+    "- *collecting*, *learning*: the two parts of an update, in ms",
+    "- *CPU-seconds*: of all processes, learner and daemons included",
+)
+_RAY_IS_COMPUTED = (
+    "The slot-seconds of Ray actors are computed, not recorded. Ray reserves the CPU of an actor until the actor ends, "
+    "so the slot-seconds are the number of actors times the seconds of the run."
+)
 
 
 def _p95(run: Run) -> float:
@@ -131,9 +139,9 @@ def _in_turn(found: dict[str, list[Run]]) -> list[str]:
         return []
     ratios = ", ".join(f"{_released_over_held(run):.3f}" for run in runs)
     return [
-        f"Updates with released and with held workers in turn, in one process: the median update with released workers "
-        f"takes {_median(runs, _released_over_held):.2f} times as long ({ratios} in {len(runs)} processes of "
-        f"{runs[0]['updates']} updates each)."
+        "**PPO in one process.** One process has both kinds of workers, and its updates use released and held workers "
+        f"in turn. With released workers, the median update takes {_median(runs, _released_over_held):.2f} times as "
+        f"long as with held workers ({ratios} in {len(runs)} such processes)."
     ]
 
 
@@ -160,11 +168,11 @@ def _sac(found: dict[str, list[Run]]) -> list[str]:
     against = "Ray" if SAC_RAY in sac else "held"
     header = ["", "slot-milliseconds per update", f"/ {against}", "idle", "update, ms", "CPU-milliseconds per update"]
     return [
-        f"SAC learns while workers collect: {_workers(any_run)}, {any_run['total_steps']:,} steps, and "
-        f"{any_run['updates_per_step']:g} updates per step. With `release_idle`, a worker is released while the "
-        "limiter admits no more of its rows. Ray's actors may be as many steps ahead of the learner as farstep's "
-        "workers; then they wait. *Idle* is the share of the slot-seconds in which workers waited. "
-        f"Medians of {len(next(iter(sac.values())))} rounds:",
+        f"**SAC** with {_workers(any_run)}, {any_run['total_steps']:,} steps, and "
+        f"{any_run['updates_per_step']:g} updates per step. SAC learns while workers collect. Workers that are too far "
+        "ahead of the learner wait; with `release_idle`, they are released. Ray's actors may be as many steps ahead "
+        "as farstep's workers. *Idle* is the share of the slot-seconds in which workers waited. The table has medians "
+        f"of {len(next(iter(sac.values())))} rounds:",
         table(header, rows),
     ]
 
@@ -186,10 +194,11 @@ def _backends_page(document: Document, found: dict[str, list[Run]]) -> str:
     workers = next(iter(found.values()))[0]["workers"]
     return "\n\n".join(
         [
-            f"{workers} workers, on {machines(document)}. *First batch* is the time from the start of a cluster until "
-            "its first batch. *Restart* is the time until the first step of a worker that was killed. In the other "
-            "rows, the learner sleeps for the given time in place of an update, and then requests a rollout. Their "
-            "times are from this request until the first step of the slowest worker. During the sleep:",
+            f"The run has {workers} workers on {machines(document)}. The first rows are about new workers:",
+            "\n".join(_STARTS),
+            "In the other rows, the learner sleeps for 0.05 s or 0.5 s in place of an update, and then requests a "
+            "rollout. The times are from this request until the first step of the slowest worker. Workers send rows "
+            "over shared memory (*shm*) or TCP (*tcp*). The name of a row says what happens during the sleep:",
             "\n".join(_BACKENDS[name] for name in _BACKENDS if any(case.startswith(name) for case in found)),
             table(["", "median, ms", "longest", f"below {1e3 * SOON_S:.0f} ms", "samples"], rows),
             _load(found),
@@ -197,12 +206,16 @@ def _backends_page(document: Document, found: dict[str, list[Run]]) -> str:
     )
 
 
+_STARTS = (
+    "- *first batch*: the time from the start of a run until its first batch",
+    "- *restart*: the time until the first step of a worker that replaces a killed one",
+)
 _BACKENDS = {
     "held": "- *held*: all workers keep running",
     "released": "- *released*: all workers are suspended",
-    "prewarmed": "- *prewarmed*: as released, but workers continue before the predicted end of the sleep",
-    "parked": "- *parked*: `env.scale` parks all but one, and unparks them with the request",
-    "parked, criu": "- *parked, criu*: the same, but a node daemon parks them on disk",
+    "prewarmed": "- *prewarmed*: all workers are suspended, but continue before the predicted end of the sleep",
+    "parked": "- *parked*: all workers but one are parked, and unparked with the request",
+    "parked, criu": "- *parked, criu*: the same, but the workers are parked on disk",
 }
 """What happens to workers in the rows with these names."""
 
@@ -221,17 +234,25 @@ def _prewarm_page(document: Document, found: dict[str, list[Run]]) -> str:
     workers = next(iter(found.values()))[0]["workers"]
     return "\n\n".join(
         [
-            f"{workers} workers, on {machines(document)} (`results/elastic-prewarm.json`). Times are from the end of "
-            "an update until the first step of the slowest worker. During the update, all but one worker are away: "
-            "parked and killed (*cold*, *zygote*: how they start again), or written to disk (*criu*). `env.scale` "
-            "requests them again at the end of the update or, in the rows *prewarmed*, at the time that "
-            "`WorkloadMonitor` predicts (as for the option `prewarm`). In the rows *reconnect*, workers are only "
-            "released; there, *prewarmed* is the option `prewarm`. *Gained* is the time that prewarming "
-            "saves, as a share of an update plus the wait after it:",
+            f"The run has {workers} workers on {machines(document)} (`results/elastic-prewarm.json`). Times are from "
+            "the end of an update until the first step of the slowest worker. The name of a row says what happens to "
+            "workers:",
+            "\n".join(_PREWARM),
+            "*Gained* is the time that prewarming saves, as a share of the update and the wait after it:",
             table(["", "update, s", "median, ms", "longest", "gained", "samples"], rows),
             _load(found),
         ]
     )
+
+
+_PREWARM = (
+    "- *cold*, *zygote*: during the update, all workers but one are killed; then new ones start, with this "
+    "`start_method`",
+    "- *criu*: during the update, all workers but one are written to disk; then they are restored",
+    "- *reconnect*: during the update, all workers are released; then they continue, and may have to reconnect",
+    "- *prewarmed*: workers are requested before the predicted end of the update; in the other rows, at its end",
+)
+"""What happens in the rows with these names."""
 
 
 def _update_and_wait_s(runs: Sequence[Run]) -> float:
@@ -248,13 +269,19 @@ def _batch_page(document: Document, found: dict[str, list[Run]]) -> str:
         mine = {name: runs for name, runs in mine.items() if runs}
         first, end_s = next(iter(mine.values()))[0], _common_s(mine)
         parts += [
-            f"{task} whose steps sleep for {first['workload']['step_ms']:g} ms, one environment per worker. Runs "
-            f"end at a mean return of {first['target']:g} over 100 episodes, or after {first['seconds_limit']:g} s. "
-            "`schedule` goes from the smallest to the largest of the fixed numbers of workers, `noise` chooses from 1 "
-            f"to the largest; *last workers* is the number in the last update. *Return, 0 - {end_s} s* is the mean "
-            f"return over the first {end_s} s; every run lasted at least that long. *Reached* counts the runs that "
-            f"reached {first['target']:g}. The table has means over the seeds, with the "
-            "lowest and the highest value in brackets; times and slot-seconds are those until the end of the run:",
+            f"PPO learns {task}, with one environment per worker. Each step sleeps for "
+            f"{first['workload']['step_ms']:g} ms, so that all workers can step at the same time. A run ends when the "
+            f"mean return of 100 episodes reaches {first['target']:g}, or after {first['seconds_limit']:g} s. "
+            "`schedule` goes from the smallest to the largest of the fixed numbers of workers. `noise` chooses from 1 "
+            "to the largest. The table has means over the seeds, with the lowest and the highest value in brackets:",
+            "\n".join(
+                (
+                    f"- *reached*: the number of runs that reached a return of {first['target']:g}",
+                    "- *seconds*, *slot-seconds*, *updates*, *steps*: from the start to the end of a run",
+                    f"- *return, 0 - {end_s} s*: the return, averaged over the first {end_s} s of a run",
+                    "- *last return*, *last workers*: the return and the number of workers in the last update",
+                )
+            ),
             table(
                 [*names, f"return, 0 - {end_s} s", "last return", "last workers"],
                 [_batch_row(name, runs, end_s) for name, runs in mine.items()],
@@ -306,17 +333,23 @@ def _shared_page(document: Document, found: dict[str, list[Run]]) -> str:
         )
     return "\n\n".join(
         [
-            f"Each workload has {_workers(first)} and uses `release_idle`. All may use {first['cores']} cores of a "
-            f"machine with {machines(document)}. Collecting takes about as long as learning, which has one thread. "
-            "*Slots for both*: the coordinator has a slot for each worker of both workloads, so nothing makes the "
-            "workloads take turns. *Slots for one*: it has slots for the workers of one workload, and each workload "
-            "returns them while it learns. "
-            "Medians of the rounds (from the lowest to the highest); in each round, the second workload starts at "
-            "another point of the first one's update:",
+            f"Each workload is a run of PPO with {_workers(first)} and `release_idle`. The workloads use "
+            f"{first['cores']} cores of a machine with {machines(document)}. Collecting takes about as long as "
+            "learning, which uses one thread. The name of a row says how many slots the coordinator has:",
+            "\n".join(_SHARED),
+            "The table has medians of the rounds, with the lowest and the highest value in brackets. In each round, "
+            "the second workload starts at another point of the first one's update. */ alone* is relative to one "
+            "workload alone. *Longer updates* have more rows:",
             table(["", "update, ms", "/ alone", "rows per update", "time per row / alone"], rows),
             _load(found),
         ]
     )
+
+
+_SHARED = (
+    "- *slots for both*: a slot for each worker of both workloads, so that the workloads need not take turns",
+    "- *slots for one*: only as many slots as one workload has workers, so that the workloads take turns",
+)
 
 
 def _workers(run: Run) -> str:

@@ -334,9 +334,8 @@ def test_tables_of_the_elastic_benchmark() -> None:
     trained = {"part": "batch", "task": "CartPole-v1", "target": 475.0, "seconds_limit": 45.0, "reached": True, **work}
     trained |= {"seconds": 10.5, "steps": 80, "updates": 2, "slot_seconds": 30.0, "workers": 3, "return": 20.0}
     curve = [[0.0, 0, 0, 0.0, 1, 0.0], [10.0, 70, 1, 25.0, 2, 20.0], [10.5, 80, 2, 30.0, 3, 20.0]]
-    (line,) = tables.page(
-        {**document, "runs": [{**trained, "name": "schedule", "curve": curve}]}, "batch"
-    ).splitlines()[4:5]
+    text = tables.page({**document, "runs": [{**trained, "name": "schedule", "curve": curve}]}, "batch")
+    (line,) = [line for line in text.splitlines() if line.startswith("| schedule")]
     assert [cell.strip() for cell in line.split("|")[7:-1]] == ["10 (10 - 10)", "20 (20 - 20)", "3 (3 - 3)"]
     gpu = {"part": "gpu", "seconds": 8.0, "updates": 4, "parameters": 10_000, "device": "a GPU", **work}
     released = {**gpu, "name": f"{tables.RELEASED}, 64", "gpu_seconds": 2.0, "move_s": 0.1, "memory_mib": 0.0}
@@ -353,7 +352,7 @@ def test_tables_of_starts_in_advance_and_of_parked_workers() -> None:
     run = {"part": "prewarm", "workers": 4, "update_s": 6.0, "wall_s": 9.0, "others_cpu_s": 0.0}
     runs = [{**run, "name": "cold", "waits_s": [2.0, 2.0, 3.0]}, {**run, "name": "cold, prewarmed", "waits_s": [0.0]}]
     document = {"machine": {"cores": 2, "cpu": "a CPU"}, "runs": runs}
-    lines = tables.page(document, "prewarm").splitlines()[4:6]
+    lines = [line for line in tables.page(document, "prewarm").splitlines() if line.startswith("| cold")]
     assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines] == [
         ["cold", "6", "2000", "3000", "", "3"],
         ["cold, prewarmed", "6", "0", "0", "25%", "1"],
