@@ -1,9 +1,15 @@
 """Stores the newest version also on the learner's GPU, from where acting servers on the same GPU copy it.
 
-A word in the parameters' shared memory has the version on the GPU. The head writes, and servers read, only while they
-hold a lock of the file (`fcntl.lockf`), which the kernel releases if a process dies. A server that has compared one
-version with the copy in main memory, and trusts this path from then on, holds a lock of its own. While all servers do,
-versions are not copied to main memory.
+A word in the parameters' shared memory has the version on the GPU. Head and servers guard the memory of the GPU with
+locks of single bytes of the file (`fcntl.lockf`), which the kernel releases if a process dies:
+
+- The head writes, and servers read, only while they hold the first lock. If a server is reading, the head does not
+  wait: it writes this version to main memory.
+- Each server has a lock of its own. After it has compared one version with the copy in main memory, it holds this lock
+  until it closes the memory. While all servers do, versions are not copied to main memory.
+- The head frees the memory only when no server holds its own lock: CUDA does not allow it earlier.
+
+Before a restarted server learns about the parameters, the head copies the newest version to main memory.
 """
 
 from __future__ import annotations
