@@ -19,7 +19,6 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 import farstep
 from farstep.errors import PendingStepError
 from farstep.head.stepping.stepper import Stepper
-from farstep.rollout.step_board import spinning_allowed
 from farstep.testing import CountingEnv
 from farstep.testing.vector_env import assert_same
 from tests.work import instructions
@@ -89,8 +88,10 @@ def test_a_step_of_local_workers_costs_no_message() -> None:
         assert min(instructions(lambda: ours.step(actions())) for _ in range(5)) < 800
 
 
-def test_steps_of_processes_that_poll_before_they_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farstep.head.stepping.lock_step.spinning_allowed", lambda workers: True)
+@pytest.mark.parametrize("cores", [1, 2, 8])
+def test_steps_of_processes_that_poll_before_they_sleep(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process polls, or one of two workers, or both and the head."""
+    monkeypatch.setattr("farstep.rollout.step_board.usable_cpus", lambda: cores)
     theirs = SyncVectorEnv([CountingEnv] * 4)
     with vector(CountingEnv) as ours, contextlib.closing(theirs):
         theirs.reset(seed=1)
@@ -98,9 +99,14 @@ def test_steps_of_processes_that_poll_before_they_sleep(monkeypatch: pytest.Monk
             assert_same(ours.step(actions() * (step % 3)), theirs.step(actions() * (step % 3)))
 
 
-def test_polling_needs_a_core_for_each_process() -> None:
-    cores = len(os.sched_getaffinity(0))
-    assert not spinning_allowed(cores)  # and one for the head
+def test_steps_of_single_environments_with_workers_that_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farstep.rollout.step_board.usable_cpus", lambda: 8)
+    with vector(CountingEnv, batch_size=2) as envs:
+        envs.async_reset(seed=1)
+        for _ in range(100):
+            *_, info = envs.recv()
+            envs.send(actions(2), info["env_id"])
+        assert envs.stats()["steps"] >= 196
 
 
 def test_time_of_steps_is_counted() -> None:

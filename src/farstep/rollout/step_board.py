@@ -6,7 +6,7 @@ own doorbell, and the last worker to finish rings the head's.
 
 Head and workers write data first, then the word that announces the data, then ring. The system call that rings, and the
 one that the reader sleeps in, order these writes. Without a system call in between, only processors that keep the
-order of stores (x86) allow reading the data; others do not spin (see `spinning_allowed`).
+order of stores (x86) allow reading the data; others do not poll (see `num_polling`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ NO_INFOS, BY_MESSAGE, FAILED = 0, -1, -2
 instead of results. A positive value is the number of bytes in the info buffer."""
 LAST_TOKEN = b"L"
 """The byte that the last worker to finish reads (see `completion_tokens`)."""
-SPIN_S = 20e-6
-"""Seconds for which head and workers poll the board before they sleep, if they may (see `spinning_allowed`)."""
+POLL_S = 2e-3
+"""Seconds for which head and workers poll the board before they sleep, if they may (see `num_polling`)."""
+_CROWDED_S = 50e-6
+"""If there are more seconds between two polls, another process has used the core."""
+MOST_SKIPPED = 64
 
 
 class StepBoard:
@@ -91,19 +94,46 @@ def ring(fd: int) -> None:
     os.eventfd_write(fd, 1)
 
 
-def spinning_allowed(workers: int) -> bool:
-    """Whether head and workers may poll before they sleep: only if each of them has a core of its own, because a
-    spinning process would delay one that has work; and only on processors that keep the order of stores."""
-    return platform.machine() in ("x86_64", "AMD64", "i686") and workers + 1 <= usable_cpus()
+def num_polling(processes: int) -> int:
+    """How many of a run's processes may poll the board before they sleep.
+
+    If each has a core of its own, all may. Otherwise all cores but one may be used for polling, and the head does not
+    poll. On processors that reorder stores, nobody may.
+    """
+    if platform.machine() not in ("x86_64", "AMD64", "i686"):
+        return 0
+    cores = usable_cpus()
+    return processes if processes <= cores else cores - 1
 
 
-def spin(word: Callable[[], bool], seconds: float = SPIN_S) -> bool:
-    """Poll until `word()` is True, at most `seconds`. Return whether it is."""
-    deadline = time.perf_counter() + seconds
-    while time.perf_counter() < deadline:
-        if word():
-            return True
-    return False
+class Polling:
+    """Polls the board for a short time, because a process that sleeps is woken only after tens of microseconds.
+
+    Between two polls, other processes get the core. If polling fails, or if another process needs the core, the next
+    waits are not polled: one, then two, four, and so on up to `MOST_SKIPPED`, until polling succeeds.
+    """
+
+    def __init__(self) -> None:
+        self._skip, self._skipped = 0, 0
+        """How many waits are not polled after the last failure, and how many of them are over."""
+
+    def succeeds(self, is_ready: Callable[[], bool]) -> bool:
+        """Poll until `is_ready()` is True, at most `POLL_S` seconds. Return whether it is."""
+        if self._skipped < self._skip:
+            self._skipped += 1
+            return False
+        now = time.perf_counter()
+        deadline = now + POLL_S
+        while now < deadline:
+            if is_ready():
+                self._skip = 0
+                return True
+            os.sched_yield()
+            before, now = now, time.perf_counter()
+            if now - before > _CROWDED_S:
+                break
+        self._skip, self._skipped = min(2 * self._skip or 1, MOST_SKIPPED), 0
+        return is_ready()
 
 
 def close_all(fds: Sequence[int]) -> None:

@@ -16,9 +16,9 @@ from farstep.rollout.step_board import (
     INFO_BUFFER_BYTES,
     LAST_TOKEN,
     NO_INFOS,
+    Polling,
     StepBoard,
     ring,
-    spin,
 )
 from farstep.wire import messages as m
 from farstep.wire.codec import pack
@@ -56,7 +56,8 @@ class LockStepWorker:
     ) -> None:
         board, self._bell, self._head_bell, self._completion_pipe = fds
         self._board = StepBoard.attach(board, message.workers, message.slots)
-        self._me, self._alone, self._spins = message.worker, message.workers == 1, message.spins
+        self._me, self._alone = message.worker, message.workers == 1
+        self._polling = Polling() if message.polls else None
         self._link_fd, self._host, self._progress, self._timer = link_fd, host, progress, timer
         self._send, self._fail, self._failures = send, fail, failures
         self._slots = slice(host.slots.first, host.slots.first + host.num_envs)
@@ -75,17 +76,21 @@ class LockStepWorker:
         """
         self._rows = None
         requested, partial = self._board.requested_step, self._board.partial_requests
-        me, link_fd, poll = self._me, self._link_fd, self._epoll.poll
+        me, link_fd, poll, polling = self._me, self._link_fd, self._epoll.poll, self._polling
+
+        def is_requested() -> bool:
+            return requested[me] != self._last or partial[me] != self._last_partial
+
         has_message = False
         while not has_message:
             if requested[me] != self._last:
                 self._last = requested[me]
                 self._step_all(rows)
-                if self._spins and spin(lambda: requested[me] != self._last):
-                    continue
             elif partial[me] != self._last_partial:
                 self._last_partial = partial[me]
                 self._step_some(rows)
+            if polling is not None and polling.succeeds(is_requested):
+                continue
             for fd, _ in poll():  # each ring is one event, so that this returns at once if the head has rung meanwhile
                 has_message = has_message or fd == link_fd
         if self._rows is not None:

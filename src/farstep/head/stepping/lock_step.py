@@ -26,13 +26,13 @@ from farstep.rollout.step_board import (
     FAILED,
     INFO_BUFFER_BYTES,
     NO_INFOS,
+    Polling,
     StepBoard,
     close_all,
     completion_tokens,
     doorbell,
+    num_polling,
     ring,
-    spin,
-    spinning_allowed,
 )
 from farstep.wire import messages as m
 from farstep.wire.channels.memory import SharedMemory
@@ -73,7 +73,8 @@ class LockStepHead:
             self._epoll.register(server.input_fd, select.EPOLLIN)
             opened.pop_all()
         self.board = StepBoard(self._memory.map, workers, slots)
-        self._spins = spinning_allowed(workers)
+        self._num_polling = num_polling(1 + workers)
+        self._polling = Polling() if self._num_polling > workers else None
         self._count = 0
         self._clean = True
         """Whether all requested steps are done and their results read. Otherwise a call was interrupted or raised."""
@@ -96,7 +97,7 @@ class LockStepHead:
         workers, slots = len(self._records), len(self.in_flight)
         with self._server.locked():
             for record in self._records:
-                message = m.SetDoorbells(record.worker, workers, slots, self._spins)
+                message = m.SetDoorbells(record.worker, workers, slots, polls=record.worker < self._num_polling)
                 fds = [self._memory.fd, self._bells[record.worker], self._own, self._completion_pipe]
                 self._server.outbox.send(record, message, fds=fds)
 
@@ -116,7 +117,7 @@ class LockStepHead:
 
     def finish(self) -> Sequence[Info]:
         """Wait for the step and return its infos."""
-        if not self._spins:
+        if self._polling is None:
             self._sleep(self._all_done)  # the last worker's ring orders its results before the words (see `StepBoard`)
         self._wait(self._all_done)
         infos: list[Info] = []
@@ -238,7 +239,7 @@ class LockStepHead:
         self._some_infos.clear()
 
     def _wait(self, finished: Callable[[], bool], *, errors: bool = True) -> None:
-        if self._spins and spin(finished):
+        if self._polling is not None and self._polling.succeeds(finished):
             return
         while not finished():
             self._sleep(finished, errors=errors)

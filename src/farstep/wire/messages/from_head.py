@@ -114,8 +114,8 @@ class SetDoorbells(msgspec.Struct, tag="set-doorbells"):
     workers: Count
     slots: Count
     """Number of environments of all workers."""
-    spins: bool = False
-    """Whether the worker polls the board for some microseconds before it sleeps."""
+    polls: bool = False
+    """Whether the worker may poll the board before it sleeps."""
 
 
 class Reset(msgspec.Struct):

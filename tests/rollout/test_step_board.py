@@ -1,0 +1,42 @@
+"""How processes poll the board before they sleep."""
+
+from __future__ import annotations
+
+import pytest
+
+from farstep.rollout.step_board import MOST_SKIPPED, Polling, num_polling
+
+
+def polls(polling: Polling) -> bool:
+    """Whether a wait in which nothing becomes ready is polled."""
+    calls = []
+    assert not polling.succeeds(lambda: bool(calls.append(None)))
+    return bool(calls)
+
+
+def test_after_each_failure_more_waits_are_not_polled() -> None:
+    polling = Polling()
+    polled = [polls(polling) for _ in range(1 + 1 + 1 + 2 + 1 + 4)]
+    assert polled == [True, False, True, False, False, True, False, False, False, False]
+    many = "".join("p" if polls(polling) else "." for _ in range(500))
+    assert max(map(len, many.split("p"))) == MOST_SKIPPED
+
+
+def test_after_a_success_every_wait_is_polled() -> None:
+    polling = Polling()
+    while polls(polling):
+        pass
+    while not polling.succeeds(lambda: True):
+        pass
+    assert all(polling.succeeds(lambda: True) for _ in range(5))
+
+
+@pytest.mark.parametrize(("cores", "polling"), [(1, 0), (2, 1), (3, 3), (16, 3)])
+def test_processes_that_poll_leave_a_core_to_the_others(
+    cores: int, polling: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farstep.rollout.step_board.usable_cpus", lambda: cores)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert num_polling(3) == polling
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert num_polling(3) == 0
