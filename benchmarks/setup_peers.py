@@ -43,8 +43,8 @@ OLD_ENVS = ("gymnasium==0.29.1", "ale-py==0.12.1", "opencv-python-headless==4.11
 BOX2D = ("box2d==2.3.10", "box2d-py==2.3.8")
 """Packages of LunarLander: the first has wheels for x86-64 only, the second compiles anywhere."""
 
-MUJOCO = "mujoco"
-"""Package of HalfCheetah-v5, installed only on request: not every platform has wheels."""
+MUJOCO = ("mujoco==3.3.2", "imageio")
+"""Packages of HalfCheetah, installed only on request: not every platform has wheels. Gymnasium 0.29 needs imageio."""
 
 INSTALL_TIMEOUT_S = 1800.0
 
@@ -109,7 +109,7 @@ def main() -> int:
         try:
             done = install(known[name])
             if options.mujoco:
-                pip(VENVS / name / "bin" / "python", "install", "--only-binary", ":all:", MUJOCO)
+                pip(VENVS / name / "bin" / "python", "install", "--only-binary", ":all:", *MUJOCO)
         except InstallError as error:
             failures[name] = str(error)
             say(f"      cannot be installed: {error}")
