@@ -184,6 +184,8 @@ class Plan:
     contenders: list[Learner]
     cleanrl: Path
     timeout_s: float
+    max_seconds: float = math.inf
+    """Seconds of training after which a peer's run ends without reaching the threshold."""
     done: frozenset[tuple[Case, str]] = frozenset()
     """Completed runs, which are not repeated."""
     deadline: float = math.inf
@@ -215,6 +217,7 @@ class Plan:
             *("--seed", str(case.seed)),
             *(() if task.threshold is None else ("--threshold", str(task.threshold))),
             *("--max-steps", str(task.max_steps)),
+            *("--max-seconds", str(self.max_seconds)),
         ]
 
 
@@ -243,6 +246,7 @@ def main(benchmark: Benchmark = LEARNING) -> int:
         contenders=options.contenders,
         cleanrl=options.cleanrl.resolve(),
         timeout_s=options.timeout,
+        max_seconds=options.max_seconds,
         done=frozenset((case, name) for case, found in results.items() for name in found),
         deadline=math.inf if options.minutes is None else time.monotonic() + 60 * options.minutes,
     )
@@ -311,6 +315,7 @@ def run_pinned(case: Case, contender: str, plan: Plan, group: list[int]) -> Run:
             *("taskset", "--cpu-list", ",".join(map(str, group)), sys.executable, str(BENCHMARKS / plan.script)),
             *("--env", case.env, "--only", contender, "--first-seed", str(case.seed), "--seeds", "1"),
             *("--max-steps", str(task.max_steps), "--cleanrl", str(plan.cleanrl), "--timeout", str(plan.timeout_s)),
+            *("--max-seconds", str(plan.max_seconds)),
             *("--out", str(out), "--images", folder),
         ]
         ended = subprocess.run(command, capture_output=True, text=True)
@@ -339,6 +344,9 @@ def parse_options(benchmark: Benchmark) -> argparse.Namespace:
         type=Path,
         default=benchmark.cleanrl,
         help=f"CleanRL's {benchmark.cleanrl.name}, in a checkout of its repository",
+    )
+    parser.add_argument(
+        "--max-seconds", type=float, default=math.inf, help="end a peer's run after this time of training"
     )
     parser.add_argument("--timeout", type=float, default=benchmark.timeout_s, help="seconds before a run is killed")
     parser.add_argument(

@@ -8,7 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from statistics import fmean
 
 from versions import versions_of
@@ -26,6 +26,8 @@ class Task:
     threshold: float
     """Mean return of the last 100 training episodes; infinite: train for `max_steps`."""
     max_steps: int
+    max_seconds: float = math.inf
+    """Seconds of training after which a peer's run ends."""
 
 
 def parse_arguments(parser: argparse.ArgumentParser | None = None) -> tuple[Task, argparse.Namespace]:
@@ -35,16 +37,16 @@ def parse_arguments(parser: argparse.ArgumentParser | None = None) -> tuple[Task
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--threshold", type=float, default=math.inf)
     parser.add_argument("--max-steps", type=int, required=True)
+    parser.add_argument("--max-seconds", type=float, default=math.inf)
     options = parser.parse_args()
-    task = Task(env=options.env, seed=options.seed, threshold=options.threshold, max_steps=options.max_steps)
-    return task, options
+    return Task(**{field.name: getattr(options, field.name) for field in fields(Task)}), options
 
 
 @dataclass
 class Curve:
     """Mean return of the last 100 episodes over seconds of training and steps of environments."""
 
-    threshold: float
+    task: Task
     points: list[tuple[float, int, float]] = field(default_factory=list)
     reached: bool = False
     _began: float = field(default_factory=time.monotonic)
@@ -55,15 +57,16 @@ class Curve:
         self._began = time.monotonic()
 
     def episode(self, steps: int, value: float) -> bool:
-        """Take note of an episode that ended; whether the threshold is reached."""
+        """Add an episode that has ended. Return whether training is over."""
         self._returns.append(value)
         return self.mean(steps, fmean(self._returns), len(self._returns))
 
     def mean(self, steps: int, mean: float, episodes: int, seconds: float | None = None) -> bool:
         """The same where a library computes the mean itself, over `episodes` episodes."""
-        self.points.append((time.monotonic() - self._began if seconds is None else seconds, steps, mean))
-        self.reached = self.reached or (episodes >= LAST_EPISODES and mean >= self.threshold)
-        return self.reached
+        seconds = time.monotonic() - self._began if seconds is None else seconds
+        self.points.append((seconds, steps, mean))
+        self.reached = self.reached or (episodes >= LAST_EPISODES and mean >= self.task.threshold)
+        return self.reached or seconds >= self.task.max_seconds
 
 
 def report(

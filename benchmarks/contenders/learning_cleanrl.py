@@ -58,7 +58,7 @@ def main() -> None:
         arguments += [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
     if options.num_envs:
         arguments += ["--num-envs", str(options.num_envs)]
-    curve = Curve(task.threshold)
+    curve = Curve(task)
 
     class Listener:
         """Stands in for torch.utils.tensorboard.SummaryWriter."""

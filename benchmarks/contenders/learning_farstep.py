@@ -38,7 +38,7 @@ def main() -> None:
     if math.isfinite(task.threshold):
         arguments += ["--target-return", str(task.threshold)]
     train.main([*arguments, "--folder", str(RUN.parent), "--name", RUN.name])
-    curve = Curve(task.threshold)
+    curve = Curve(task)
     updates, learner_s = 0, 0.0
     for line in (RUN / "metrics.jsonl").read_text().splitlines():
         found = json.loads(line)

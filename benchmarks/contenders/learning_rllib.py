@@ -164,7 +164,7 @@ def main() -> None:
     )
     config, settings = ALGORITHMS[options.algorithm](task.env, options.num_envs)
     algorithm = config.environment(task.env).debugging(seed=task.seed).build_algo()
-    curve, steps, done, rows = Curve(task.threshold), 0, False, 0
+    curve, steps, done, rows = Curve(task), 0, False, 0
     while not done and steps < task.max_steps:
         result = algorithm.train()
         found = result["env_runners"]

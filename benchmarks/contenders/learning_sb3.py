@@ -68,7 +68,7 @@ def main() -> None:
     torch.set_num_threads(1)
     algorithm, settings = hyper_parameters(task)
     model = algorithm("MlpPolicy", task.env, seed=task.seed, device="cpu", **settings)
-    curve = Curve(task.threshold)
+    curve = Curve(task)
     model.learn(task.max_steps, callback=Listener(curve))
     report(
         options.contender,
