@@ -152,7 +152,7 @@ FIRES: list[tuple[str, Window, str]] = [
     ("replay ratio", window(stats(**limiter(sample=0.9)), metrics=updates(replay__rows=9.0)), "learner waits 90 %"),
     ("small buffer", window(stats(wait=0.4, **full(0.4))), "chunks wait 40 % of the time for room among its 100 rows"),
     ("staleness bound", window(stats(dropped={"stale": 100})), "33 % of the chunks are dropped as stale"),
-    ("taking turns", window(stats([IDLE, IDLE], wait=0.7)), "workers 90 % and the learner 70 %"),
+    ("waiting for each other", window(stats([IDLE, IDLE], wait=0.7)), "workers 90 % and the learner 70 %"),
     (
         "lost node",
         window(stats([IDLE, IDLE], wait=0.7), lost_node=True),
@@ -333,7 +333,7 @@ def test_the_window_is_the_last_half_minute(monkeypatch: pytest.MonkeyPatch) -> 
     assert after(600.0, env=600.0).cause == "slow environment", "a rare call looks back to the one before"
 
 
-def test_time_without_a_lost_node_is_not_taking_turns() -> None:
+def test_time_without_a_lost_node_is_not_waiting_for_each_other() -> None:
     events = EventLog()
     turns = stats([IDLE, IDLE], wait=0.7)
 
@@ -342,7 +342,7 @@ def test_time_without_a_lost_node_is_not_taking_turns() -> None:
 
     events.emit("joined", "node 0 connected", node="here")
     events.emit("lost", "worker 0 ended", worker=0, node="here")
-    assert cause() == "taking turns"
+    assert cause() == "waiting for each other"
     events.emit("lost", "node 0 is silent", node="here")
     assert cause() == "lost node"
 
