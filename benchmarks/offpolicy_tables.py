@@ -30,14 +30,14 @@ PAPER = {"seconds": "42 to 49 %", "update": "38 %"}
 """ARTOS's savings compared with Ray."""
 
 
-def summary(document: dict[str, Any]) -> str:
+def summary(document: dict[str, Any], file: str = "offpolicy.json") -> str:
     """Concurrent and alternating SAC, time per update, tables of all contenders, and comparisons with each peer."""
     parts = []
     for task in document["tasks"]:
         calm = calm_runs([run for run in document["runs"] if run["env"] == task["env"]], REPLAY)
         if any(calm.values()):
             parts += [*_concurrency(task, calm), *_updates(task, calm), *_against_peers(task, calm)]
-    return "\n\n".join([*parts, learning_tables.summary(document, REPLAY), "`results/offpolicy.json` has every run."])
+    return "\n\n".join([*parts, learning_tables.summary(document, REPLAY), f"`results/{file}` has every run."])
 
 
 def equal_updates(document: dict[str, Any]) -> str:
