@@ -171,8 +171,8 @@ def _sac(found: dict[str, list[Run]]) -> list[str]:
         f"**SAC** with {_workers(any_run)}, {any_run['total_steps']:,} steps, and "
         f"{any_run['updates_per_step']:g} updates per step. SAC learns while workers collect. Workers that are too far "
         "ahead of the learner wait; with `release_idle`, they are released. Ray's actors are allowed to be as many "
-        "steps ahead of the learner as farstep's workers. *Idle* is the share of the slot-seconds in which workers waited. The table has medians "
-        f"of {len(next(iter(sac.values())))} rounds:",
+        "steps ahead of the learner as farstep's workers. *Idle* is the share of the slot-seconds in which workers "
+        f"waited. The table has medians of {len(next(iter(sac.values())))} rounds:",
         table(header, rows),
     ]
 
@@ -273,7 +273,8 @@ def _batch_page(document: Document, found: dict[str, list[Run]]) -> str:
             f"{first['workload']['step_ms']:g} ms, so that all workers can step at the same time. A run ends when the "
             f"mean return of 100 episodes reaches {first['target']:g}, or after {first['seconds_limit']:g} s. "
             "`schedule` starts with the smallest of the fixed numbers of workers, and adds workers until it has the "
-            "largest. `noise` chooses from 1 to the largest. The table has means over the seeds, with the lowest and the highest value in brackets:",
+            "largest. `noise` chooses from 1 to the largest. The table has means over the seeds, with the lowest and "
+            "the highest value in brackets:",
             "\n".join(
                 (
                     f"- *reached*: the number of runs that reached a return of {first['target']:g}",

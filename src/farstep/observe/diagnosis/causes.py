@@ -206,8 +206,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "waiting for each other",
         "time",
-        "Workers and the learner both wait at the same time, for at least 30 % of the time: their two shares of waiting "
-        "add up to at least 130 %. For example, some workers have finished, and the learner waits for the others",
+        "Workers and the learner both wait at the same time, for at least 30 % of the time: their two shares of "
+        "waiting add up to at least 130 %. For example, some workers have finished, and the learner waits for the "
+        "others",
         "Use stream instead of collect (async-ppo instead of ppo), so that workers roll while the learner updates. If "
         "you already use stream, raise max_staleness (async-ppo: --staleness-threshold, impala: --max-staleness).",
         find.both_wait,
