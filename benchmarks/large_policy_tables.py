@@ -85,7 +85,7 @@ def _cell(rates: dict[tuple[str, str], float], size: str, name: str) -> str:
 
 LINK_ROWS = {
     "environments": "environments alone",
-    "link": "what the link allows",
+    "link": "what the link allows, if each observation crosses it twice",
     "local": "local inference over the link",
     "served": "served inference at the head",
 }
@@ -112,7 +112,8 @@ def link_page(document: dict[str, Any]) -> str:
     setting = (
         f"{last['envs']} environments on {last['workers']} workers, a link of {last['mbit']:g} Mbit/s, observations of "
         f"{last['obs_bytes']:,} bytes, {machines(document)}; medians of {rounds} of {last['seconds']:g} s (lowest to "
-        "highest). The limit is the lower one of the first two rows (`results/served-link.json`):"
+        "highest). The limit of served inference is the lower one of the first two rows. Local inference "
+        "can exceed it, because it sends each observation only once (`results/served-link.json`):"
     )
     rows = []
     for name, label in LINK_ROWS.items():
