@@ -62,7 +62,11 @@ def make():
 """
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=["INT", "TERM", "HUP"],
+)
 def test_signal_during_the_launch_leaves_no_run_folder(number: signal.Signals, status: int, tmp_path: Path) -> None:
     marker = tmp_path / "constructing"
     (tmp_path / "endless.py").write_text(ENDLESS.format(marker=str(marker)))

@@ -40,6 +40,7 @@ from farstep.event import Event
 from farstep.learners.async_ppo import AsyncPPO
 from farstep.learners.loop.checkpoints.checkpoint_schedule import DEFAULT_EVERY
 from farstep.learners.loop.evaluation import EVALUATION_SLOTS, Evaluator
+from farstep.learners.loop.stop_signals import hangup_ends_process, leave_terminal
 from farstep.learners.loop.training import Learner, Limits, Progress, Stopped, Training
 from farstep.learners.networks.agent import NetworkAgent
 from farstep.learners.networks.encoders import VectorEncoder
@@ -65,7 +66,7 @@ from farstep.observe.status import LiveSource, StatusPage
 from farstep.observe.terminal.console import LiveDisplay, PlainLines, console_logger, continue_unread
 from farstep.observe.terminal.panel import SHOWN_EVENTS
 
-_EXIT_STATUS = {"SIGINT": 130, "SIGTERM": 143}
+_EXIT_STATUS = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     _set_up(run)
     with ExitStack() as stack:
         try:
-            with _sigterm_raises():
+            with _signals_raise():
                 learner, env, folder, page = _launch(name, options, stack)
         except (KeyboardInterrupt, Stopped) as stopped:
             signal_name = str(stopped) or "SIGINT"
@@ -111,21 +112,25 @@ def main(arguments: Sequence[str]) -> int:
 
 
 @contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Context manager: SIGTERM raises `Stopped`, so that the launch is cleaned up. No effect outside the main
+def _signals_raise() -> Iterator[None]:
+    """Context manager: SIGTERM and SIGHUP raise `Stopped`, so that the launch is cleaned up. No effect outside the main
     thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
         raise Stopped(signal.Signals(number).name)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    numbers = [signal.SIGTERM, *([signal.SIGHUP] if hangup_ends_process() else [])]
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _launch(

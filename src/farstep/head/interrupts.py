@@ -18,7 +18,7 @@ from typing import Any
 # `signal` wraps `_signal` and converts results to enums. This conversion takes more time than the rest of `deferred`.
 _get_handler: Callable[[int], Any] = _signal.getsignal
 _set_handler: Callable[[int, Any], Any] = _signal.signal
-_DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+_DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
 """Signals whose handlers commonly raise to end a run."""
 
 

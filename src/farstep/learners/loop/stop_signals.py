@@ -1,8 +1,10 @@
-"""Handles SIGINT and SIGTERM during training: the run stops after the update in progress, with a checkpoint."""
+"""Handles SIGINT, SIGTERM and SIGHUP during training: the run stops after the update in progress, with a checkpoint."""
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,7 +56,10 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        handlers = {signal.SIGINT: self._on_signal, signal.SIGTERM: self._on_signal, signal.SIGALRM: self._on_alarm}
+        handlers: dict[int, Callable[[int, FrameType | None], None]] = {signal.SIGALRM: self._on_alarm}
+        handlers |= dict.fromkeys((signal.SIGINT, signal.SIGTERM), self._on_signal)
+        if hangup_ends_process():
+            handlers[signal.SIGHUP] = self._on_signal
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             yield
@@ -64,7 +69,11 @@ class StopSignals:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
         if self._received is not None:
+            if number == signal.SIGHUP:  # both the shell and the kernel may send it
+                return
             raise KeyboardInterrupt
         self._received = signal.Signals(number)
         consequence = f"{RUN_STOPPING}, with a checkpoint; a second signal stops at once, without one"
@@ -79,3 +88,17 @@ class StopSignals:
             self._waits = False
             self._on_abandon()
             raise Stopped(self._received.name)
+
+
+def hangup_ends_process() -> bool:
+    """Whether SIGHUP would end this process: False if it is ignored, as with `nohup`, or handled by the user."""
+    return signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+def leave_terminal() -> None:
+    """Discard further output if it goes to a terminal: after its end, writing to it raises an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for fd in (1, 2):
+        if stat.S_ISCHR(os.fstat(fd).st_mode):
+            os.dup2(nowhere, fd)
+    os.close(nowhere)
