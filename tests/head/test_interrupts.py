@@ -15,7 +15,7 @@ class Told(BaseException):
     """The exception of a handler."""
 
 
-@pytest.fixture(params=["SIGINT", "SIGTERM", "SIGALRM"])
+@pytest.fixture(params=["SIGINT", "SIGTERM", "SIGHUP", "SIGALRM"])
 def number(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
     """A signal whose handler raises."""
     found = signal.Signals[request.param]
@@ -51,7 +51,7 @@ def test_a_signal_is_handled_while_a_call_waits(number: signal.Signals) -> None:
 
 
 def test_signal_handlers_are_restored() -> None:
-    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)}
     with Interrupts().deferred():
         assert signal.getsignal(signal.SIGTERM) == before[signal.SIGTERM]  # nothing of ours is raised from it
     assert {n: signal.getsignal(n) for n in before} == before

@@ -1,4 +1,4 @@
-"""A run whose terminal is closed ends with a checkpoint; with nohup, it goes on."""
+"""A run whose terminal is closed ends with a checkpoint; with nohup, it continues."""
 
 from __future__ import annotations
 

@@ -119,8 +119,14 @@ def _signals_raise() -> Iterator[None]:
         yield
         return
 
+    has_hung_up = False
+
     def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal has_hung_up
         if number == signal.SIGHUP:
+            if has_hung_up:  # both the shell and the kernel may send it
+                return
+            has_hung_up = True
             leave_terminal()
         raise Stopped(signal.Signals(number).name)
 
@@ -130,7 +136,7 @@ def _signals_raise() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP and has_hung_up else handler)
 
 
 def _launch(

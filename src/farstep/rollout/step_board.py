@@ -34,6 +34,7 @@ POLL_S = 2e-3
 _CROWDED_S = 50e-6
 """If there are more seconds between two polls, another process has used the core."""
 MOST_SKIPPED = 64
+"""After failures, at most this many waits are not polled."""
 
 
 class StepBoard:
@@ -98,7 +99,7 @@ def num_polling(processes: int) -> int:
     """How many of a run's processes may poll the board before they sleep.
 
     If each has a core of its own, all may. Otherwise all cores but one may be used for polling, and the head does not
-    poll. On processors that reorder stores, nobody may.
+    poll. On processors that reorder stores, no process may poll.
     """
     if platform.machine() not in ("x86_64", "AMD64", "i686"):
         return 0

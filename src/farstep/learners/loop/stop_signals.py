@@ -23,6 +23,9 @@ class Stopped(BaseException):
 class StopSignals:
     """Requests a stop on the first signal; raises KeyboardInterrupt on the second.
 
+    A SIGHUP after another signal has no effect, because both the shell and the kernel may send it. A SIGTERM may
+    accompany it, so the first one after a SIGHUP has no effect either.
+
     Args:
         waits_for_rollout: True: wait up to 10 s for the rollout in progress. False: abandon it at once.
         on_abandon: Called before a rollout in progress is abandoned.
@@ -32,6 +35,7 @@ class StopSignals:
     def __init__(self, waits_for_rollout: bool, on_abandon: Callable[[], None], emit: Emit) -> None:
         self._waits, self._on_abandon, self._emit = waits_for_rollout, on_abandon, emit
         self._received: signal.Signals | None = None
+        self._has_hung_up = False
         self.collecting = False
         """Whether the run waits for a batch. No row of this batch has been used, so it can be abandoned."""
 
@@ -66,18 +70,24 @@ class StopSignals:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             for number, handler in before.items():
-                signal.signal(number, handler)
+                # Another SIGHUP must not interrupt what the caller does after the checkpoint.
+                signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP and self._has_hung_up else handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
+        is_hangup, is_first = number == signal.SIGHUP, self._received is None
+        if is_hangup:
             leave_terminal()
-        if self._received is not None:
-            if number == signal.SIGHUP:  # both the shell and the kernel may send it
+            self._has_hung_up = True
+        if not is_first:
+            if is_hangup:
+                return
+            if self._received == signal.SIGHUP and number == signal.SIGTERM:
+                self._received = signal.SIGTERM
                 return
             raise KeyboardInterrupt
         self._received = signal.Signals(number)
-        consequence = f"{RUN_STOPPING}, with a checkpoint; a second signal stops at once, without one"
-        self._emit("warned", f"{self._received.name}{consequence}")
+        second = "" if is_hangup else "; a second signal stops at once, without one"
+        self._emit("warned", f"{self._received.name}{RUN_STOPPING}, with a checkpoint{second}")
         if self._waits:
             signal.setitimer(signal.ITIMER_REAL, _GRACE_S)
         else:

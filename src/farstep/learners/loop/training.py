@@ -181,7 +181,7 @@ class Training:
             The counters of the run, also available as `progress`.
 
         Raises:
-            Stopped: SIGINT or SIGTERM was received; a checkpoint was written.
+            Stopped: SIGINT, SIGTERM or SIGHUP was received; a checkpoint was written.
             CheckpointError: The last checkpoint could not be written; the message names the one to resume from.
         """
         if reached := self._limits.reached(self.progress):

@@ -80,7 +80,7 @@ class RunConfig:
     """Name of the run folder; None: environment, learner, seed and time."""
     checkpoint_every: int | None = None
     """Updates between checkpoints; None: 10, or more if writing would otherwise take over 2 % of the time. A run also
-    writes a checkpoint at the end, on Ctrl-C and on SIGTERM."""
+    writes a checkpoint at the end, on Ctrl-C, on SIGTERM and when its terminal is closed."""
     eval_every: int | None = None
     """Environment steps between evaluations; None: no evaluations. They run in separate environments while training
     continues."""
