@@ -57,7 +57,7 @@ def summary(document: dict[str, Any], layout: Layout = PPO) -> str:
     for task in document["tasks"]:
         runs = [run for run in document["runs"] if run["env"] == task["env"]]
         if runs:
-            parts += [f"{_goal(task)}; medians (from the best to the worst seed):"]
+            parts += [f"{_goal(task, document.get('max_seconds'))}; medians (from the best to the worst seed):"]
             parts += [_table_of(runs, task, layout)]
     done = [run for run in document["runs"] if run["report"]]
     noted = [run for run in done if run["report"]["notes"]]
@@ -76,11 +76,12 @@ def summary(document: dict[str, Any], layout: Layout = PPO) -> str:
     return "\n\n".join(parts)
 
 
-def _goal(task: Row) -> str:
+def _goal(task: Row, max_seconds: float | None) -> str:
     if task["threshold"] is None:
         return f"{task['env']}, {task['max_steps']:,} steps"
     goal = f"{task['env']}, mean return {task['threshold']:.0f} over the last 100 episodes"
-    return f"{goal}, at most {task['max_steps']:,} steps"
+    limit = "" if max_seconds is None else f" (peers: and {max_seconds:,.0f} s)"
+    return f"{goal}, at most {task['max_steps']:,} steps{limit}"
 
 
 def _table_of(runs: Sequence[Row], task: Row, layout: Layout) -> str:

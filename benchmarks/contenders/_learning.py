@@ -39,7 +39,7 @@ def parse_arguments(parser: argparse.ArgumentParser | None = None) -> tuple[Task
     parser.add_argument("--max-steps", type=int, required=True)
     parser.add_argument("--max-seconds", type=float, default=math.inf)
     options = parser.parse_args()
-    return Task(**{field.name: getattr(options, field.name) for field in fields(Task)}), options
+    return Task(**{entry.name: getattr(options, entry.name) for entry in fields(Task)}), options
 
 
 @dataclass

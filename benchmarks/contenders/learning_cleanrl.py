@@ -40,7 +40,7 @@ LUNAR_LANDER_DQN = {
 
 
 class Reached(Exception):
-    """The threshold is: nothing is left to do."""
+    """Training is over."""
 
 
 def main() -> None:

@@ -99,16 +99,6 @@ def test_steps_of_processes_that_poll_before_they_sleep(cores: int, monkeypatch:
             assert_same(ours.step(actions() * (step % 3)), theirs.step(actions() * (step % 3)))
 
 
-def test_steps_of_single_environments_with_workers_that_poll(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farstep.rollout.step_board.usable_cpus", lambda: 8)
-    with vector(CountingEnv, batch_size=2) as envs:
-        envs.async_reset(seed=1)
-        for _ in range(100):
-            *_, info = envs.recv()
-            envs.send(actions(2), info["env_id"])
-        assert envs.stats()["steps"] >= 196
-
-
 def test_time_of_steps_is_counted() -> None:
     with vector() as ours:
         before = ours.stats()["time"]["workers"]
@@ -189,7 +179,9 @@ def test_calls_are_refused_while_a_step_is_unfinished(config: Any) -> None:
 # ---- send and recv ----
 
 
-def test_environments_received_in_any_order_step_as_in_gymnasium() -> None:
+@pytest.mark.parametrize("cores", [1, 8], ids=["sleeping", "polling"])
+def test_environments_received_in_any_order_step_as_in_gymnasium(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farstep.rollout.step_board.usable_cpus", lambda: cores)
     num_envs, size = 6, 2
     theirs = SyncVectorEnv([CountingEnv] * num_envs)
     with vector(CountingEnv, num_envs, batch_size=size) as ours, contextlib.closing(theirs):

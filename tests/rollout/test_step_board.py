@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from farstep.rollout.step_board import MOST_SKIPPED, Polling, num_polling
@@ -28,13 +30,26 @@ def test_after_each_failure_more_waits_are_not_polled() -> None:
     assert max(map(len, many.split("p"))) == MOST_SKIPPED
 
 
-def test_after_a_success_every_wait_is_polled() -> None:
+def test_a_success_ends_the_backoff() -> None:
     polling = Polling()
-    while polls(polling):
-        pass
+    while not (polls(polling) and not polls(polling) and not polls(polling)):
+        pass  # at least two waits after a failure are not polled
     while not polling.succeeds(lambda: True):
         pass
-    assert all(polling.succeeds(lambda: True) for _ in range(5))
+    assert [polls(polling) for _ in range(3)] == [True, False, True]
+
+
+def test_another_process_that_uses_the_core_ends_the_polling(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_yields = 0
+
+    def sched_yield() -> None:
+        nonlocal num_yields
+        num_yields += 1
+        time.sleep(1e-3)
+
+    monkeypatch.setattr("os.sched_yield", sched_yield)
+    assert not Polling().succeeds(lambda: False)
+    assert num_yields == 1
 
 
 @pytest.mark.parametrize(("cores", "polling"), [(1, 0), (2, 1), (3, 3), (16, 3)])
