@@ -19,6 +19,7 @@ from tests.cluster.checks import eventually
 IN_TERMINAL = """
 import fcntl, os, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run with nohup
 if sys.argv[1] == "ignored":  # as nohup does
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for fd in (1, 2):

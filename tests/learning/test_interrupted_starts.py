@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,14 @@ def test_sigint_ends_a_run_whose_workers_still_import_the_agent(learner: str, tm
     assert f"stopped by SIGINT; continue with: farstep train {learner} --resume runs/stopped" in said
 
 
+@pytest.fixture
+def default_hangup() -> Iterator[None]:
+    """Runs that the test starts do not ignore SIGHUP, even if the tests themselves run with nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 ENDLESS = """
 import pathlib, threading
 
@@ -67,6 +76,7 @@ def make():
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
     ids=["INT", "TERM", "HUP"],
 )
+@pytest.mark.usefixtures("default_hangup")
 def test_signal_during_the_launch_leaves_no_run_folder(number: signal.Signals, status: int, tmp_path: Path) -> None:
     marker = tmp_path / "constructing"
     (tmp_path / "endless.py").write_text(ENDLESS.format(marker=str(marker)))
