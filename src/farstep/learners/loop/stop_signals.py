@@ -7,7 +7,7 @@ import signal
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from farstep.event import RUN_STOPPING, Emit
@@ -109,6 +109,7 @@ def leave_terminal() -> None:
     """Discard further output if it goes to a terminal: after its end, writing to it raises an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for fd in (1, 2):
-        if stat.S_ISCHR(os.fstat(fd).st_mode):
-            os.dup2(nowhere, fd)
+        with suppress(OSError):  # it may be closed
+            if stat.S_ISCHR(os.fstat(fd).st_mode):
+                os.dup2(nowhere, fd)
     os.close(nowhere)
