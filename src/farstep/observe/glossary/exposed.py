@@ -22,10 +22,10 @@ EXPOSED_GROUPS = (
                 "diagnosis/causes/<rank>",
                 "name of a cause, such as `slow environment`; `starting` before workers run, `no slots` while the run "
                 "waits for its coordinator, `no nodes` while a call waits for missing nodes. "
-                "Rank 0 is the most important one; it does not explain the others",
+                "Rank 0 is the most important cause; the others are independent of it",
                 kind="info",
             ),
-            _head("diagnosis/problems", "causes to warn about", unit="causes", healthy="0"),
+            _head("diagnosis/problems", "number of causes to warn about", unit="causes", healthy="0"),
         ),
     ),
 )

@@ -28,27 +28,27 @@ _TRAINING = """
 
 PPO, asynchronous PPO and IMPALA log one line per update. DQN, Ape-X, SAC and A-RIDE log one line per `--report-every`
 steps. [Training](training.md#metrics-of-a-run) says where to look first if a run is slow or does not learn. The column
-*healthy* has rules of thumb, not measurements. If a number is not healthy, look for a remedy on the learner's page:
+*healthy* gives rules of thumb, not measurements. If a number is not healthy, look for a remedy on the learner's page:
 [PPO](ppo.md), [asynchronous PPO](async_ppo.md), [IMPALA](impala.md), [DQN and Ape-X](dqn.md), [SAC](sac.md),
-[A-RIDE](aride.md). The columns *when* and *healthy* name learners as `farstep train` does: `ppo`, `async-ppo` and so
-on.
+[A-RIDE](aride.md). The columns *when* (when, or by which learners, a metric is logged) and *healthy* name learners as
+`farstep train` does: `ppo`, `async-ppo` and so on.
 """
 _STATS = """
 ## Counters of `env.stats()`
 
-`env.stats()` is a plain dictionary. All its counters start at `launch()`. The name `bytes/weights_sent` stands for
-`env.stats()["bytes"]["weights_sent"]`. A part in angle brackets stands for any key, or for a position in a list.
-[This section](progress.md#counters) shows how to log these numbers from your own program.
+`env.stats()` returns a plain dictionary. Its counters count from `launch()` on. The name `bytes/weights_sent` stands
+for `env.stats()["bytes"]["weights_sent"]`. A part in angle brackets stands for any key, or for a position in a list.
+[Counters](progress.md#counters) shows how to log these numbers from your own program.
 
 If a counter and a metric of `farstep train` have the same name, they are the same number. The column *logged as* names
-a related metric of `farstep train`. Its value differs: it covers only the time since the previous line, or is a mean
-over workers, or continues after a resume.
+a related metric of `farstep train`, whose value differs: it covers only the time since the previous line, is a mean
+over workers, or continues from the earlier parts of a resumed run.
 """
 _EXPOSED = """
 ## Only for Prometheus
 
-[Prometheus](status.md#prometheus) gets all numbers above, and the following. An info has the value 1 and its text in
-the label `value`.
+[Prometheus](status.md#prometheus) gets all numbers above, and those in the following tables. An info has the value 1,
+and its text is in the label `value`.
 """
 _OWN = """
 ## Names of your own
@@ -57,7 +57,7 @@ Loggers accept any name. Your learner's [`run(env, loop)`](training.md#from-pyth
 `loop.report(Iteration(metrics=...))`, and farstep adds the prefix `train/`. A phase that `run` measures with
 `loop.timer("NAME")` is logged as `time/NAME`, and the terminal shows it like farstep's own phases.
 
-Later releases of farstep may add metrics under the prefixes above. So begin your names with a prefix of your own:
+Later releases of farstep may add metrics under the prefixes above. Therefore give your names a prefix of your own:
 `Iteration(metrics={"mine/loss": 0.5})` is logged as `train/mine/loss`.
 """
 

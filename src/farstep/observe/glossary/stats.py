@@ -93,8 +93,8 @@ STATS_GROUPS = (
             _launcher(
                 "workers/on_disk", 'parked workers whose memory is on disk (`park_method="criu"`)', unit="workers"
             ),
-            _launcher("workers/disk_bytes", "size of these workers on disk", unit="bytes"),
-            _head("workers/lost", "workers that are being ended", unit="workers"),
+            _launcher("workers/disk_bytes", "bytes on disk of the workers in `workers/on_disk`", unit="bytes"),
+            _head("workers/lost", "lost workers whose processes are being ended", unit="workers"),
             METRICS["workers/restarts"],
             _head(
                 "workers/states/<worker>",
@@ -107,7 +107,7 @@ STATS_GROUPS = (
             ),
             _launcher(
                 "workers/cores/<worker>",
-                "cores that one worker may use, such as `0-3,8`; its own if `cpu_affinity` is set",
+                "cores that one worker may use, such as `0-3,8`; with `cpu_affinity`, the worker's own cores",
                 kind="info",
             ),
             _head(
@@ -119,7 +119,7 @@ STATS_GROUPS = (
     ),
     Namespace(
         "slots/",
-        "Here, a slot is the permission of one worker to run. A worker holds it from the start of its process until "
+        "Here, a slot is the permission for one worker to run. A worker holds it from the start of its process until "
         "the process ends, is parked, or is suspended between two rollouts ([released](releasing.md)).",
         (
             _head("slots/held", "slots that are held now", unit="slots"),
@@ -145,7 +145,7 @@ STATS_GROUPS = (
             ),
             _head(
                 "slots/waited_seconds",
-                "time in which the run waited for slots of its [coordinator](sharing.md); 0 without one",
+                "time in which the run waited for slots of its [coordinator](sharing.md); 0 without a coordinator",
                 kind="counter",
                 unit="seconds",
             ),
@@ -153,7 +153,7 @@ STATS_GROUPS = (
     ),
     Namespace(
         "coordinator/",
-        "Slots of the [coordinator](sharing.md) that several runs share; empty without one.",
+        "Slots of the [coordinator](sharing.md) that several runs share; empty without a coordinator.",
         (
             _head("coordinator/name", "name of the coordinator", kind="info"),
             _head("coordinator/granted", "slots that this run may use; 0 while it has none", unit="slots"),
@@ -182,7 +182,9 @@ STATS_GROUPS = (
             _launcher("nodes/<node>/pid", "process id of the node daemon", kind="info"),
             _launcher("nodes/<node>/place", "name in the engine, such as a SLURM job", kind="info"),
             _launcher("nodes/<node>/address", "address at which the node reached the head", kind="info"),
-            _launcher("nodes/<node>/workers/<position>", "numbers of its workers and acting servers", kind="info"),
+            _launcher(
+                "nodes/<node>/workers/<position>", "number of a worker or acting server of the node", kind="info"
+            ),
         ),
     ),
     Namespace(
@@ -316,26 +318,28 @@ STATS_GROUPS = (
         (
             _workers("acting/<server>/host", "name of the host", kind="info"),
             _workers("acting/<server>/pid", "process id", kind="info"),
-            _workers("acting/<server>/rows", "rows for which it has acted", kind="counter", unit="rows"),
+            _workers("acting/<server>/rows", "rows for which the server has acted", kind="counter", unit="rows"),
             _workers("acting/<server>/batches", "calls of `act`", kind="counter", unit="batches"),
             _workers("acting/<server>/batch_size", "mean number of rows per call of `act`", unit="rows"),
             _workers(
                 "acting/<server>/wait_ms",
-                "mean time per request in which a worker of this server was idle until it got its actions. Time in "
-                "which it stepped its other environments does not count. A restarted worker counts from 0",
+                "mean time per request for which a worker of this server was idle until it got its actions. Time in "
+                "which the worker stepped its other environments does not count. A restarted worker counts from 0",
                 unit="ms",
             ),
             _workers(
                 "acting/<server>/rows_per_second",
-                "rows per second of its workers over the last 10 s",
+                "rows per second of the server's workers over the last 10 s",
                 unit="rows/s",
             ),
-            _head("acting/<server>/restarts", "how many times it was restarted", kind="counter", unit="restarts"),
+            _head(
+                "acting/<server>/restarts", "how many times the server was restarted", kind="counter", unit="restarts"
+            ),
         ),
     ),
     Namespace(
         "start/",
-        "Parts of the start.",
+        "How long the parts of the start took.",
         (
             _head("start/connect", "time until all workers had connected", unit="seconds"),
             _head("start/construct", "time from then until all environments were constructed", unit="seconds"),
@@ -374,8 +378,8 @@ STATS_GROUPS = (
             ),
             _head(
                 "time/learner/update",
-                "all other time between two batches, that is, your code; in a workflow, also the time of consumers in "
-                "threads. Consumers in other processes are not measured",
+                "all other time between two batches, that is, in your code; in a workflow, also in consumers that run "
+                "in threads. Consumers in other processes are not measured",
                 kind="counter",
                 unit="seconds",
             ),
@@ -442,10 +446,14 @@ STATS_GROUPS = (
             _workflow("workflow/<trigger>/fired", "how often the trigger fired", kind="counter", unit="messages"),
             _workflow(
                 "workflow/<trigger>/pending_rows",
-                "rows that the trigger has not taken yet; None if it is no `DataKeyTrigger`",
+                "rows that the trigger has not taken yet; None if it is not a `DataKeyTrigger`",
                 unit="rows",
             ),
-            _workflow("workflow/<trigger>/outstanding", "messages of the trigger that are not done", unit="messages"),
+            _workflow(
+                "workflow/<trigger>/outstanding",
+                "messages that the trigger's consumer has not finished yet",
+                unit="messages",
+            ),
             _workflow(
                 "workflow/<trigger>/lag",
                 "age of the oldest row in the last message to the trigger's consumer; None if the trigger takes no "
@@ -454,8 +462,8 @@ STATS_GROUPS = (
             ),
             _workflow(
                 "workflow/<trigger>/waits_for",
-                "the trigger as text; `env.diagnose()` shows it if the trigger never fires. None for a trigger with a "
-                "`TimeTrigger`, because its period may simply be long",
+                "description of the trigger; `env.diagnose()` shows it if the trigger never fires. None for a trigger "
+                "with a `TimeTrigger`, because its period may simply be long",
                 kind="info",
             ),
         ),

@@ -17,7 +17,7 @@ _head = partial(Metric, source="head")
 NAMESPACES = (
     Namespace(
         "",
-        "How far the run is. A resumed run continues these numbers.",
+        "How far the run has come. A resumed run continues these numbers.",
         (
             _loop(
                 "step",
@@ -48,7 +48,7 @@ NAMESPACES = (
     ),
     Namespace(
         "eval/",
-        "Results of an evaluation. They are in the first line of metrics after the evaluation ended.",
+        "Results of an evaluation, in the first line of metrics that is logged after the evaluation ended.",
         (
             _evaluation(
                 "eval/return_mean",
@@ -109,7 +109,8 @@ NAMESPACES = (
             ),
             _learner(
                 "replay/samples_per_step",
-                "rows sampled per environment step since learning began: how often each row is used",
+                "rows sampled per environment step since learning began, that is, how often each row is used on "
+                "average",
                 unit="samples/step",
                 when="aride",
                 healthy="close to `--samples-per-step` after the first updates",
@@ -278,7 +279,7 @@ NAMESPACES = (
     Namespace(
         "dropped/",
         "Chunks and tickets dropped so far, by cause; the same counters as in `env.stats()`. A cause is listed once "
-        "its count is above 0. [What happens then](failures.md).",
+        "its count is above 0. [Failures](failures.md) describes what happens to lost chunks.",
         (
             _head(
                 "dropped/stale", "chunks that became too old before they were delivered", kind="counter", unit="chunks"

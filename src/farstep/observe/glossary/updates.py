@@ -15,17 +15,18 @@ UPDATES = (
         "The update of the policy. Numbers are means over all minibatches of all epochs of an update; for dqn, apex, "
         "sac and aride, over all updates since the previous line.\n\n"
         "The *behavior policy* is the one that acted. The *proximal policy* is the learner's policy at the start of "
-        "the update. The *current policy* is the one that is being optimized. Each of them gives the action of a row a "
-        "probability. The *ratio* of a row is the quotient current / proximal of these probabilities (with "
-        "`--no-decoupled`: current / behavior). The *weight* is proximal / behavior. V-trace calls the weight *rho*. "
-        "impala and aride make one optimizer step per batch, so for them proximal and current policy are the same.\n\n"
+        "the update. The *current policy* is the one that is being optimized. Each of these policies assigns a "
+        "probability to the action of a row. The *ratio* of a row is current / proximal probability (with "
+        "`--no-decoupled`: current / behavior), and its *weight* is proximal / behavior probability. V-trace calls the "
+        "weight *rho*. impala and aride make one optimizer step per batch, so their proximal and current policies are "
+        "the same.\n\n"
         "During [critic warm-up](ppo.md#critic-warm-up), the first updates of a run train only the critic's own "
         "layers.",
         (
             _learner(
                 "train/actor/policy_loss",
                 "loss of the policy. ppo, async-ppo: clipped and weighted; impala: mean of `-advantage * "
-                "log-probability`; aride: the same, weighted by the "
+                "log-probability`; aride: as impala, but weighted by the "
                 "clipped rho; sac: mean of `alpha * log-probability - min(Q1, Q2)`",
                 when="not dqn, apex",
                 healthy="ppo, async-ppo: around 0, since advantages are normalized",
@@ -50,14 +51,14 @@ UPDATES = (
             ),
             _learner(
                 "train/actor/clip_fraction",
-                "rows that clipping excludes from the gradient",
+                "share of the rows that clipping excludes from the gradient",
                 unit="fraction",
                 when=_PPO,
                 healthy="0.02 to 0.25",
             ),
             _learner(
                 "train/actor/dual_clip_fraction",
-                "rows whose loss the dual clip bounds (`--clip-ratio-c`); always 0 in ppo",
+                "share of the rows whose loss the dual clip (`--clip-ratio-c`) bounds; always 0 in ppo",
                 unit="fraction",
                 when=_PPO,
                 healthy="near 0",
@@ -71,8 +72,9 @@ UPDATES = (
             ),
             _learner(
                 "train/actor/proximal_k3",
-                "change of the policy in this update, as the mean of ratio - 1 - log(ratio): never negative, less "
-                "noisy; compared with `--target-kl`",
+                "change of the policy in this update, as the mean of ratio - 1 - log(ratio): never negative and less "
+                "noisy than `train/actor/proximal_approx_kl`. If this number exceeds `--target-kl` in an epoch, the "
+                "update ends after this epoch",
                 unit="nats",
                 when=_PPO,
                 healthy="0.001 to 0.02",
@@ -80,7 +82,7 @@ UPDATES = (
             _learner(
                 "train/actor/behav_approx_kl",
                 "KL divergence between proximal and behavior policy, as the mean of -log(weight). With "
-                "`--behave-weight-mode mask` it leaves out the masked rows, so it does not show outliers",
+                "`--behave-weight-mode mask`, this mean leaves out the masked rows, so it does not show outliers",
                 unit="nats",
                 when=_PPO,
                 healthy="below 0.05; ppo: 0 without AAPS",
@@ -88,14 +90,14 @@ UPDATES = (
             _learner(
                 "train/actor/behave_k3",
                 "KL divergence between proximal and behavior policy, as the mean of weight - 1 - log(weight) over all "
-                "rows: includes outliers, never negative. impala: weight is rho, before clipping",
+                "rows: includes outliers, never negative. impala: the weight is rho before clipping",
                 unit="nats",
                 when=ON_POLICY,
                 healthy="below 0.05, with AAPS below its threshold; ppo: 0 without AAPS",
             ),
             _learner(
                 "train/actor/behav_clip_fraction",
-                "rows whose weight is beyond `--behave-weight-threshold` or `--behave-weight-lower`",
+                "share of the rows whose weight is above `--behave-weight-threshold` or below `--behave-weight-lower`",
                 unit="fraction",
                 when=_PPO,
                 healthy="below 0.05, with AAPS below 0.1",
@@ -116,8 +118,8 @@ UPDATES = (
             _learner("train/actor/rho_mean", "mean rho, before clipping", when="impala, aride", healthy="close to 1"),
             _learner(
                 "train/actor/rho_clip_fraction",
-                "rows with a rho above `--rho-bar`. With a `--rho-bar` of 1 this is about one half even if the "
-                "behavior policy and the current policy differ only slightly, so look at `train/actor/ess` instead",
+                "share of the rows with a rho above `--rho-bar`. With a `--rho-bar` of 1, this share is about one half "
+                "even if behavior and current policy differ only slightly, so look at `train/actor/ess` instead",
                 unit="fraction",
                 when="impala, aride",
             ),
@@ -129,21 +131,21 @@ UPDATES = (
             ),
             _learner(
                 "train/actor/average_version",
-                "mean version that chose the actions in the rows of this update. If no row is stale, it is 1 below "
-                "`train/actor/current_version`, because the update has already published the next version",
+                "mean of the versions that chose the actions in the rows of this update. If no row is stale, this mean "
+                "is 1 below `train/actor/current_version`, because the update has already published the next version",
                 unit="versions",
                 when="async-ppo",
             ),
             _learner(
                 "train/actor/grad_norm",
-                "norm of the gradient before it is scaled down to `--max-grad-norm`. It covers all parameters; during "
-                "critic warm-up, only the critic's own layers; sac: only the actor",
+                "norm of the gradient of all parameters, before it is scaled down to `--max-grad-norm`. During critic "
+                "warm-up: of the critic's own layers only; sac: of the actor only",
                 when="not dqn, apex",
                 healthy="no upward trend",
             ),
             _learner(
                 "train/actor/skipped_steps",
-                "optimizer steps that were skipped because the gradient was not finite",
+                "share of the optimizer steps that were skipped because the gradient was not finite",
                 unit="fraction",
                 when="not dqn, apex",
                 healthy="0",
@@ -158,8 +160,8 @@ UPDATES = (
             _learner(
                 "train/actor/noise_scale",
                 "gradient noise scale: the number of rows above which a larger batch hardly improves the gradient. "
-                "Estimated from the policy's gradients in the first epochs of about 10 updates; missing while the "
-                "gradient is too small compared with its noise",
+                "It is estimated from the policy's gradients in the first epochs of about 10 updates, and missing "
+                "while the gradient is too small compared with its noise",
                 unit="rows",
                 when="ppo, async-ppo with `--scaling noise`",
                 healthy="grows while the policy learns",
@@ -179,8 +181,8 @@ UPDATES = (
             ),
             _learner(
                 "train/actor/kept_fraction",
-                "sampled steps that change the policy. `--filter-quantile` excludes all steps of some episodes, and "
-                "`--gate positive` excludes steps without a positive advantage",
+                "share of the sampled steps that change the policy. `--filter-quantile` excludes all steps of some "
+                "episodes, and `--gate positive` excludes steps without a positive advantage",
                 unit="fraction",
                 when="aride",
             ),
@@ -194,7 +196,7 @@ UPDATES = (
     ),
     Namespace(
         "train/critic/",
-        "The update of the critic. As above, numbers are means over minibatches or updates.",
+        "The update of the critic. As for the policy, numbers are means over minibatches or updates.",
         (
             _learner(
                 "train/critic/value_loss",
@@ -205,7 +207,7 @@ UPDATES = (
             ),
             _learner(
                 "train/critic/value_clip_ratio",
-                "rows where `--value-clip` changes the loss; 0 without this option, as in impala",
+                "share of the rows where `--value-clip` changes the loss; 0 without this option, as in impala",
                 unit="fraction",
                 when=ON_POLICY,
                 healthy="below 0.5",
@@ -235,7 +237,7 @@ UPDATES = (
             ),
             _learner(
                 "train/critic/skipped_steps",
-                "optimizer steps of the critics that were skipped because the gradient was not finite",
+                "share of the critics' optimizer steps that were skipped because the gradient was not finite",
                 unit="fraction",
                 when=Q_VALUES,
                 healthy="0",
