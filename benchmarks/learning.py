@@ -239,10 +239,6 @@ def main(benchmark: Benchmark = LEARNING) -> int:
     for task in tasks:
         if not task.is_installed:
             print(f"{task.env} is skipped: {task.package} is not installed")
-    if math.isfinite(options.max_seconds):
-        document["max_seconds"] = options.max_seconds
-        if any(task.threshold is None for task in tasks):
-            raise SystemExit("--max-seconds is for tasks with a threshold: runs of the others must be complete")
     plan = Plan(
         script=benchmark.script,
         tasks=[replace(task, max_steps=options.max_steps or task.max_steps) for task in tasks if task.is_installed],

@@ -57,8 +57,8 @@ def summary(document: dict[str, Any], layout: Layout = PPO) -> str:
     for task in document["tasks"]:
         runs = [run for run in document["runs"] if run["env"] == task["env"]]
         if runs:
-            parts += [f"{_goal(task, document.get('max_seconds'))}; medians (from the best to the worst seed):"]
-            parts += [_table_of(runs, task, layout)]
+            parts += [f"{_goal(task)}; medians (from the best to the worst seed):"]
+            parts += [_table_of(runs, task, layout), *_stopped(runs, layout)]
     done = [run for run in document["runs"] if run["report"]]
     noted = [run for run in done if run["report"]["notes"]]
     notes = sorted({f"{layout.labels[family(run['contender'])]} {run['report']['notes']}" for run in noted})
@@ -76,12 +76,22 @@ def summary(document: dict[str, Any], layout: Layout = PPO) -> str:
     return "\n\n".join(parts)
 
 
-def _goal(task: Row, max_seconds: float | None) -> str:
+def _goal(task: Row) -> str:
     if task["threshold"] is None:
         return f"{task['env']}, {task['max_steps']:,} steps"
     goal = f"{task['env']}, mean return {task['threshold']:.0f} over the last 100 episodes"
-    limit = "" if max_seconds is None else f" (peers: and {max_seconds:,.0f} s)"
-    return f"{goal}, at most {task['max_steps']:,} steps{limit}"
+    return f"{goal}, at most {task['max_steps']:,} steps"
+
+
+def _stopped(runs: Sequence[Row], layout: Layout) -> list[str]:
+    """The runs that `--max-seconds` ended."""
+    stopped = [run for run in runs if run["report"] and run["report"].get("stopped")]
+    named = ", ".join(
+        f"{layout.label(run['contender'])}, seed {run['seed']} (after {run['report']['seconds']:,.0f} s, "
+        f"{run['report']['steps']:,} steps, with a mean return of {run['report']['last_mean']:,.0f})"
+        for run in stopped
+    )
+    return [f"Stopped by `--max-seconds`: {named}."] if stopped else []
 
 
 def _table_of(runs: Sequence[Row], task: Row, layout: Layout) -> str:

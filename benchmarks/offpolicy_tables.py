@@ -136,6 +136,8 @@ def _comparison(task: Row, first: Sequence[Row], second: Sequence[Row], name: st
         if not _all_reached(second):
             bound = f"at least {_less(own, other)} time than" if own < other else "no comparison with"
             return f"{bound} {name}, which does not reach the threshold with every seed"
+    elif any(run["report"].get("stopped") for run in second):
+        return f"no comparison with {name}, whose runs were stopped"
     return f"{_less(own, other)} time than {name}"
 
 

@@ -107,6 +107,7 @@ def report(
         "notes": notes,
         **({} if updates is None else {"updates": updates}),
         **({} if learner_s is None else {"learner_s": round(learner_s, 3)}),
+        **({"stopped": True} if seconds >= task.max_seconds and not curve.reached else {}),
         "versions": versions_of(*packages),
         "curve": [[round(second, 2), step, round(value, 2)] for second, step, value in kept],
     }
