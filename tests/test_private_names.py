@@ -150,6 +150,7 @@ def test_check_ignores_other_names(source: str) -> None:
     assert not found_in(source)
 
 
+@pytest.mark.slow
 def test_tests_use_public_names_only() -> None:
     files = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
     assert len(files) > 300

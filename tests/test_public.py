@@ -220,6 +220,7 @@ def test_help_works_without_source(tmp_path: Path) -> None:
         assert name in done.stdout and text in done.stdout
 
 
+@pytest.mark.slow
 def test_torch_is_imported_with_the_first_learner_and_not_before() -> None:
     assert "torch" not in loaded_after("import farstep.learners\nfarstep.learners.returns.gae")
     assert "torch" in loaded_after("import farstep\nfarstep.learners.PPOConfig")

@@ -121,7 +121,11 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
         (["train", "ppo", "--env", "tests.cli.test_cli:Nothing", *INSIDE], ["'tests.cli.test_cli' has no 'Nothing'"]),
         ([*CARTPOLE, "--env-kwargs", '{"x": 1}'], ["{'x': 1}", "unexpected keyword argument 'x'", "env_kwargs"]),
         ([*CARTPOLE, "--env-type", "vector", "--env-kwargs", '{"x": 1}'], ["{'x': 1}", "'x'", "env_kwargs"]),
-        ([*CARTPOLE[:4], "--env-type", "envpool", "--env-kwargs", '{"x": 1}'], ["{'x': 1}", "'x'", "env_kwargs"]),
+        pytest.param(
+            [*CARTPOLE[:4], "--env-type", "envpool", "--env-kwargs", '{"x": 1}'],
+            ["{'x': 1}", "'x'", "env_kwargs"],
+            marks=pytest.mark.slow,  # imports EnvPool
+        ),
         ([*CARTPOLE, "--wrappers", "gymnasium.wrappers:Nothing"], ["'gymnasium.wrappers' has no 'Nothing'"]),
         ([*CARTPOLE, "--wrappers", "gymnasium.wrappers:TransformReward"], ["'func'", "your own function"]),
         (["watch"], ["folder of a run", "farstep watch runs/NAME"]),

@@ -23,6 +23,8 @@ from farstep.launch.engines.kubernetes import api as kubernetes_api
 from farstep.launch.engines.kubernetes.engine import KubernetesEngine, Pods
 from tests.launch.engines.kubernetes.fake_kubernetes import FakeKubernetes, kubeconfig, serving
 
+pytestmark = pytest.mark.slow  # imports the client library of Kubernetes, which takes seconds
+
 BOOTSTRAP = json.dumps({"run": "ab12", "secret": "s3cret"}).encode()
 
 
@@ -51,7 +53,6 @@ def request(engine: KubernetesEngine, nodes: int = 2) -> Pods:
     return engine.request(nodes, BOOTSTRAP)
 
 
-@pytest.mark.slow
 def test_jobs_own_their_secret_and_are_deleted_when_cancelled(cluster: FakeKubernetes, engine: Any) -> None:
     group = request(engine())
     assert cluster.names() == ["jobs/farstep-ab12-0-0", "jobs/farstep-ab12-0-1", "secrets/farstep-ab12-0"]
@@ -261,7 +262,6 @@ signal.pause()
 """
 
 
-@pytest.mark.slow
 def test_a_killed_head_leaves_no_objects(cluster: FakeKubernetes) -> None:
     command = [sys.executable, "-c", HEAD, BOOTSTRAP.decode()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=dict(os.environ)) as head:
