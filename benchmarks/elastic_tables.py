@@ -238,7 +238,8 @@ def _prewarm_page(document: Document, found: dict[str, list[Run]]) -> str:
             "the end of an update until the first step of the slowest worker. The name of a row says what happens to "
             "workers:",
             "\n".join(_PREWARM),
-            "*Gained* is the time that prewarming saves, as a share of the update and the wait after it:",
+            "*Gained* is the time that prewarming saves, divided by the duration of the update and of the wait after "
+            "it:",
             table(["", "update, s", "median, ms", "longest", "gained", "samples"], rows),
             _load(found),
         ]
@@ -338,9 +339,9 @@ def _shared_page(document: Document, found: dict[str, list[Run]]) -> str:
             f"{first['cores']} cores of a machine with {machines(document)}. Collecting takes about as long as "
             "learning, which uses one thread. The name of a row says how many slots the coordinator has:",
             "\n".join(_SHARED),
-            "The table has medians of the rounds, with the lowest and the highest value in brackets. In each round, "
-            "the second workload starts at another point of the first one's update. */ alone* is relative to one "
-            "workload alone. *Longer updates* have more rows:",
+            "The table has medians of the rounds, with the lowest and the highest value in brackets. The second workload "
+            "starts a moment after the first one; from round to round, this moment is longer, by up to the duration of "
+            "one update. */ alone* is relative to one workload alone. *Longer updates* have more rows:",
             table(["", "update, ms", "/ alone", "rows per update", "time per row / alone"], rows),
             _load(found),
         ]

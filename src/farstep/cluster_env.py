@@ -411,7 +411,7 @@ class ClusterEnv:
 
         Args:
             metrics: Metrics of the latest updates, oldest first, with the names that `farstep train` logs, such as
-                `train/actor/clip_fraction`. With at least 20 of them, causes of slow learning are recognized, too.
+                `train/actor/clip_fraction`. With enough of them (5 to 20), causes of slow learning are recognized, too.
 
         Returns:
             The cause in one sentence, with the numbers behind it and the remedy; docs/waiting.md lists all causes.

@@ -111,9 +111,9 @@ class Fill:
     def __call__(self, signals: Signals) -> int:
         if signals.buffer_fill is None:
             raise ConfigError(
-                "Fill needs a bound on how far workers can be ahead of the learner: a buffer from which a consumer "
-                "takes rows (a Workflow with a DataKeyTrigger that consumes), a limiter with max_diff, or workers that "
-                "roll while the learner updates. Use Schedule or a function here."
+                "Fill needs a bound on how far workers can be ahead of the learner, and here is none. Bounds are: a "
+                "Workflow with a DataKeyTrigger that takes rows, a limiter with max_diff, or workers that roll while "
+                "the learner updates. Without a bound, use Schedule or a function."
             )
         return signals.workers + (signals.buffer_fill < self.low) - (signals.buffer_fill > self.high)
 

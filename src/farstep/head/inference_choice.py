@@ -23,9 +23,9 @@ Inference = Literal["local", "local-cpu", "served"]
 PREFER_LOCAL = 1.1
 """Acting servers must be faster by this factor: workers that act themselves need no other process."""
 _ROWS, _SECONDS = 512, 1.0
+"""Measure each way until this many rows have arrived, or for about this many seconds."""
 _CAPTURE_S = 2.0
 """Seconds without measurement in which servers on a GPU capture CUDA graphs, when a batch size first occurs."""
-"""Measure each way until this many rows have arrived, or for about this many seconds."""
 
 
 class _Rate(NamedTuple):

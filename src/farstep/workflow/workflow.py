@@ -32,7 +32,7 @@ class Workflow:
         env: The environments.
         agent: The agent. Workers act with it, and `publish` publishes its parameters.
         buffer: Receives all rows.
-        steps: Steps of each environment per chunk. None: the smallest `size` of a `DataKeyTrigger`, otherwise 32.
+        steps: Steps of each environment per chunk. None: the smallest `size` of the triggers that take rows, or 32.
         max_staleness: Maximum age in versions of rows that a consuming trigger delivers. None: any age; workers roll
             while the buffer has room.
         end_s: Maximum time in seconds that `publish` and the end of a run wait for consumers to return; default 300.
