@@ -98,8 +98,8 @@ def summary(document: dict[str, Any]) -> str:
     header = ["", "reached", "seconds", "thousand steps", "steps/s", "staleness", *parts, "final evaluation (range)"]
     title = (
         f"LunarLander-v3 to a mean training return of {THRESHOLD:g}, {settings['num_envs']} environments on "
-        f"{settings['workers']} workers, {machines(document)}, defaults of both learners. The table has means (from "
-        "the lowest to the highest seed) and shares of the learner's time:"
+        f"{settings['workers']} workers, {machines(document)}, defaults of both learners. The table has means over "
+        "the seeds, with the lowest and the highest value in brackets, and shares of the learner's time:"
     )
     return "\n\n".join(filter(None, (title, table(header, rows), _saving(found))))
 
