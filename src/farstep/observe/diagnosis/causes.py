@@ -149,8 +149,8 @@ RULES: tuple[Rule, ...] = (
         "limit",
         "Chunks wait for room in a workflow's buffer for at least 20 % of the time (buffer/full_s), and the learner "
         "waits for rows for at least 20 %",
-        "Raise the buffer's capacity to twice the number of rows that its triggers take together, so that workers can "
-        "roll while the learner updates.",
+        "Raise the buffer's capacity to twice the largest number of rows that a trigger takes at once, so that workers "
+        "can roll while the learner updates.",
         find.small_buffer,
     ),
     Rule(

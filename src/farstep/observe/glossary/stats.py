@@ -50,8 +50,8 @@ STATS_GROUPS = (
             ),
             _head(
                 "rolled",
-                "tickets issued, including those of resets. It decreases when a worker that is parked returns tickets "
-                "unused",
+                "tickets issued, including those of resets. It decreases when a worker returns unused tickets "
+                "because it is about to be parked",
                 unit="tickets",
             ),
             _head(
@@ -268,8 +268,8 @@ STATS_GROUPS = (
             _workers(
                 "divergence/<worker>",
                 "[running KL divergence](aaps.md#how-it-is-measured) of a worker's policy from the learner's before "
-                "the worker's last chunk. If the worker pulled before this chunk: the divergence of the pulled "
-                "weights, which may be rounded, or 0 if it was not measured",
+                "the worker's last chunk. If the worker pulled before this chunk: the divergence after the "
+                "pull, which may be above 0 if the weights were rounded, or 0 if it was not measured",
                 unit="nats",
                 logged_as="sync/divergence_mean",
             ),
@@ -323,7 +323,7 @@ STATS_GROUPS = (
             _workers("acting/<server>/batch_size", "mean number of rows per call of `act`", unit="rows"),
             _workers(
                 "acting/<server>/wait_ms",
-                "mean time per request for which a worker of this server was idle until it got its actions. Time in "
+                "mean time, per request, that a worker of this server was idle before it got its actions. Time in "
                 "which the worker stepped its other environments does not count. A restarted worker counts from 0",
                 unit="ms",
             ),

@@ -20,8 +20,7 @@ UPDATES = (
         "`--no-decoupled`: current / behavior), and its *weight* is proximal / behavior probability. V-trace calls the "
         "weight *rho*. impala and aride make one optimizer step per batch, so their proximal and current policies are "
         "the same.\n\n"
-        "During [critic warm-up](ppo.md#critic-warm-up), the first updates of a run train only the critic's own "
-        "layers.",
+        "With [critic warm-up](ppo.md#critic-warm-up), the first updates of a run train only the critic's own layers.",
         (
             _learner(
                 "train/actor/policy_loss",
@@ -58,7 +57,7 @@ UPDATES = (
             ),
             _learner(
                 "train/actor/dual_clip_fraction",
-                "share of the rows whose loss the dual clip (`--clip-ratio-c`) bounds; always 0 in ppo",
+                "share of the rows whose loss is bounded by the dual clip (`--clip-ratio-c`); always 0 in ppo",
                 unit="fraction",
                 when=_PPO,
                 healthy="near 0",
