@@ -339,9 +339,9 @@ def _shared_page(document: Document, found: dict[str, list[Run]]) -> str:
             f"{first['cores']} cores of a machine with {machines(document)}. Collecting takes about as long as "
             "learning, which uses one thread. The name of a row says how many slots the coordinator has:",
             "\n".join(_SHARED),
-            "The table has medians of the rounds, with the lowest and the highest value in brackets. The second workload "
-            "starts a moment after the first one; from round to round, this moment is longer, by up to the duration of "
-            "one update. */ alone* is relative to one workload alone. *Longer updates* have more rows:",
+            "The table has medians of the rounds, with the lowest and the highest value in brackets. In each round, "
+            "the second workload starts with another delay after the first one, up to the duration of an update. */ "
+            "alone* is relative to one workload alone. *Longer updates* have more rows:",
             table(["", "update, ms", "/ alone", "rows per update", "time per row / alone"], rows),
             _load(found),
         ]
