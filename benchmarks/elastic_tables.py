@@ -397,9 +397,9 @@ def _gpu_page(document: Document, found: dict[str, list[Run]]) -> str:
         [
             f"PPO with {_workers(any_run)} on {machines(document)} and {any_run['device']} "
             "(`results/elastic-gpu.json`). *Share of time* is the share of the run's time in which the run holds "
-            "the GPU. *GPU-seconds* are relative to the row *held* with the same number of parameters. *Update* is "
-            "the time from one update to the next, with its rollout. *Moves* is the time per update to move "
-            "parameters and optimizer state to the GPU and back. "
+            "the GPU. *GPU-seconds* are those per update, relative to the row *held* with the same number of "
+            "parameters. *Update* is the time from one update to the next, with its rollout. *Moves* is the time per "
+            "update to move parameters and optimizer state to the GPU and back. "
             "*MiB between* is the GPU memory of PyTorch between updates, without CUDA's context. Medians of "
             f"{len(next(iter(found.values())))} rounds:",
             table(names, rows),
