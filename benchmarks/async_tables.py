@@ -32,7 +32,10 @@ def summary(document: dict[str, Any]) -> str:
         whole = [run["curve"]["seconds"][-1] - run["curve"]["seconds"][0] for run in found[BASELINE]]
         share = f"{1 - sum(waited) / sum(whole):.0%}"
         parts.append(f"In these runs, everything except collecting took {share} of a synchronous update.")
-    parts += [f"The same runs, {settings['total_steps']:,} steps, means (from the lowest to the highest seed):"]
+    parts.append(
+        f"The same runs, {settings['total_steps']:,} steps, means over the seeds, with the lowest and the highest "
+        "value in brackets:"
+    )
     parts.append(_learned(found, settings["threshold"]))
     parts.append(
         "*Staleness* is the mean age of the rows of an update, in versions; *at most* is the highest age. *Behavior "

@@ -60,8 +60,8 @@ class ImpalaConfig:
     """Steps of each environment per chunk (rollout of one worker); None: 512 divided by the number of environments, at
     least 8."""
     num_chunks: int | None = None
-    """Chunks per update, in order of arrival; None: half the number of workers, from 2 to 8. At most the number of
-    workers."""
+    """Chunks per update, in order of arrival; None: half the number of workers, rounded up, from 2 to 8. Never more
+    than the number of workers."""
     max_staleness: int | None = None
     """Largest age of a row (one step of one environment) when the learner uses it, in versions (published sets of
     weights). At most (max_staleness + 1) * num_chunks workers collect at the same time. None: the smallest number, at

@@ -60,7 +60,7 @@ class RunConfig:
     release_idle: bool = False
     """Suspend workers that have nothing to do: with ppo, all of them during updates; with impala and replay learners,
     those that are as far ahead of the learner as its options allow. async-ppo suspends none, unless
-    --staleness-threshold is 0."""
+    --staleness-threshold is 0 and --num-chunks is not set."""
     prewarm: bool = False
     """With --release-idle: let workers continue shortly before the update is expected to end."""
     inference: str = "local"
