@@ -60,8 +60,8 @@ RULES: tuple[Rule, ...] = (
         "trigger never fires",
         "failure",
         "A workflow's trigger has never fired, while others fired 100 times or the whole buffer was replaced 10 times",
-        "If the trigger waits for a version or an object, publish it. If it waits for rows, lower its n or size. Or "
-        "remove it.",
+        "If the trigger waits for a version, call publish; if it waits for an object, call put; if it waits for "
+        "rows, lower its n or size. Or remove it.",
         find.silent_trigger,
     ),
     Rule(
@@ -206,9 +206,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "waiting for each other",
         "time",
-        "Workers and the learner both wait at the same time, for at least 30 % of the time: their two shares of "
-        "waiting add up to at least 130 %. For example, some workers have finished, and the learner waits for the "
-        "others",
+        "Workers and the learner both wait at the same time, for at least 30 % of the time. farstep knows this if "
+        "their two shares of waiting add up to at least 130 %. For example, some workers have finished, and the "
+        "learner waits for the others",
         "Use stream instead of collect (async-ppo instead of ppo), so that workers roll while the learner updates. If "
         "you already use stream, raise max_staleness (async-ppo: --staleness-threshold, impala: --max-staleness).",
         find.both_wait,
