@@ -14,7 +14,7 @@ def test_every_promise_has_its_test():
 def test_page_gives_the_seconds_that_the_first_node_may_be_silent():
     from farstep.launch.engines.ray import engine as ray
 
-    assert f"left after {ray.GONE_S:g} seconds" in (ROOT / "docs/ray.md").read_text()
+    assert f"not answered for {ray.GONE_S:g} seconds" in (ROOT / "docs/ray.md").read_text()
 
 
 def test_the_page_has_every_option_of_its_own():

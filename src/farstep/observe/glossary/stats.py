@@ -98,8 +98,8 @@ STATS_GROUPS = (
             METRICS["workers/restarts"],
             _head(
                 "workers/states/<worker>",
-                "state of one worker: `alive`, `starting`, `queued`, `parked`, `released` (suspended until its next "
-                "rollout), `lost` or `stopped`",
+                "state of one worker: `alive`, `starting`, `queued`, `parked`, `released` (suspended, because "
+                "it has nothing to do), `lost` or `stopped`",
                 kind="info",
             ),
             _launcher(
@@ -120,7 +120,7 @@ STATS_GROUPS = (
     Namespace(
         "slots/",
         "Here, a slot is the permission for one worker to run. A worker holds it from the start of its process until "
-        "the process ends, is parked, or is suspended between two rollouts ([released](releasing.md)).",
+        "the process ends, is parked, or is [released](releasing.md).",
         (
             _head("slots/held", "slots that are held now", unit="slots"),
             _head(
@@ -268,8 +268,8 @@ STATS_GROUPS = (
             _workers(
                 "divergence/<worker>",
                 "[running KL divergence](aaps.md#how-it-is-measured) of a worker's policy from the learner's before "
-                "the worker's last chunk. If the worker pulled before this chunk: the divergence after the "
-                "pull, which may be above 0 if the weights were rounded, or 0 if it was not measured",
+                "the worker's last chunk. If the worker pulled before this chunk: the divergence after "
+                "the pull, which is above 0 if the weights were rounded; 0 if this divergence was not measured",
                 unit="nats",
                 logged_as="sync/divergence_mean",
             ),
@@ -462,8 +462,8 @@ STATS_GROUPS = (
             ),
             _workflow(
                 "workflow/<trigger>/waits_for",
-                "description of the trigger; `env.diagnose()` shows it if the trigger never fires. None for a trigger "
-                "with a `TimeTrigger`, because its period may simply be long",
+                "description of the trigger; `env.diagnose()` shows it if the trigger never fires. None for a "
+                "`TimeTrigger`, and for combined triggers with a `TimeTrigger`, because the period may simply be long",
                 kind="info",
             ),
         ),

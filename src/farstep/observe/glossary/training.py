@@ -215,7 +215,7 @@ NAMESPACES = (
         (
             _workers(
                 "sync/pulls_per_worker",
-                "number of pulls since the process started (`pulls/total`), divided by the number of workers",
+                "number of pulls since the run was started or resumed (`pulls/total`), divided by `env.num_workers`",
                 kind="counter",
                 unit="pulls",
                 label="pulls per worker",
@@ -238,7 +238,7 @@ NAMESPACES = (
     ),
     Namespace(
         "bytes/",
-        "Bytes since the process started; the same counters as in `env.stats()`.",
+        "Bytes since the run was started or resumed; the same counters as in `env.stats()`.",
         (
             _workers(
                 "bytes/weights_sent",

@@ -64,14 +64,15 @@ UPDATES = (
             ),
             _learner(
                 "train/actor/proximal_approx_kl",
-                "change of the policy in this update, as the mean of -log(ratio); may be negative",
+                "change of the policy in this update (with `--no-decoupled`: divergence from the policy that acted), "
+                "as the mean of -log(ratio); may be negative",
                 unit="nats",
                 when=_PPO,
                 healthy="0.001 to 0.02",
             ),
             _learner(
                 "train/actor/proximal_k3",
-                "change of the policy in this update, as the mean of ratio - 1 - log(ratio): never negative and less "
+                "the same, as the mean of ratio - 1 - log(ratio): never negative and less "
                 "noisy than `train/actor/proximal_approx_kl`. If this number exceeds `--target-kl` in an epoch, the "
                 "update ends after this epoch",
                 unit="nats",
