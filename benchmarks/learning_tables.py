@@ -103,7 +103,7 @@ def _table_of(runs: Sequence[Row], task: Row, layout: Layout) -> str:
             failed = next(run for run in runs if run["contender"] == name)
             rows.append([layout.label(failed["contender"]), failed["status"], *("-" for _ in range(6))])
             continue
-        reports = [{**run["report"], "reached": run["report"]["reached"] or not has_goal} for run in found]
+        reports = [{**run["report"], "reached": _is_complete(run["report"], has_goal)} for run in found]
         returns = [report["last_mean"] for report in reports] if not has_goal else []
         rows.append(
             [
@@ -202,14 +202,19 @@ def _spread(values: Sequence[float], reports: Sequence[Row], form: str) -> str:
 
 
 def _share(runs: dict[str, list[Row]], name: str, key: str, layout: Layout, has_goal: bool) -> str:
-    """Median divided by that of the baseline; a bound if one of them did not always reach the goal, `-` if both."""
+    """Median divided by that of the baseline; a bound if one of them has incomplete runs, `-` if both have."""
     baseline = next((who for who in runs if family(who) == layout.baseline), layout.baseline)
     if not runs.get(baseline) or name == baseline:
         return "1" if name == baseline else "-"
     own, other = (median(run["report"][key] for run in runs[who]) for who in (name, baseline))
-    late = [has_goal and not all(run["report"]["reached"] for run in runs[who]) for who in (name, baseline)]
+    late = [not all(_is_complete(run["report"], has_goal) for run in runs[who]) for who in (name, baseline)]
     bound = "> " if late[0] else "< " if late[1] else ""
     return "-" if all(late) else f"{bound}{own / other:.2f}"
+
+
+def _is_complete(report: Row, has_goal: bool) -> bool:
+    """Whether a run reached the threshold or, if the task has none, made all steps."""
+    return bool(report["reached"] if has_goal else not report.get("stopped"))
 
 
 def _versions(done: Sequence[Row], layout: Layout) -> str:

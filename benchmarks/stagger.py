@@ -6,7 +6,7 @@
     python benchmarks/stagger.py --show benchmarks/results/stagger.json    # only the table and the plots
 
 PPO with `ClusterEnv.collect` learns the chain (`chain.py`) from rollouts of K=5 steps of episodes of H=200, so that
-without staggering, an update sees a fortieth of the episode, and only 40 updates later one sees it again. Measured
+without staggering, an update sees a fortieth of the episode, and the same part comes again 40 updates later. Measured
 after each update: F[u, b], the mean probability of the right action in block b; and the mean squared error of V against
 the exact value of the policy at all positions. Pendulum-v1, with episodes of 1,000 steps and rollouts of 10, is
 evaluated on episodes of 200 steps, never staggered.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import _setup  # noqa: F401
@@ -28,6 +29,7 @@ def main() -> None:
     parser.add_argument("--learner", default="ppo")
     parser.add_argument("--options", default="", help="of `farstep train`")
     task, options = parse_arguments(parser)
+    task = replace(task, max_seconds=math.inf)  # which ends only runs of peers
     arguments = [
         options.learner,
         *("--env", task.env),

@@ -299,6 +299,24 @@ def test_peer_that_never_reaches_the_threshold_is_shown_where_its_return_is_high
     assert shares == ["< 0.25", "-"]  # of at least 8 seconds
 
 
+def test_stopped_peer_without_a_threshold_is_a_bound() -> None:
+    report = {"reached": False, "last_mean": 10.0, "notes": "", "versions": {}, "curve": []}
+    measured = {"rllib": {"seconds": 8.0, "steps": 4, "stopped": True}, "farstep-sac": {"seconds": 4.0, "steps": 9}}
+    runs = [
+        {"contender": name, "env": "HalfCheetah-v5", "seed": 1, "wall_s": 1.0, "others_cpu_s": 0.0}
+        | {"report": {**report, **found}}
+        for name, found in measured.items()
+    ]
+    tasks = [{"env": "HalfCheetah-v5", "threshold": None, "max_steps": 9}]
+    text = learning_tables.summary({"tasks": tasks, "runs": runs}, offpolicy_tables.REPLAY)
+    assert (
+        "Stopped by `--max-seconds`: RLlib" in text and "farstep" not in text.partition("Stopped by")[2].split("\n")[0]
+    )
+    ours = next(line for line in text.splitlines() if line.startswith("| farstep"))
+    assert [cell.strip() for cell in ours.split("|")[-3:-1]] == ["< 0.50", "< 2.25"]
+    assert "> 8.0" in text
+
+
 def replay_run(contender: str, seed: int, seconds: float, reached: bool = True, **found: Any) -> dict[str, Any]:
     report = {"reached": reached, "steps": 1000, "seconds": seconds, "last_mean": -190.0, "updates": 500, "notes": ""}
     run = {"contender": contender, "env": "Pendulum-v1", "seed": seed, "wall_s": 1.0, "others_cpu_s": 0.0}

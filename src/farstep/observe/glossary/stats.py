@@ -269,7 +269,8 @@ STATS_GROUPS = (
                 "divergence/<worker>",
                 "[running KL divergence](aaps.md#how-it-is-measured) of a worker's policy from the learner's before "
                 "the worker's last chunk. If the worker pulled before this chunk: the divergence after "
-                "the pull, which is above 0 if the weights were rounded; 0 if this divergence was not measured",
+                "the pull, which is above 0 if the weights were rounded or the policy uses more than its parameters; 0 "
+                "if it was not measured",
                 unit="nats",
                 logged_as="sync/divergence_mean",
             ),

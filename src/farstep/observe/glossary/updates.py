@@ -72,9 +72,10 @@ UPDATES = (
             ),
             _learner(
                 "train/actor/proximal_k3",
-                "the same, as the mean of ratio - 1 - log(ratio): never negative and less "
-                "noisy than `train/actor/proximal_approx_kl`. If this number exceeds `--target-kl` in an epoch, the "
-                "update ends after this epoch",
+                "change of the policy in this update (with `--no-decoupled`: divergence from the policy that acted), "
+                "as the mean of ratio - 1 - log(ratio): never negative and less noisy than "
+                "`train/actor/proximal_approx_kl`. If this number exceeds `--target-kl` in an epoch, the update ends "
+                "after this epoch",
                 unit="nats",
                 when=_PPO,
                 healthy="0.001 to 0.02",
