@@ -298,7 +298,7 @@ def page(document: dict[str, Any]) -> str:
         f"{settings['num_steps']} steps per rollout, {settings['epochs']} epochs, {steps:,} steps ({versions} "
         f"versions), {machines(document)}. Final return: the mean of the evaluations in the last tenth of the steps, ± "
         f"the standard deviation over seeds (`results/aaps-ppo.json`). Steps to {SOLVED:g}: steps until the first "
-        f"evaluation from which the return stays at {SOLVED:g} or above (`-`: it does not)."
+        f"evaluation from which on the return stays at {SOLVED:g} or above (`-`: it does not)."
     )
     if continued_times := max(run["continued"] for run in document["runs"]):
         often = "once" if continued_times == 1 else f"up to {continued_times} times"

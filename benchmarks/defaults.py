@@ -231,7 +231,7 @@ def summary(document: dict[str, Any], env: str) -> str:
             rows.append([f"`{learner}`", *cells, f"{bound}{mean(run['steps'] for run in mine) / 1000:.0f}k"])
     goal = " (on-policy learners) or ".join(f"{goal:g}" for goal in sorted(goals)) + " (SAC)" * (len(goals) > 1)
     evaluated = [f"`{learner}`" for learner in TASKS[env].evaluated if any(run["learner"] == learner for run in runs)]
-    by = f"; {', '.join(evaluated)}: to the first evaluation from which the return stays there" if evaluated else ""
+    by = f"; {', '.join(evaluated)}: to the first evaluation from which on the return stays there" if evaluated else ""
     title = (
         f"{env}, thousand steps to a mean training return of {goal}{by}, one number per seed "
         "(in brackets: not reached):"
