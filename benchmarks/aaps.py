@@ -3,8 +3,8 @@
     python benchmarks/aaps.py --jobs 6 --steps 1000000 --minutes 9     # repeat until all runs are complete
     python benchmarks/aaps.py --jobs 6 --steps 5000000 --minutes 9     # the same runs, continued
     python benchmarks/aaps.py --hidden 912 --deltas 0 0.05 --plain --out benchmarks/results/aaps-ppo-large.json
-    python benchmarks/aaps.py --hidden 256 --deltas 0 --plain --half 0.05 --compact 0.05 --seeds 5 --workers 4
-        --envs-per-worker 8 --steps 1000000 --out benchmarks/results/aaps-compact.json           # fewer bytes
+    python benchmarks/aaps.py --hidden 256 --deltas 0 --plain --compact 0.05 --seeds 5 --envs-per-worker 8
+        --steps 1000000 --out benchmarks/results/aaps-compact.json                               # fewer bytes
     python benchmarks/aaps.py --show benchmarks/results/aaps-ppo.json          # only tables and plots
 
 PPO on LunarLander-v3 with four workers of 64 environments each, and the paper's learning rate (5e-4), minibatches (8),
@@ -331,7 +331,13 @@ def compact_page(document: dict[str, Any]) -> str:
         "(`results/aaps-compact.json`):"
     )
     header = ["weights", "δ", "seeds", "final return", "pulls per worker", "weights, MB", "probes, MB", "bytes"]
-    return "\n\n".join([setting, table(header, rows), verdict(document)])
+    always = ends["decoupled", 0.0]
+    compared = [
+        f"{FORMS[loss].capitalize()}, δ = {delta:g}: {_compared(found, always)}."
+        for (loss, delta), found in ends.items()
+        if delta
+    ]
+    return "\n\n".join([setting, table(header, rows), " ".join(compared)])
 
 
 def verdict(document: dict[str, Any]) -> str:

@@ -217,7 +217,7 @@ SECTIONS = (
         "aaps-compact",
         "aaps-compact.json",
         aaps.compact_page,
-        "aaps.py --hidden 256 --deltas 0 --plain --half 0.05 --compact 0.05 --seeds 5 --workers 4 --envs-per-worker 8 "
+        "aaps.py --hidden 256 --deltas 0 --plain --compact 0.05 --seeds 5 --envs-per-worker 8 "
         "--steps 1000000 --out benchmarks/results/aaps-compact.json",
     ),
     Section(DOCS / "aaps.md", "aaps-cartpole", "aaps-cartpole.json", aaps_cartpole.page, "aaps_cartpole.py"),
