@@ -13,9 +13,9 @@ NUM_ENVS = 64
 NAMES = {
     "farstep-collect": "farstep collect",
     "farstep-collect-eager": "farstep collect, eager policy",
+    "farstep-make_vec": "farstep make_vec",
     "pufferlib-sync": "PufferLib",
     "gymnasium-sync": "Gymnasium SyncVectorEnv",
-    "farstep-make_vec": "farstep make_vec",
     "torchrl-sync": "TorchRL",
     "rllib": "RLlib",
     "sample-factory": "Sample Factory",
@@ -66,6 +66,7 @@ def draw_case(axis: Any, title: str, runs: Mapping[str, list[Run]]) -> None:
         axis.vlines(rates[name], -0.6, python - 0.4, color="black", linestyle=style, linewidth=1, label=label, zorder=0)
     axis.set_yticks([*places.values()], [NAMES[name] for name in names], fontsize=9)
     axis.set_title(title, fontsize=10)
+    axis.locator_params(axis="x", nbins=5)
     axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.tick_params(axis="x", labelsize=8)
     axis.set_xlim(right=1.15 * max(rates[name] for name in [*names, *LIMITS]))
