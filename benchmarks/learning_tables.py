@@ -104,16 +104,16 @@ def _table_of(runs: Sequence[Row], task: Row, layout: Layout) -> str:
             rows.append([layout.label(failed["contender"]), failed["status"], *("-" for _ in range(6))])
             continue
         reports = [{**run["report"], "reached": _is_complete(run["report"], has_goal)} for run in found]
-        returns = [report["last_mean"] for report in reports] if not has_goal else []
+        is_bound = not all(report["reached"] for report in reports)
         rows.append(
             [
                 layout.label(name),
                 f"{sum(report['reached'] for report in reports)} of {len(reports)}"
                 if has_goal
-                else _spread(returns, reports, "{:,.0f}"),
-                _spread([report["seconds"] for report in reports], reports, "{:,.1f}"),
-                _spread([run["wall_s"] for run in found], reports, "{:,.1f}"),
-                _spread([report["steps"] for report in reports], reports, "{:,.0f}"),
+                else _spread([report["last_mean"] for report in reports], "{:,.0f}"),
+                _spread([report["seconds"] for report in reports], "{:,.1f}", is_bound=is_bound),
+                _spread([run["wall_s"] for run in found], "{:,.1f}", is_bound=is_bound),
+                _spread([report["steps"] for report in reports], "{:,.0f}", is_bound=is_bound),
                 f"{median(report['steps'] / max(report['seconds'], 1e-9) for report in reports):,.0f}",
                 _share(calm, name, "seconds", layout, has_goal),
                 _share(calm, name, "steps", layout, has_goal),
@@ -195,9 +195,9 @@ def _disturbed(done: Sequence[Row], layout: Layout) -> str:
     return f" Disturbed runs: {'; '.join(named)}. In all other runs they used at most {most:.2f} cores."
 
 
-def _spread(values: Sequence[float], reports: Sequence[Row], form: str) -> str:
-    """Median and extremes; a run that did not reach the threshold counts with its length, a lower bound."""
-    more = "" if all(report["reached"] for report in reports) else "> "
+def _spread(values: Sequence[float], form: str, *, is_bound: bool = False) -> str:
+    """Median and extremes. A run that did not reach the threshold counts with its length, a lower bound."""
+    more = "> " if is_bound else ""
     return f"{more}{form.format(median(values))} ({form.format(min(values))} - {form.format(max(values))})"
 
 
@@ -256,6 +256,8 @@ def draw(document: dict[str, Any], folder: Path, layout: Layout = PPO) -> list[P
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), fontsize=8)
         ends = f"after {task['max_steps']:,} steps" if task["threshold"] is None else "at the threshold (dotted line)"
+        if any(run["report"].get("stopped") for run in runs):
+            ends += " or was stopped"
         figure.suptitle(f"{task['env']}: every run ends {ends}; bands from seed to seed")
         folder.mkdir(parents=True, exist_ok=True)
         written.append(folder / f"{layout.image}-{task['env'].lower()}.png")

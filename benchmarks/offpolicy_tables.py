@@ -128,16 +128,15 @@ def _against_peers(task: Row, calm: dict[str, list[Row]]) -> list[str]:
 
 
 def _comparison(task: Row, first: Sequence[Row], second: Sequence[Row], name: str) -> str:
-    """Seconds of the first compared with those of the second, whose runs below the threshold are lower bounds."""
+    """Seconds of the first compared with those of the second, whose incomplete runs are lower bounds."""
     own, other = (median(map(_seconds, runs)) for runs in (first, second))
-    if task["threshold"] is not None:
-        if not _all_reached(first):
-            return "not every seed reaches the threshold, so times are not compared"
-        if not _all_reached(second):
-            bound = f"at least {_less(own, other)} time than" if own < other else "no comparison with"
-            return f"{bound} {name}, which does not reach the threshold with every seed"
-    elif any(run["report"].get("stopped") for run in second):
-        return f"no comparison with {name}, whose runs were stopped"
+    bound = f"at least {_less(own, other)} time than" if own < other else "no comparison with"
+    if task["threshold"] is not None and not _all_reached(first):
+        return "not every seed reaches the threshold, so times are not compared"
+    if any(run["report"].get("stopped") for run in second):
+        return f"{bound} {name}, whose runs were stopped before the end"
+    if task["threshold"] is not None and not _all_reached(second):
+        return f"{bound} {name}, which does not reach the threshold with every seed"
     return f"{_less(own, other)} time than {name}"
 
 
