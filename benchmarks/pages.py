@@ -248,7 +248,7 @@ PLOTS = (
     Plots("defaults.json", defaults.draw, tuple(f"defaults-{learner}.png" for learner in defaults.LEARNERS)),
     Plots("learning.json", learning_tables.draw, ("learning-cartpole-v1.png", "learning-lunarlander-v3.png")),
     Plots("offpolicy.json", offpolicy_tables.draw, ("offpolicy-pendulum-v1.png",)),
-    Plots(OFFPOLICY_16, offpolicy_tables.draw, ("offpolicy-lunarlander-v3.png",)),
+    Plots(OFFPOLICY_16, offpolicy_tables.draw, ("offpolicy-lunarlander-v3.png", "offpolicy-halfcheetah-v5.png")),
     Plots("aride.json", aride_tables.draw, ("aride-success.png",)),
     Plots("async-16-cores.json", async_tables.draw, ("async-returns.png", "async-staleness.png")),
     Plots("async-lunarlander.json", async_return.draw, ("async-lunarlander.png",)),
