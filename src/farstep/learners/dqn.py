@@ -37,7 +37,7 @@ from farstep.learners.replay.saved_parts import SavedPart, UpdateCount
 _MIN_PRIORITY = 1e-6
 DEFAULT_NET = QNetConfig()
 DQN_REPLAY = ReplayConfig()
-APEX_REPLAY = ReplayConfig(learning_starts=2_000)
+APEX_REPLAY = ReplayConfig(batch_size=512, updates_per_step=0.25, learning_starts=2_000)
 
 
 @show_fields
