@@ -196,7 +196,7 @@ def _disturbed(done: Sequence[Row], layout: Layout) -> str:
 
 
 def _spread(values: Sequence[float], form: str, *, is_bound: bool = False) -> str:
-    """Median and extremes. A run that did not reach the threshold counts with its length, a lower bound."""
+    """Median and extremes; a lower bound if runs are incomplete, since these count as far as they came."""
     more = "> " if is_bound else ""
     return f"{more}{form.format(median(values))} ({form.format(min(values))} - {form.format(max(values))})"
 
@@ -257,7 +257,7 @@ def draw(document: dict[str, Any], folder: Path, layout: Layout = PPO) -> list[P
         figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), fontsize=8)
         ends = f"after {task['max_steps']:,} steps" if task["threshold"] is None else "at the threshold (dotted line)"
         if any(run["report"].get("stopped") for run in runs):
-            ends += " or was stopped"
+            ends += " or at a limit"
         figure.suptitle(f"{task['env']}: every run ends {ends}; bands from seed to seed")
         folder.mkdir(parents=True, exist_ok=True)
         written.append(folder / f"{layout.image}-{task['env'].lower()}.png")

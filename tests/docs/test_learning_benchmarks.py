@@ -374,6 +374,10 @@ def test_task_without_threshold_shows_returns() -> None:
     runs = [replay_run("farstep-sac", 1, 4.0, reached=False), replay_run("rllib", 1, 16.0, reached=False)]
     text = offpolicy_tables.summary(pendulum(runs, threshold=None))
     assert "-190 (-190 - -190)" in text and "75% less time than RLlib" in text and "> " not in text
+    runs[1]["report"]["stopped"] = True
+    assert "at least 75% less time than RLlib, whose runs were stopped" in offpolicy_tables.summary(
+        pendulum(runs, None)
+    )
 
 
 @pytest.mark.long
