@@ -227,15 +227,15 @@ def summary(document: dict[str, Any], env: str) -> str:
         mine = [run for run in runs if run["learner"] == learner]
         if mine:
             cells = [_steps([run for run in mine if run["num_envs"] == number]) for number in numbers]
-            bound = "> " if any(run.get("stopped") for run in mine) else ""
+            bound = "" if all(run["reached"] for run in mine) else "> "
             rows.append([f"`{learner}`", *cells, f"{bound}{mean(run['steps'] for run in mine) / 1000:.0f}k"])
     goal = " (on-policy learners) or ".join(f"{goal:g}" for goal in sorted(goals)) + " (SAC)" * (len(goals) > 1)
     evaluated = [f"`{learner}`" for learner in TASKS[env].evaluated if any(run["learner"] == learner for run in runs)]
     by = f"; {', '.join(evaluated)}: to the first evaluation from which on the return stays there" if evaluated else ""
-    title = (
-        f"{env}, thousand steps to a mean training return of {goal}{by}, one number per seed "
-        "(in brackets: not reached):"
-    )
+    brackets = " (in brackets: not reached)" if any(_in_brackets(run).startswith("(") for run in runs) else ""
+    if any(run.get("stopped") for run in runs):
+        brackets = " (in brackets: not reached, and the last mean return of runs that were stopped early)"
+    title = f"{env}, thousand steps to a mean training return of {goal}{by}, one number per seed{brackets}:"
     return f"{title}\n\n{table(['', *(f'{number} environments' for number in numbers), 'mean'], rows)}"
 
 
@@ -243,8 +243,8 @@ def page(document: dict[str, Any]) -> str:
     """The section of benchmarks/README.md: machines, and a table for every task."""
     return "\n\n".join(
         [
-            f"On {machines(document)}, `results/defaults.json`. The mean includes runs that did not reach the "
-            "threshold, with all of their steps; it is a lower bound (>) if one of them was stopped:",
+            f"On {machines(document)} (`results/defaults.json` has the machine of each sitting). The mean includes "
+            "runs that did not reach the threshold, with all of their steps, and is a lower bound (>) then:",
             *(text for env in TASKS if (text := summary(document, env))),
         ]
     )
@@ -268,9 +268,10 @@ def learner_summary(document: dict[str, Any], learner: str) -> str:
             continue
         ended = [run for run in runs if not run.get("stopped")]
         last = [run["evaluations"][-1][1] for run in ended if run["evaluations"]]
+        spread = f" ({min(last):.0f} to {max(last):.0f})" if len(last) > 1 else ""
         reached = sum(run["reached"] for run in runs)
         row = [f"{env} ({TASKS[env].threshold_of(learner):g})", str(number), f"{reached} of {len(runs)}"]
-        row += [_steps(runs), f"{mean(last):.0f} ({min(last):.0f} to {max(last):.0f})" if last else "-"]
+        row += [_steps(runs), f"{mean(last):.0f}{spread}" if last else "-"]
         if learner in REPLAY:
             row.append(f"{median(run['seconds'] for run in ended) / 60:.1f}" if ended else "-")
         elif learner != "ppo":
@@ -317,7 +318,10 @@ def draw(document: dict[str, Any], folder: Path) -> list[Path]:
         tasks = [env for env in drawn_tasks(learner) if any(run["env"] == env for run in runs)]
         if not tasks:
             continue
-        title = f"farstep train {learner}: evaluation returns\nmean and range of the seeds; runs end at the threshold"
+        fixed = [env for env in tasks if learner in TASKS[env].evaluated]
+        end = "runs end at the threshold"
+        end += "".join(f", on {env} after {TASKS[env].evaluated_steps:,} steps" for env in fixed)
+        title = f"farstep train {learner}: evaluation returns\nmean and range of the seeds; {end}"
         figure, axes = panels(len(tasks), title)
         for axis, env in zip(axes, tasks, strict=True):
             axis.set(title=env, ylabel="return of an evaluation")

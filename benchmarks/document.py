@@ -40,7 +40,8 @@ def continued(path: Path, script: str) -> dict[str, Any]:
 def machines(document: Mapping[str, Any]) -> str:
     """A description of the machines on which a document was measured."""
     found = [sitting["machine"] for sitting in document.get("sittings", [document])]
-    return " and ".join(dict.fromkeys(f"{machine['cores']} cores ({machine['cpu']})" for machine in found))
+    *others, last = dict.fromkeys(f"{machine['cores']} cores ({machine['cpu']})" for machine in found)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def check_machine(document: Mapping[str, Any], path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,15 +131,21 @@ def calm_runs(runs: Sequence[Row], layout: Layout) -> dict[str, list[Row]]:
 
 
 def _tried(done: Sequence[Row], layout: Layout) -> list[str]:
-    """The numbers of environments that a peer was run with, if there are several."""
-    said = []
-    for peer in layout.peers:
-        names = {run["contender"] for run in done if family(run["contender"]) == peer}
-        numbers = ", ".join(str(number) for number in sorted(filter(None, map(_num_envs, names))))
-        if numbers:
-            own = "its default number and with " if peer in names else ""
-            said.append(f"{layout.labels[peer]} ran with {own}{numbers} environments; the table has the best of them.")
-    return [" ".join(said)] if said else []
+    """The numbers of environments that a peer was run with, and the tasks on which there are several."""
+    tasks: dict[str, list[str]] = {}
+    for peer, env in itertools.product(layout.peers, dict.fromkeys(run["env"] for run in done)):
+        names = {run["contender"] for run in done if family(run["contender"]) == peer and run["env"] == env}
+        numbers = [str(number) for number in sorted(filter(None, map(_num_envs, names)))]
+        tried = ["its default number of environments"] * (peer in names) + numbers
+        if len(tried) > 1:
+            which = "better" if len(tried) == 2 else "best"
+            text = f"{layout.labels[peer]} ran with {_listed(tried)}; the table has the {which} one"
+            tasks.setdefault(text, []).append(env)
+    return [" ".join(f"On {_listed(envs)}, {text}." for text, envs in tasks.items())] if tasks else []
+
+
+def _listed(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]
 
 
 def _best_of(runs: Sequence[Row], families: Sequence[str], layout: Layout) -> list[str]:
