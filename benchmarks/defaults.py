@@ -232,9 +232,9 @@ def summary(document: dict[str, Any], env: str) -> str:
     goal = " (on-policy learners) or ".join(f"{goal:g}" for goal in sorted(goals)) + " (SAC)" * (len(goals) > 1)
     evaluated = [f"`{learner}`" for learner in TASKS[env].evaluated if any(run["learner"] == learner for run in runs)]
     by = f"; {', '.join(evaluated)}: to the first evaluation from which on the return stays there" if evaluated else ""
-    brackets = " (in brackets: not reached)" if any(_in_brackets(run).startswith("(") for run in runs) else ""
+    brackets = "" if all(run["reached"] for run in runs) else " (in brackets: not reached)"
     if any(run.get("stopped") for run in runs):
-        brackets = " (in brackets: not reached, and the last mean return of runs that were stopped early)"
+        brackets = " (in brackets: not reached; runs that were stopped early also have their last mean return)"
     title = f"{env}, thousand steps to a mean training return of {goal}{by}, one number per seed{brackets}:"
     return f"{title}\n\n{table(['', *(f'{number} environments' for number in numbers), 'mean'], rows)}"
 
@@ -243,8 +243,8 @@ def page(document: dict[str, Any]) -> str:
     """The section of benchmarks/README.md: machines, and a table for every task."""
     return "\n\n".join(
         [
-            f"On {machines(document)} (`results/defaults.json` has the machine of each sitting). The mean includes "
-            "runs that did not reach the threshold, with all of their steps, and is a lower bound (>) then:",
+            f"On {machines(document)} (`results/defaults.json` has the machine of each command). Runs that did not "
+            "reach the threshold count with all of their steps; the mean is then a lower bound (>):",
             *(text for env in TASKS if (text := summary(document, env))),
         ]
     )

@@ -136,10 +136,10 @@ def _tried(done: Sequence[Row], layout: Layout) -> list[str]:
     for peer, env in itertools.product(layout.peers, dict.fromkeys(run["env"] for run in done)):
         names = {run["contender"] for run in done if family(run["contender"]) == peer and run["env"] == env}
         numbers = [str(number) for number in sorted(filter(None, map(_num_envs, names)))]
-        tried = ["its default number of environments"] * (peer in names) + numbers
-        if len(tried) > 1:
-            which = "better" if len(tried) == 2 else "best"
-            text = f"{layout.labels[peer]} ran with {_listed(tried)}; the table has the {which} one"
+        if len(names) > 1:
+            own = "and its default number of environments" if peer in names else "environments"
+            which = "better" if len(names) == 2 else "best"
+            text = f"{layout.labels[peer]} ran with {', '.join(numbers)} {own}; the table shows the {which} of them"
             tasks.setdefault(text, []).append(env)
     return [" ".join(f"On {_listed(envs)}, {text}." for text, envs in tasks.items())] if tasks else []
 
