@@ -10,6 +10,7 @@ import numpy as np
 from gymnasium import spaces
 
 Cost = Literal["compute", "sleep"]
+SLOW_PENDULUM = "SlowPendulum-v1"
 
 
 class Costly(gym.Wrapper[Any, Any, Any, Any]):
@@ -33,6 +34,15 @@ def _compute(seconds: float) -> None:
 def make(env: str, step_ms: float, cost: Cost = "compute") -> gym.Env[Any, Any]:
     """Make an environment on a worker."""
     return Costly(gym.make(env), step_ms, cost)
+
+
+def slow_pendulum() -> gym.Env[Any, Any]:
+    """Make a Pendulum-v1 that sleeps for 10 ms in each step, like a simulator that runs elsewhere."""
+    return make("Pendulum-v1", 10.0, "sleep")
+
+
+if SLOW_PENDULUM not in gym.registry:
+    gym.register(SLOW_PENDULUM, slow_pendulum)
 
 
 class Clock(gym.Env[Any, Any]):

@@ -39,7 +39,7 @@ def summary(document: dict[str, Any], file: str = "offpolicy.json") -> str:
     return "\n\n".join([*parts, learning_tables.summary(document, REPLAY), f"`results/{file}` has every run."])
 
 
-def equal_updates(document: dict[str, Any]) -> str:
+def equal_updates(document: dict[str, Any], file: str = "equal_updates.json") -> str:
     """Concurrent and alternating SAC with the same number of steps: a row per seed that both have."""
     variants = [[run for run in document["runs"] if run["report"] and run["contender"] == name] for name in VARIANTS]
     pairs = sorted(_same_seeds(*variants), key=lambda pair: pair[0]["seed"])
@@ -60,12 +60,12 @@ def equal_updates(document: dict[str, Any]) -> str:
     header += ["learner, ms per update, concurrent", "alternating", "ratio"]
     return "\n\n".join(
         [
-            f"{task['env']}, {task['max_steps']:,} steps, {_seeds(len(pairs))}: SAC that learns while workers roll "
-            f"takes {time} time than SAC that alternates (median; {PAPER_SECONDS}). The learner needs {update} time "
-            f"per update ({PAPER_UPDATE}). "
+            f"{task['env'].rpartition(':')[2]}, {task['max_steps']:,} steps, {_seeds(len(pairs))}: SAC that learns "
+            f"while workers roll takes {time} time than SAC that alternates (median; {PAPER_SECONDS}). The learner "
+            f"needs {update} time per update ({PAPER_UPDATE}). "
             f"Other processes used at most {others:.2f} cores.",
             table(header, rows),
-            "`results/equal_updates.json` has every run.",
+            f"`results/{file}` has every run.",
         ]
     )
 

@@ -47,7 +47,7 @@ README = BENCHMARKS / "README.md"
 DOCS = BENCHMARKS.parent / "docs"
 IMAGES = DOCS / "images"
 RESULTS = BENCHMARKS / "results"
-OFFPOLICY_16 = "offpolicy-16-cores.json"
+OFFPOLICY_16, SLOW_UPDATES = "offpolicy-16-cores.json", "equal_updates-slow.json"
 
 
 def throughput_results(document: Mapping[str, Any]) -> tables.Results:
@@ -163,7 +163,8 @@ SECTIONS = (
     Section(README, "learning", "learning.json", learning_tables.summary),
     Section(README, "offpolicy", "offpolicy.json", offpolicy_tables.summary, "offpolicy.py"),
     Section(README, "offpolicy-16-cores", OFFPOLICY_16, partial(offpolicy_tables.summary, file=OFFPOLICY_16)),
-    Section(README, "equal_updates", "equal_updates.json", offpolicy_tables.equal_updates, "equal_updates.py"),
+    Section(README, "equal_updates", "equal_updates.json", offpolicy_tables.equal_updates),
+    Section(README, "equal_updates-slow", SLOW_UPDATES, partial(offpolicy_tables.equal_updates, file=SLOW_UPDATES)),
     Section(README, "async", "async-16-cores.json", async_tables.summary),
     Section(README, "aride", "aride.json", aride_tables.summary, "aride.py"),
     Section(README, "uneven", "uneven.json", uneven.summary, "uneven.py"),

@@ -4,7 +4,7 @@
 
 The duration T of an episode is log-uniform over a factor of 100. Environments sleep, so that cores are not what is
 measured. With W workers and one environment each, a barrier (`collect`: one episode of every worker per batch) reaches
-W / E[max T] episodes per second, and workers that never wait (a `Workflow`, as replay learners use it) reach W / E[T],
+W / E[max T] episodes per second, and workers that never wait (a `Workflow`) reach W / E[T],
 the sum of their own rates. The last columns are the time that workers really spent in their environments, as a share of
 their time until their last episode arrived.
 

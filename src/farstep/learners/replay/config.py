@@ -52,7 +52,8 @@ class LoopConfig:
     resumed run starts with an empty buffer. An event at the start says how many bytes one takes."""
     concurrent: bool = True
     """Learn while workers roll. --no-concurrent: alternate; workers roll one chunk each, then wait while the learner
-    makes its updates. This is slower, but reproducible; --launcher in-process always alternates."""
+    makes its updates. This is reproducible, but slower unless updates take most of the time; --launcher in-process
+    always alternates."""
     scaling: str | None = None
     """Rule that changes the number of workers when weights are published; the ratio of updates to steps
     does not change. schedule:FIRST:LAST:ADD:EVERY (workers at the start and at the end, workers to add, updates between
