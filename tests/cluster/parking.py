@@ -27,10 +27,12 @@ class Trajectories:
 
     Args:
         may_restart: Whether a slot may start a new episode, because its worker was replaced; the batch must mark it.
+        may_skip: Whether chunks may be missing, because they were dropped as stale; the batch must mark it.
     """
 
-    def __init__(self, may_restart: bool = False) -> None:
+    def __init__(self, may_restart: bool = False, may_skip: bool = False) -> None:
         self._may_restart, self.restarts = may_restart, 0
+        self._may_skip, self.num_skipped = may_skip, 0
         self.next: dict[int, int] = {}
         self.batches = 0
         self.columns: list[int] = []
@@ -45,6 +47,12 @@ class Trajectories:
                 del self.next[slot]
                 self.restarts += 1
             first = self.next.get(slot, 0)
+            if self._may_skip and not batch.continues[column]:
+                self.next.pop(slot, None)
+                num_skipped, rest = divmod(int(counts[0, column]) - first, len(counts))
+                assert num_skipped >= 0 and rest == 0, (slot, first)
+                self.num_skipped += num_skipped
+                first += num_skipped * len(counts)
             np.testing.assert_array_equal(counts[:, column], np.arange(first, first + len(counts)), err_msg=str(slot))
             assert batch.continues[column] == (slot in self.next), (slot, first)
             self.next[slot] = first + len(counts)

@@ -67,13 +67,14 @@ def test_collect_continues_while_workers_are_parked_and_unparked(transport: str)
     ids=["strict", "ahead", "in order of arrival"],
 )
 def test_stream_continues_while_workers_are_parked_and_unparked(options: dict[str, Any]) -> None:
+    in_order_of_arrival = "num_chunks" in options  # so a chunk of a slow worker may become too old
     with endless() as env:
-        seen, agent = Trajectories(), TableAgent()
+        seen, agent = Trajectories(may_skip=in_order_of_arrival), TableAgent()
         stream = env.stream(agent, steps=4, **options)
         with helper(scaling_at_random(env, seen, TIMES // 2, 2)) as scaler:
             for batch in stream:
                 assert env.version - batch["version"].min() <= options["max_staleness"]
-                if "num_chunks" in options:  # a worker may contribute several chunks: check them one by one
+                if in_order_of_arrival:  # a worker may contribute several chunks: check them one by one
                     assert_balanced(env.stats())
                     for part in chunks_of(batch):
                         seen.add(part)
@@ -83,7 +84,8 @@ def test_stream_continues_while_workers_are_parked_and_unparked(options: dict[st
                 if not scaler.is_alive():
                     break
         assert_balanced(env.stats())
-        assert "stale" not in env.stats()["dropped"]
+        num_stale = env.stats()["dropped"].get("stale", 0)
+        assert seen.num_skipped <= num_stale and (in_order_of_arrival or not num_stale)
         stream.close()
 
 
