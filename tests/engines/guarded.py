@@ -75,11 +75,13 @@ class Guarded(subprocess.Popen[Any]):
 class Engine:
     """A context manager with a temporary folder; `_start` starts the rest, and what it has put on `_stack` is ended."""
 
+    parent = "/tmp"
+    """Where the folder is. Independent of TMPDIR, because the path of a Unix socket has at most 107 bytes."""
+
     def __enter__(self) -> Self:
         self._stack = ExitStack()
         try:
-            # Short and independent of TMPDIR: the path of a Unix socket has at most 107 bytes.
-            self.folder = Path(tempfile.mkdtemp(prefix="farstep-", dir="/tmp"))
+            self.folder = Path(tempfile.mkdtemp(prefix="farstep-", dir=self.parent))
             self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
             self._start()
         except BaseException:

@@ -302,9 +302,11 @@ def test_ssh_to_hosts_of_a_network():
 
 
 USER = """
-import os, signal, sys, time
+import os, signal, sys, tempfile, time
+from tests.engines.guarded import Engine
 from tests.engines.namespaces import Network
 from tests.engines.slurm_cluster import SlurmCluster
+Engine.parent = tempfile.gettempdir()
 with Network(["h1", "h2"], delay_ms=1) as network, SlurmCluster(network=network) as cluster:
     cluster.command("sbatch", "--wrap", "sleep 1000", "-o", "/dev/null")
     while "RUNNING" not in [job.state for job in cluster.jobs().values()]:
