@@ -1,6 +1,6 @@
 """What the parts of A-RIDE contribute: DPER, Retrace, asynchronous workers, and a warm-up from recorded episodes.
 
-    nice -n 19 python benchmarks/aride.py --jobs 3 --minutes 30     # repeat until all runs are complete
+    python benchmarks/aride.py --jobs 8 --seeds 5 --minutes 30      # repeat until all runs are complete
     python benchmarks/aride.py --show benchmarks/results/aride.json  # only tables and plots
 
 DistRL reports 8 points of success lost without DPER and 6 without Retrace, on phones. The task here is a small game in

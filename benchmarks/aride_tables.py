@@ -58,8 +58,8 @@ def summary(document: dict[str, Any]) -> str:
     jobs = max(run["jobs"] for run in document["runs"])
     parts.append(
         f"{_time(document)}During the runs, the machine's load average was {min(loads):.0f} to {max(loads):.0f} on "
-        f"{document['machine']['cores']} cores. Up to {jobs} of these runs ran at the same time, next to "
-        "other programs. `results/aride.json` has every run."
+        f"{document['machine']['cores']} cores. Up to {jobs} of these runs ran at the same time. `results/aride.json` "
+        "has every run."
     )
     return "\n\n".join(parts)
 
