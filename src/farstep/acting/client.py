@@ -216,6 +216,10 @@ class ServedActor:
         self._mailbox = self._exchange.mailbox
         self.structure: dict[str, Any] = unpack(reply.structure)
         self._outputs = leaf_names(self.structure)
+        self._arrays = [
+            {name: array[part] for name, array in self._mailbox.arrays.items()} for part in self._mailbox.ranges
+        ]
+        """The mailbox's arrays of each group."""
         self._state_names = list(reply.state)
         self.has_priorities = reply.has_priorities
         self._requested = [0] * len(self._num_groups)
@@ -251,7 +255,9 @@ class ServedActor:
         """Start a chunk that is written into `rows`. Raise `ServerLost` if the server has ended since the last one."""
         if self._exchange is None or not self._address.is_current():
             raise self._lost()
-        self._rows, self._chunk = rows.row, rows.chunk
+        self._chunk = rows.chunk
+        names = [*self._obs_schema, *self._outputs, "episode_start", "version"]
+        self._rows = [{name: rows.row[name][:, part] for name in names} for part in self.groups]
         self.version = self.passed = 2**62
         self._is_first = [True] * len(self._num_groups)
         self._ticket, self._min_version = 0, 0
@@ -272,15 +278,14 @@ class ServedActor:
     def request(self, t: int, group: int, continues: bool = False) -> None:
         """Ask for the actions of row `t` of a group. `continues`: whether the chunk has a row after it."""
         assert self._exchange is not None
-        mailbox, rows = self._mailbox, self._rows
-        arrays, words, part = mailbox.arrays, mailbox.group_words[group], mailbox.ranges[group]
+        rows, arrays, words = self._rows[group], self._arrays[group], self._mailbox.group_words[group]
         for name in self._obs_schema:
-            arrays[name][part] = rows[name][t, part]
-        starts = rows["episode_start"][t, part]
-        arrays[STARTS][part] = starts
-        if starts.any():
-            arrays[ROOTS][part] = self._slots.roots[part]
-            arrays[EPISODES][part] = self._slots.episodes[part]
+            arrays[name][:] = rows[name][t]
+        arrays[STARTS][:] = starts = rows["episode_start"][t]
+        if any(starts.tolist()):  # for a few environments faster than starts.any()
+            part = self._mailbox.ranges[group]
+            arrays[ROOTS][:] = self._slots.roots[part]
+            arrays[EPISODES][:] = self._slots.episodes[part]
         words[MIN_VERSION], words[NEWEST], words[IS_FIRST] = self._min_version, self.newest, self._is_first[group]
         words[CONTINUES] = True  # the server's window waits for this request until the server can see it
         self._fence()  # the server may still read an earlier, cancelled request
@@ -304,8 +309,8 @@ class ServedActor:
             ServedError: The agent raised.
             ServerLost: The server ended.
         """
-        mailbox, rows = self._mailbox, self._rows
-        words, part = mailbox.group_words[group], mailbox.ranges[group]
+        mailbox = self._mailbox
+        words = mailbox.group_words[group]
         if words[ANSWER] != self._requested[group]:
             began = time.perf_counter_ns()
             self._wait(words, group, idle or self.idle)
@@ -315,16 +320,16 @@ class ServedActor:
         if words[FAILED]:
             self._ask(am.Explain())  # raises ServedError
         words[USED] = self._requested[group]
-        arrays = mailbox.arrays
+        rows, arrays = self._rows[group], self._arrays[group]
         for name in self._outputs:
-            rows[name][t, part] = arrays[name][part]
+            rows[name][t] = arrays[name]
         if self._is_first[group]:
             self._is_first[group] = False
             self.divergence = divergence_of_bits(mailbox.words[DIVERGENCE])
             for name in self._state_names:
-                self._chunk[name][part] = arrays[name][part]
+                self._chunk[name][mailbox.ranges[group]] = arrays[name]
         version, counts_as = words[VERSION], words[COUNTS_AS]
-        rows["version"][t, part] = version
+        rows["version"][t] = version
         self.version, self.passed = min(self.version, version), min(self.passed, counts_as)
 
     def _wait(self, words: memoryview, group: int, idle: Callable[[], None]) -> None:
