@@ -7,17 +7,17 @@
 
 Contenders: `local-cpu` and `local-cuda` (each worker has a copy of the policy), `served-cpu`, `served-cuda` and
 `served-bf16` (one acting server for all workers; the last one on the GPU in bfloat16), `vec-cpu` and `vec-cuda`
-(`make_vec`, this process acts). The limit is the smaller of two numbers: environments alone, with random actions (the
-best of `--rounds` runs), and the policy alone on the best device, in the same precision and with the same batch size:
-half of the environments for `served-cuda` and `served-bf16`, whose batches are no larger so that the others can step
-meanwhile; otherwise all.
+(`make_vec`, this process acts). The limit is the smaller of two numbers: environments alone, with random actions, and
+the policy alone on the best device, in the same precision and with the same batch size: half of the environments for
+`served-cuda` and `served-bf16`, whose batches are no larger so that the others can step meanwhile; otherwise all.
 
 A rollout has `--steps` steps, so that the start and the end of a rollout take little of its time. With policies of 67
 million parameters and more and with images, contenders on the CPU collect at most 8 steps at a time, because 32 would
 take up to 20 s. Each result has its number of steps.
 
-Each case runs in a process of its own, for at most `--timeout` seconds. The results are written after each case, and a
-repeated command measures only the cases that are missing in them or have failed.
+Each case runs in a process of its own, for at most `--timeout` seconds. All cases are measured in turn, `--rounds`
+times; the tables have medians. The results are written after each run, and a repeated command measures only what is
+missing in them or has failed.
 
 With `--where head`, workers and head are on two hosts (network namespaces), and an acting server with the head chooses
 random actions. Observations have `--obs-bytes` bytes. They cross the link twice: to the server and in the rollout. The
@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import sys
 import tempfile
@@ -51,6 +52,7 @@ from large_policy_tables import (
     POLICY_ON_HALF,
     described,
     env_case,
+    limiting_policies,
     link_described,
 )
 from policy_models import SIZES, VISUAL_SIZES, LargePolicy, NoiseEnv, RandomPolicy, VisualPolicy
@@ -219,8 +221,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     options.obs_space, num_actions = env.observation_space, int(env.action_space.n)
     env.close()
     if name == ENV_ALONE:
-        rounds = [collected(options, RandomPolicy(num_actions), "local") for _ in range(options.rounds)]
-        return {"contender": name, "rounds": rounds, "steps_per_second": max(rounds)}
+        return {"contender": name, "steps_per_second": collected(options, RandomPolicy(num_actions), "local")}
     torch.manual_seed(0)
     if options.is_visual:
         agent: LargePolicy = VisualPolicy(num_actions, *VISUAL_SIZES[size])
@@ -234,7 +235,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def cases_of(options: argparse.Namespace) -> list[tuple[str, str]]:
     """The size and the contender of every case, limits first."""
     names = [name for name in contenders(options) if not options.only or name in options.only]
-    names = [*(POLICIES if torch.cuda.is_available() else [POLICY_ON_CPU]), *names]
+    limits = {policy for name in names for policy in limiting_policies(name)}
+    possible = POLICIES if torch.cuda.is_available() else [POLICY_ON_CPU]
+    names = [*(name for name in possible if name in limits), *names]
     alone = dict.fromkeys(env_case(size) for size in options.sizes)
     return [*alone, *((size, name) for size in options.sizes for name in names)]
 
@@ -261,7 +264,6 @@ def run_case(options: argparse.Namespace, size: str, name: str) -> dict[str, Any
     """Measure one case in another process."""
     settings = settings_of(options, size, name)
     words = [str(word) for key, value in settings.items() for word in (f"--{key}", value)]
-    words += ["--rounds", str(options.rounds)]
     command = [sys.executable, str(Path(__file__).resolve()), "--case", size, name, *words]
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -290,16 +292,17 @@ def main() -> int:
     document = continued(options.out, "large_policy.py")
     check_machine(document, options.out)
     runs = document["runs"]
-    for size, name in cases_of(options):
+    for number, (size, name) in itertools.product(range(options.rounds), cases_of(options)):
         known = [run for run in measured_in(runs, options) if (run["size"], run["contender"]) == (size, name)]
-        if any(run["steps_per_second"] is not None for run in known):
+        failed = [run for run in known if run["steps_per_second"] is None]
+        if len(known) - len(failed) > number:
             continue
-        for failed in known:
-            runs.remove(failed)
+        for run in failed:
+            runs.remove(run)
         runs.append(run_case(options, size, name))
         write_document(options.out, document)
         print(described(measured_in(runs, options), runs[-1]), flush=True)
-    print(f"written: {options.out}, {len(runs)} cases")
+    print(f"written: {options.out}, {len(runs)} runs")
     return 0
 
 
@@ -319,7 +322,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--on-host", default="", help=argparse.SUPPRESS)
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--quick", action="store_true", help="a smoke run with two workers")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of environments alone, or with --where head of all")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each case")
     parser.add_argument("--out", type=Path, help="default: results/large_policy.json or results/served-link.json")
     options = parser.parse_args()
     name = "served-link.json" if options.where == "head" else "large_policy.json"

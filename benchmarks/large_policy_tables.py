@@ -14,9 +14,6 @@ POLICY_ON_HALF, POLICY_IN_BF16 = "policy-half", "policy-bf16"
 POLICIES = (POLICY_ON_CPU, POLICY_ON_GPU, POLICY_ON_HALF, POLICY_IN_BF16)
 LIMITS = (ENV_ALONE, *POLICIES)
 """Names of the cases that measure limits."""
-LIMITING_POLICIES = {"served-cuda": (POLICY_ON_HALF,), "served-bf16": (POLICY_IN_BF16,)}
-"""The policies alone that limit a contender; others are limited by the faster one of CPU and GPU with all
-environments in a batch."""
 VISUAL = ("ViT-S", "ViT-tiny")
 """Sizes whose environments return images."""
 CONTENDERS = {
@@ -35,15 +32,24 @@ def env_case(size: str) -> tuple[str, str]:
     return VISUAL[0] if size in VISUAL else "10k", ENV_ALONE
 
 
+def limiting_policies(name: str) -> tuple[str, ...]:
+    """The policies alone, of which the fastest one limits a contender."""
+    own = {"served-cuda": (POLICY_ON_HALF,), "served-bf16": (POLICY_IN_BF16,)}
+    return own.get(name, (POLICY_ON_CPU, POLICY_ON_GPU))
+
+
 def rates_of(runs: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
-    """Steps per second of the cases that could be measured, by size and contender."""
-    return {(run["size"], run["contender"]): run["steps_per_second"] for run in runs if run["steps_per_second"]}
+    """Median steps per second of the cases that could be measured, by size and contender."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for run in runs:
+        if run["steps_per_second"]:
+            found.setdefault((run["size"], run["contender"]), []).append(run["steps_per_second"])
+    return {case: median(rates) for case, rates in found.items()}
 
 
 def limit_of(rates: dict[tuple[str, str], float], size: str, name: str) -> float | None:
     """The smaller one of environments alone and the policy alone; None if one of them was not measured."""
-    policies = LIMITING_POLICIES.get(name, (POLICY_ON_CPU, POLICY_ON_GPU))
-    found = [rates[size, policy] for policy in policies if (size, policy) in rates]
+    found = [rates[size, policy] for policy in limiting_policies(name) if (size, policy) in rates]
     return min(rates[env_case(size)], max(found)) if found and env_case(size) in rates else None
 
 
