@@ -111,7 +111,9 @@ class KillsWorker(Rows):
             os.kill(worker_pids()[0], signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("learner", "ratio"), [("apex", "updates"), ("aride", "samples")])
+@pytest.mark.parametrize(
+    ("learner", "ratio"), [("dqn", "updates"), ("apex", "updates"), ("sac", "updates"), ("aride", "samples")]
+)
 def test_learning_continues_when_a_worker_is_killed(learner: str, ratio: str) -> None:
     """The killed worker's running episodes are never complete; A-RIDE learns from the others."""
     with make_env(Identity, 4) as env:
