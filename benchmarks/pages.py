@@ -25,6 +25,7 @@ import buffer
 import bulk
 import defaults
 import elastic_tables
+import frames
 import large_policy_tables
 import learning_tables
 import network
@@ -210,6 +211,7 @@ SECTIONS = (
         large_policy_tables.link_page,
         "large_policy.py --where head --workers 2 --envs 16",
     ),
+    Section(DOCS / "replay.md", "frames", "frames.json", frames.summary),
     Section(DOCS / "ppo.md", "ablation", "ablation.json", ablation.page, "ablation.py"),
     Section(DOCS / "aride.md", "aride", "aride.json", aride_tables.page, "aride.py"),
     Section(DOCS / "aaps.md", "aaps-ppo", "aaps-ppo.json", aaps.page, "aaps.py"),

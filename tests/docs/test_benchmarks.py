@@ -34,6 +34,7 @@ STEPS = 8
         "scale.py --relay --nodes 2 --workers 4 --seconds 0.5 --steps 8",
         "bulk.py --rounds 1 --seconds 0.2",
         "uneven.py --workers 1 --simulated 2 --seconds 0.5",
+        "frames.py --rounds 1 --rows 256",
     ],
 )
 def test_a_benchmark_runs(command: str, tmp_path: Path) -> None:
@@ -47,7 +48,7 @@ def test_a_benchmark_runs(command: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["command"].startswith(f"python benchmarks/{command}")
-    assert found.get("rows") or found["megabytes_per_second"]["farstep, encrypted"]
+    assert found.get("runs") or found.get("rows") or found["megabytes_per_second"]["farstep, encrypted"]
 
 
 class Crowd:
