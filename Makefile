@@ -102,7 +102,7 @@ offpolicy: setup ## replay learners: updates during collection or after it, and 
 	@$(BIN)/python benchmarks/offpolicy.py
 
 aride: setup     ## A-RIDE without DPER, Retrace, asynchronous workers and warm-up (half an hour; continues where it was stopped)
-	@nice -n 19 $(BIN)/python benchmarks/aride.py --jobs 3
+	@$(BIN)/python benchmarks/aride.py --jobs 3 --seeds 5
 
 async: setup     ## asynchronous against synchronous PPO, with environments that take uneven time (half an hour)
 	@$(BIN)/python benchmarks/async.py

@@ -33,7 +33,7 @@ def env_case(size: str) -> tuple[str, str]:
 
 
 def limiting_policies(name: str) -> tuple[str, ...]:
-    """The policies alone, of which the fastest one limits a contender."""
+    """The cases that measure a policy alone; the fastest of them limits the contender."""
     own = {"served-cuda": (POLICY_ON_HALF,), "served-bf16": (POLICY_IN_BF16,)}
     return own.get(name, (POLICY_ON_CPU, POLICY_ON_GPU))
 
@@ -64,8 +64,11 @@ def described(runs: list[dict[str, Any]], run: dict[str, Any]) -> str:
 
 
 def page(document: dict[str, Any]) -> str:
-    """Steps per second of all contenders, and their shares of the limit in brackets."""
-    runs = document["runs"]
+    """Steps per second of all contenders, and their shares of the limit in brackets; with the settings of the last
+    run."""
+    last = document["runs"][-1]
+    settings = {name: last[name] for name in ("workers", "envs", "seconds")}
+    runs = [run for run in document["runs"] if run.items() >= settings.items()]
     rates = rates_of(runs)
     parameters: dict[str, int] = {}
     for run in runs:

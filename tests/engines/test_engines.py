@@ -318,7 +318,8 @@ with Network(["h1", "h2"], delay_ms=1) as network, SlurmCluster(network=network)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_no_process_outlives_a_test_that_is_ended_by_a_signal(tag, tmp_path, number):
-    folder = Path(tempfile.mkdtemp(prefix="u"))  # a short name: the path of a socket in it has at most 107 bytes
+    # A short name, because the path of a socket in it has at most 107 bytes.
+    folder = Path(tempfile.mkdtemp(prefix="u", dir="/tmp"))
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "TMPDIR": str(folder)}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", USER], env=environment, start_new_session=True, **pipes) as user:

@@ -282,7 +282,7 @@ class ServedActor:
         for name in self._obs_schema:
             arrays[name][:] = rows[name][t]
         arrays[STARTS][:] = starts = rows["episode_start"][t]
-        if any(starts.tolist()):  # for a few environments faster than starts.any()
+        if b"\1" in starts.tobytes():  # for a few environments faster than starts.any()
             part = self._mailbox.ranges[group]
             arrays[ROOTS][:] = self._slots.roots[part]
             arrays[EPISODES][:] = self._slots.episodes[part]
