@@ -48,9 +48,11 @@ class SACConfig:
     """
 
     policy_lr: float = 1e-3
-    """Learning rate of the actor and of the temperature."""
+    """Learning rate of the actor."""
     q_lr: float = 1e-3
     """Learning rate of the critics."""
+    alpha_lr: float = 1e-3
+    """Learning rate of the automatic temperature."""
     gamma: float = 0.99
     """Discount factor."""
     n_step: int = 1
@@ -71,8 +73,8 @@ class SACConfig:
 
     def __post_init__(self) -> None:
         check_counts(self, "n_step")
-        check_numbers(self, gamma=(0, 1), tau=(0, 1), policy_lr=(0, LARGE), q_lr=(0, LARGE), alpha=(0, LARGE))
-        check_numbers(self, target_entropy=(-LARGE, LARGE))
+        check_numbers(self, gamma=(0, 1), tau=(0, 1), target_entropy=(-LARGE, LARGE))
+        check_numbers(self, policy_lr=(0, LARGE), q_lr=(0, LARGE), alpha_lr=(0, LARGE), alpha=(0, LARGE))
         check_above(self, max_grad_norm=0, tau=0)
 
 
@@ -161,7 +163,7 @@ class SAC(ReplayLearner[SoftActor]):
         self._target = TargetNetwork(self._critics, self._critic_optimizer)
         start = 1.0 if config.alpha is None else config.alpha
         self._log_alpha = nn.Parameter(torch.full((1,), math.log(max(start, 1e-30)), device=self.device))
-        self._alpha_optimizer = FlatAdam([self._log_alpha], config.policy_lr)
+        self._alpha_optimizer = FlatAdam([self._log_alpha], config.alpha_lr)
         self._target_entropy = self._default_entropy() if config.target_entropy is None else config.target_entropy
 
     def _default_entropy(self) -> float:

@@ -92,6 +92,18 @@ def test_learner_finds_the_action_that_is_rewarded(action_space: spaces.Space) -
     assert (best - wanted).abs().max() < 0.25
 
 
+def test_temperature_has_a_learning_rate_of_its_own() -> None:
+    """The first step of Adam is as long as the learning rate."""
+    config = SACConfig(net=SMALL.net, policy_lr=0.0, q_lr=0.0, alpha_lr=0.25)
+    space = spaces.Box(-1, 1, (2,), np.float32)
+    learner = SAC(make_soft_actor(BOX, space, config), config, seed=1)
+    obs = torch.zeros(8, 3)
+    rows = {"obs": obs, "action": torch.zeros(8, 2), "reward": torch.zeros(8), "discount": torch.ones(8)}
+    batch = ReplayBatch({**rows, "next_obs": obs}, torch.ones(8), np.arange(8))
+    alphas = [float(learner.step(batch)[0]["actor/alpha"]) for _ in range(2)]
+    assert alphas == pytest.approx([1.0, math.exp(-0.25)], rel=1e-4), "the entropy of a new policy is above the target"
+
+
 def test_unbounded_and_unsupported_actions_are_refused() -> None:
     with pytest.raises(SpaceError, match="bounded"):
         make_soft_actor(BOX, spaces.Box(-np.inf, np.inf, (1,), np.float32), SMALL)
