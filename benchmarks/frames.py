@@ -61,9 +61,10 @@ def make_stacked(axis: str) -> gymnasium.Env[Any, Any]:
 def measured(axis: str, capacity: int, steps: int) -> dict[str, Any]:
     """Fill both buffers twice and time the second pass; then sample from them alternately."""
     source = {"type": "factory", "env_name": make_stacked, "env_kwargs": {"axis": axis}, "envs_per_node": NUM_ENVS}
+    stacks = (None, FrameStack(NUM_FRAMES, AXES[axis]))
     buffers = {
-        "whole stacks": farstep.Buffer(capacity, NStep(), seed=1),
-        "each frame once": farstep.Buffer(capacity, NStep(), seed=1, frame_stack=FrameStack(NUM_FRAMES, AXES[axis])),
+        name: farstep.Buffer(capacity, NStep(), seed=1, frame_stack=stack)
+        for name, stack in zip(STORAGES, stacks, strict=True)
     }
     seconds: dict[str, dict[str, list[float]]] = {name: {"insert": [], "sample": []} for name in buffers}
     with farstep.ClusterEnv({**source, "seed": 1}, farstep.InProcessConfig()) as env:
