@@ -18,12 +18,24 @@ from farstep.acting import client
 from farstep.acting import messages as am
 from farstep.acting.client import ServedActor, ServerLost, group_sizes
 from farstep.acting.connections import LocalServer, ServerAddress
-from farstep.acting.mailbox import ANSWER, CONTINUES, HELD, REQUEST, WAITS, Mailbox, MailboxLayout
+from farstep.acting.mailbox import (
+    ANSWER,
+    CONTINUES,
+    HELD,
+    IS_FIRST,
+    MIN_VERSION,
+    REQUEST,
+    TICKET,
+    WAITS,
+    Mailbox,
+    MailboxLayout,
+)
 from farstep.config.inference import ServedInference
 from farstep.core import Received
 from farstep.rollout.progress import EPISODES
 from farstep.rollout.rows import Slots
 from farstep.wire.codec import pack
+from farstep.wire.messages import Ticket
 from farstep.worker.connection.inbox import TicketCancelled
 from tests.cluster.checks import within
 
@@ -133,11 +145,15 @@ def begun(server: FakeServer) -> ServedActor:
     """A worker that has joined and begun a chunk."""
     actor = served_actor(server)
     actor.join({})
-    rows: Any = SimpleNamespace(
+    actor.begin(one_row())
+    return actor
+
+
+def one_row() -> Any:
+    """The columns of one environment in a chunk of one row."""
+    return SimpleNamespace(
         row={"episode_start": np.zeros((1, 1), bool), "version": np.zeros((1, 1), np.int64)}, chunk={}
     )
-    actor.begin(rows)
-    return actor
 
 
 def answer(words: memoryview) -> None:
@@ -182,6 +198,21 @@ def test_a_request_is_visible_before_the_end_of_its_chunk_is(monkeypatch: pytest
         actor.receive(0, 0)
     assert seen == {(0, 1), (1, 1), (2, 1), (2, 0)}
     actor.close()
+
+
+def test_only_the_first_request_of_a_chunk_is_marked_as_first() -> None:
+    """The server records the recurrent state for it."""
+    server, seen = FakeServer(answer), list[tuple[int, int, int]]()
+    actor = begun(server)
+    for ticket in (Ticket(5, 0, 2, min_version=3), Ticket(6, 0, 2, min_version=4)):
+        actor.begin(one_row())
+        actor.hold(ticket)
+        for _ in range(2):
+            actor.request(0, 0, True)
+            seen.append((server.words[TICKET], server.words[MIN_VERSION], server.words[IS_FIRST]))
+            actor.receive(0, 0)
+    actor.close()
+    assert seen == [(5, 3, 1), (5, 3, 0), (6, 4, 1), (6, 4, 0)]
 
 
 def lose_connection(*_: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -67,6 +67,32 @@ class ServedError(Exception):
     def __init__(self, failed: am.Failed) -> None:
         super().__init__(failed.message)
         self.failed = failed
+
+
+class _Group:
+    """Environments that step together.
+
+    Args:
+        part: Which environments of the worker.
+        words: Their words in the mailbox.
+        arrays: Their rows in each array of the mailbox.
+    """
+
+    starts: Array
+    versions: Array
+    """Their columns of `episode_start` and `version` in the current chunk."""
+
+    def __init__(self, part: slice, words: memoryview, arrays: Mapping[str, Array]) -> None:
+        self.part, self.words, self.arrays = part, words, arrays
+
+    def begin(self, row: Mapping[str, Array], obs: Iterable[str], outputs: Iterable[str]) -> None:
+        """Use these arrays `[steps, envs, ...]` of a chunk, with the names of observations and outputs."""
+        self.starts, self.versions = row["episode_start"][:, self.part], row["version"][:, self.part]
+        self.observed = [(self.arrays[name], row[name][:, self.part]) for name in obs]
+        self.observed.append((self.arrays[STARTS], self.starts))
+        """What a request copies: to the mailbox, from a row of the chunk."""
+        self.answered = [(row[name][:, self.part], self.arrays[name]) for name in outputs]
+        """What an answer copies: to a row of the chunk, from the mailbox."""
 
 
 class ServedActor:
@@ -216,10 +242,10 @@ class ServedActor:
         self._mailbox = self._exchange.mailbox
         self.structure: dict[str, Any] = unpack(reply.structure)
         self._outputs = leaf_names(self.structure)
-        self._arrays = [
-            {name: array[part] for name, array in self._mailbox.arrays.items()} for part in self._mailbox.ranges
+        self._groups = [
+            _Group(part, words, {name: array[part] for name, array in self._mailbox.arrays.items()})
+            for part, words in zip(self._mailbox.ranges, self._mailbox.group_words, strict=True)
         ]
-        """The mailbox's arrays of each group."""
         self._state_names = list(reply.state)
         self.has_priorities = reply.has_priorities
         self._requested = [0] * len(self._num_groups)
@@ -256,8 +282,8 @@ class ServedActor:
         if self._exchange is None or not self._address.is_current():
             raise self._lost()
         self._chunk = rows.chunk
-        names = [*self._obs_schema, *self._outputs, "episode_start", "version"]
-        self._rows = [{name: rows.row[name][:, part] for name in names} for part in self.groups]
+        for group in self._groups:
+            group.begin(rows.row, self._obs_schema, self._outputs)
         self.version = self.passed = 2**62
         self._is_first = [True] * len(self._num_groups)
         self._ticket, self._min_version = 0, 0
@@ -278,23 +304,25 @@ class ServedActor:
     def request(self, t: int, group: int, continues: bool = False) -> None:
         """Ask for the actions of row `t` of a group. `continues`: whether the chunk has a row after it."""
         assert self._exchange is not None
-        rows, arrays, words = self._rows[group], self._arrays[group], self._mailbox.group_words[group]
-        for name in self._obs_schema:
-            arrays[name][:] = rows[name][t]
-        arrays[STARTS][:] = starts = rows["episode_start"][t]
-        if b"\1" in starts.tobytes():  # for a few environments faster than starts.any()
-            part = self._mailbox.ranges[group]
-            arrays[ROOTS][:] = self._slots.roots[part]
-            arrays[EPISODES][:] = self._slots.episodes[part]
-        words[MIN_VERSION], words[NEWEST], words[IS_FIRST] = self._min_version, self.newest, self._is_first[group]
+        found = self._groups[group]
+        words = found.words
+        for target, source in found.observed:
+            target[:] = source[t]
+        if b"\1" in found.starts[t].tobytes():  # for a few environments faster than any()
+            found.arrays[ROOTS][:] = self._slots.roots[found.part]
+            found.arrays[EPISODES][:] = self._slots.episodes[found.part]
+        words[NEWEST] = self.newest
         words[CONTINUES] = True  # the server's window waits for this request until the server can see it
-        self._fence()  # the server may still read an earlier, cancelled request
-        words[TICKET] = self._ticket
-        self._requested[group] += 1
+        if self._is_first[group]:
+            words[MIN_VERSION], words[IS_FIRST] = self._min_version, True
+            self._fence()  # the server may still read an earlier, cancelled request
+            words[TICKET] = self._ticket
+        self._requested[group] = number = self._requested[group] + 1
         self._fence()
-        words[REQUEST] = self._requested[group]
-        self._fence()
-        words[CONTINUES] = continues
+        words[REQUEST] = number
+        if not continues:
+            self._fence()
+            words[CONTINUES] = False
         self._exchange.post(group)
 
     def receive(self, t: int, group: int, idle: Callable[[], None] | None = None) -> None:
@@ -309,8 +337,8 @@ class ServedActor:
             ServedError: The agent raised.
             ServerLost: The server ended.
         """
-        mailbox = self._mailbox
-        words = mailbox.group_words[group]
+        found = self._groups[group]
+        words = found.words
         if words[ANSWER] != self._requested[group]:
             began = time.perf_counter_ns()
             self._wait(words, group, idle or self.idle)
@@ -320,17 +348,18 @@ class ServedActor:
         if words[FAILED]:
             self._ask(am.Explain())  # raises ServedError
         words[USED] = self._requested[group]
-        rows, arrays = self._rows[group], self._arrays[group]
-        for name in self._outputs:
-            rows[name][t] = arrays[name]
+        for target, source in found.answered:
+            target[t] = source
         if self._is_first[group]:
-            self._is_first[group] = False
-            self.divergence = divergence_of_bits(mailbox.words[DIVERGENCE])
+            self._is_first[group] = words[IS_FIRST] = False
+            self.divergence = divergence_of_bits(self._mailbox.words[DIVERGENCE])
             for name in self._state_names:
-                self._chunk[name][mailbox.ranges[group]] = arrays[name]
-        version, counts_as = words[VERSION], words[COUNTS_AS]
-        rows["version"][t] = version
-        self.version, self.passed = min(self.version, version), min(self.passed, counts_as)
+                self._chunk[name][found.part] = found.arrays[name]
+        found.versions[t] = version = words[VERSION]
+        if version < self.version:
+            self.version = version
+        if (counts_as := words[COUNTS_AS]) < self.passed:
+            self.passed = counts_as
 
     def _wait(self, words: memoryview, group: int, idle: Callable[[], None]) -> None:
         assert self._exchange is not None
