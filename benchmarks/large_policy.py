@@ -55,7 +55,7 @@ from large_policy_tables import (
     limiting_policies,
     link_described,
 )
-from policy_models import SIZES, VISUAL_SIZES, LargePolicy, NoiseEnv, RandomPolicy, VisualPolicy
+from policy_models import SIZES, VISUAL_SIZES, LargePolicy, NoiseEnv, RandomPolicy, make_policy
 from roster import BENCHMARKS
 from runner import last_line, last_report, run_command
 
@@ -222,11 +222,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     env.close()
     if name == ENV_ALONE:
         return {"contender": name, "steps_per_second": collected(options, RandomPolicy(num_actions), "local")}
-    torch.manual_seed(0)
-    if options.is_visual:
-        agent: LargePolicy = VisualPolicy(num_actions, *VISUAL_SIZES[size])
-    else:
-        agent = LargePolicy(options.obs_space.shape[0], num_actions, *SIZES[size])
+    agent = make_policy(size, options.obs_space.shape[0], num_actions)
     parameters = sum(parameter.numel() for parameter in agent.parameters())
     found = alone(options, agent, name) if name in LIMITS else contenders(options)[name](agent)
     return {"contender": name, "parameters": parameters, "steps_per_second": found}

@@ -1,4 +1,4 @@
-"""The results of large_policy.py as tables."""
+"""The results of large_policy.py and served_limit.py as tables."""
 
 from __future__ import annotations
 
@@ -90,6 +90,31 @@ def _cell(rates: dict[tuple[str, str], float], size: str, name: str) -> str:
         return ""
     limit = limit_of(rates, size, name)
     return f"{found:,.0f} ({found / limit:.2f})" if limit else f"{found:,.0f}"
+
+
+def served_fraction(run: dict[str, Any]) -> float:
+    """Steps per second with served inference divided by the limit of the same round."""
+    return float(run["served"] / min(run["environments"], run["policy"]))
+
+
+def served_page(document: dict[str, Any]) -> str:
+    """Medians of the rounds of served_limit.py, with the ranges of the fractions."""
+    runs = document["runs"]
+    rows = []
+    for size, num_envs, dtype in dict.fromkeys((run["size"], run["envs"], run["dtype"]) for run in runs):
+        own = [run for run in runs if (run["size"], run["envs"], run["dtype"]) == (size, num_envs, dtype)]
+        speeds = [f"{median(run[name] for run in own):,.0f}" for name in ("environments", "policy", "served")]
+        found = [served_fraction(run) for run in own]
+        share = f"{median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+        batch_size = f"{median(run['batch_size'] for run in own):.0f}"
+        rows.append([f"{size}, {dtype}", str(num_envs), *speeds, share, batch_size])
+    last, rounds = runs[-1], max(run["round"] for run in runs)
+    setting = (
+        f"{last['workers']} workers, {machines(document)}; steps per second, medians of {rounds} rounds with windows "
+        f"of {last['window']:g} s. In brackets: lowest to highest fraction of a round (`results/served-limit.json`):"
+    )
+    header = ["policy", "environments", "environments alone", "policy alone", "served", "of the limit", "rows per call"]
+    return f"{setting}\n\n{table(header, rows)}"
 
 
 LINK_ROWS = {

@@ -206,6 +206,13 @@ SECTIONS = (
     ),
     Section(
         DOCS / "large_policies.md",
+        "served-limit",
+        "served-limit.json",
+        large_policy_tables.served_page,
+        "served_limit.py",
+    ),
+    Section(
+        DOCS / "large_policies.md",
         "served-link",
         "served-link.json",
         large_policy_tables.link_page,

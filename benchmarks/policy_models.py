@@ -62,6 +62,14 @@ class VisualPolicy(LargePolicy):
         return logits
 
 
+def make_policy(size: str, num_inputs: int, num_actions: int) -> LargePolicy:
+    """Make a policy of a named size, always with the same weights. A visual policy takes images instead of inputs."""
+    torch.manual_seed(0)
+    if size in VISUAL_SIZES:
+        return VisualPolicy(num_actions, *VISUAL_SIZES[size])
+    return LargePolicy(num_inputs, num_actions, *SIZES[size])
+
+
 class RandomPolicy:
     """Chooses random actions at almost no cost: environments alone."""
 
