@@ -54,9 +54,9 @@ ANSWER, VERSION, COUNTS_AS, FAILED = range(8, 12)
 - ANSWER: number of the last request that was answered
 - VERSION, COUNTS_AS: the version that acted, and the version that it counts as
 - FAILED: whether `act` raised, or weights could not be loaded
+
+The server writes `ANSWER` last.
 """
-RESULTS = slice(VERSION, FAILED + 1)
-"""The words of a group that the server writes before `ANSWER`."""
 _GROUP_WORDS = 16
 WORKER_WORDS, SERVER_WORDS = slice(REQUEST, CONTINUES + 1), slice(ANSWER, FAILED + 1)
 """The words of a group that the worker sends over the network, and those that the server sends."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from farstep.acting import messages as am
-from farstep.acting.mailbox import ANSWER, DIVERGENCE, PULLS, WAITS, divergence_bits
+from farstep.acting.mailbox import ANSWER, COUNTS_AS, DIVERGENCE, FAILED, PULLS, VERSION, divergence_bits
 from farstep.acting.serving.arena import Requests
 from farstep.acting.serving.batch_actor import Batch
 from farstep.wire.channels.doorbell import Fence
@@ -44,9 +44,11 @@ class Answers:
         """
         if self.batch is not None and self.failure is None:
             self.batch.answer(output_names)
-        totals, result = (total_pulls, divergence), (self.version, self.counts_as, self.failure is not None)
+        totals, has_failed = (total_pulls, divergence), self.failure is not None
         for requests in self.requests:
-            requests.arena.results[requests.groups] = result
+            words, groups = requests.arena.group_words, requests.groups
+            words[VERSION][groups], words[COUNTS_AS][groups] = self.version, self.counts_as
+            words[FAILED][groups] = has_failed
             if requests.arena.totals != totals:
                 requests.arena.totals = totals
                 requests.arena.mailbox_words[PULLS][:] = total_pulls
@@ -59,7 +61,5 @@ class Answers:
                     client.failure = self.failure
         fence()  # a worker sets `WAITS` before it looks for its answer for the last time
         for requests in self.requests:
-            waits = requests.arena.group_words[WAITS][requests.groups].tolist()
-            for (client, group), is_waiting in zip(requests.clients(), waits, strict=True):
-                if is_waiting:
-                    client.notify(group)
+            for client, group in requests.arena.clients_of(requests.groups[requests.waits]):
+                client.notify(group)

@@ -19,8 +19,8 @@ from farstep.acting.mailbox import (
     MIN_VERSION,
     NEWEST,
     REQUEST,
-    RESULTS,
     TICKET,
+    WAITS,
     Mailbox,
     MailboxLayout,
 )
@@ -50,8 +50,6 @@ class Arena:
         """For each word of a mailbox, an array `[mailboxes]`."""
         self.totals: tuple[int, float | None] | None = None
         """The number of pulls and the divergence that all mailboxes have; None if they differ."""
-        self.results = group_words[:, RESULTS]
-        """The words `RESULTS` of each group."""
         self.group_words = list(group_words.T)
         """For each word of a group, an array `[groups]`. All groups of the first mailbox come first."""
         self.arrays = layout.arrays(self.memory.map)
@@ -111,6 +109,14 @@ class Arena:
     def num_rows(self) -> int:
         """Number of environments of all workers."""
         return self.layout.num_envs * (len(self.clients) - self.clients.count(None))
+
+    def clients_of(self, groups: Array) -> Iterator[tuple[Client, int]]:
+        """The worker of each of these groups, and the number of the group among the worker's groups."""
+        count = len(self.layout.groups)
+        for group in groups.tolist():
+            client = self.clients[group // count]
+            assert client is not None
+            yield client, group % count
 
     def holds(self, cancelled: int) -> bool:
         """Whether a worker is inside a chunk whose rows must all have one version.
@@ -189,13 +195,15 @@ class Requests:
         have_begun: Array = self.tickets == np.array(self.arena.acted_tickets)[self.mailboxes]
         return have_begun
 
+    @property
+    def waits(self) -> Array:
+        """Whether the worker of each request waits for its doorbell."""
+        waits: Array = self.arena.group_words[WAITS][self.groups] != 0
+        return waits
+
     def clients(self) -> Iterator[tuple[Client, int]]:
         """The worker of each request, and the number of the group among the worker's groups."""
-        count = len(self.arena.layout.groups)
-        for group in self.groups.tolist():
-            client = self.arena.clients[group // count]
-            assert client is not None
-            yield client, group % count
+        return self.arena.clients_of(self.groups)
 
     def note_arrival(self, now: float) -> None:
         """Note that these requests wait at least since `now`, in seconds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -42,6 +43,7 @@ def next_batch(
     return chosen, 0.0
 
 
+@functools.cache
 def most_rows(num_envs: int, max_batch: int) -> int:
     """The largest number of rows of a batch that may overlap with another: half of the environments.
 

@@ -8,11 +8,11 @@ stay valid.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +41,7 @@ _CLEARLY_FASTER = 0.95
 """A batch is padded to a larger size if that takes less than this share of the time."""
 
 
+@functools.cache
 def padded_size(rows: int) -> int:
     """Return the size to which a batch is padded: a multiple of four, at least 8, and four sizes per power of two.
 
@@ -284,7 +285,7 @@ class _Graph:
             array[:rows] = leaf
         self._replay()
         self._copied.record()
-        return Launched(partial(self._wait, rows), self._copied.query)
+        return Launched(functools.partial(self._wait, rows), self._copied.query)
 
     def _wait(self, rows: int) -> dict[str, Any]:
         self._copied.synchronize()
