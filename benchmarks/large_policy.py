@@ -8,8 +8,8 @@
 Contenders: `local-cpu` and `local-cuda` (each worker has a copy of the policy), `served-cpu`, `served-cuda` and
 `served-bf16` (one acting server for all workers; the last one on the GPU in bfloat16), `vec-cpu` and `vec-cuda`
 (`make_vec`, this process acts). The limit is the smaller of two numbers: environments alone, with random actions, and
-the policy alone on the best device, in the same precision and with the same batch size: half of the environments for
-`served-cuda` and `served-bf16`, whose batches are no larger so that the others can step meanwhile; otherwise all.
+the policy alone on the best device, in the same precision and with the same batch size: all environments or, for
+`served-cuda` and `served-bf16`, half of them, because the server's batches have no more: the others step meanwhile.
 
 A rollout has `--steps` steps, so that the start and the end of a rollout take little of its time. With policies of 67
 million parameters and more and with images, contenders on the CPU collect at most 8 steps at a time, because 32 would

@@ -98,20 +98,24 @@ def served_fraction(run: dict[str, Any]) -> float:
 
 
 def served_page(document: dict[str, Any]) -> str:
-    """Medians of the rounds of served_limit.py, with the ranges of the fractions."""
-    runs = document["runs"]
-    rows = []
+    """Medians of the rounds of served_limit.py, with the ranges of the fractions; of the settings of the last run."""
+    last = document["runs"][-1]
+    settings = {name: last[name] for name in ("workers", "window", "device")}
+    runs = [run for run in document["runs"] if run.items() >= settings.items()]
+    rows, rounds = [], set[int]()
     for size, num_envs, dtype in dict.fromkeys((run["size"], run["envs"], run["dtype"]) for run in runs):
         own = [run for run in runs if (run["size"], run["envs"], run["dtype"]) == (size, num_envs, dtype)]
+        rounds.add(len(own))
         speeds = [f"{median(run[name] for run in own):,.0f}" for name in ("environments", "policy", "served")]
         found = [served_fraction(run) for run in own]
         share = f"{median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
         batch_size = f"{median(run['batch_size'] for run in own):.0f}"
         rows.append([f"{size}, {dtype}", str(num_envs), *speeds, share, batch_size])
-    last, rounds = runs[-1], max(run["round"] for run in runs)
+    counts = " to ".join(map(str, sorted({min(rounds), max(rounds)})))
     setting = (
-        f"{last['workers']} workers, {machines(document)}; steps per second, medians of {rounds} rounds with windows "
-        f"of {last['window']:g} s. In brackets: lowest to highest fraction of a round (`results/served-limit.json`):"
+        f"{last['workers']} workers, {machines(document)}; steps per second, medians of {counts} rounds with windows "
+        f"of {last['window']:g} s. In brackets: the lowest and the highest fraction of any round "
+        "(`results/served-limit.json`):"
     )
     header = ["policy", "environments", "environments alone", "policy alone", "served", "of the limit", "rows per call"]
     return f"{setting}\n\n{table(header, rows)}"

@@ -63,7 +63,7 @@ class VisualPolicy(LargePolicy):
 
 
 def make_policy(size: str, num_inputs: int, num_actions: int) -> LargePolicy:
-    """Make a policy of a named size, always with the same weights. A visual policy takes images instead of inputs."""
+    """Make a policy of a named size, always with the same weights. Visual policies take images instead of inputs."""
     torch.manual_seed(0)
     if size in VISUAL_SIZES:
         return VisualPolicy(num_actions, *VISUAL_SIZES[size])

@@ -1,17 +1,19 @@
 """Which fraction of its limit served inference on a GPU reaches, measured in alternating windows.
 
-    python benchmarks/served_limit.py                  # 4M to 269M parameters, 112 and 448 environments: 8 minutes
+    python benchmarks/served_limit.py           # 4M to 269M parameters and ViT-S, each with 112 and 448 environments
     python benchmarks/served_limit.py --sizes 67M --envs 112 --rounds 10
-    python benchmarks/served_limit.py --quick          # a smoke run: two workers and a tiny policy
+    python benchmarks/served_limit.py --quick   # a smoke run without a GPU: two workers and a tiny policy
 
 The limit is the smaller of two speeds: the environments with random actions, and the policy alone in the precision of
-the server, with half of the environments in a batch, because a batch has no more so that the others can step meanwhile.
+the server. On a GPU, the server's batches have at most half of the environments, so that the others step meanwhile, and
+so do the batches of the policy alone.
 
-The speed of virtual cores changes within seconds if the host has other guests, so numbers of different minutes must not
-be divided. Here, the workers of all contenders of a case exist at the same time, and all but one of them sleep.
-Environments alone, policy alone and served inference take turns, for `--window` seconds each. Each round yields a
-fraction; the table has medians and ranges over `--rounds` rounds. Each case (a policy, a number of environments) is a
-process of its own. A repeated command measures only missing cases.
+The speed of virtual cores changes within seconds if the host has other guests, so dividing numbers of different minutes
+gives wrong fractions. Here, the workers of all contenders of a case exist at the same time. Environments alone, policy
+alone and served inference take turns, for `--window` seconds each. After each turn, workers finish the rollouts that
+they have begun, and then sleep. Each round yields one fraction; the table has medians and ranges over the rounds.
+
+Each case (a policy, a number of environments) is a process of its own. A repeated command measures only missing rounds.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ STEPS = 32
 WARM_UP_S = 2.0
 """Seconds for which each contender works before the first round: CUDA graphs are captured."""
 SETTLE = 3
-"""Rollouts at the start of a window that are not measured: they were rolled before it."""
+"""Rollouts at the start of a window that are not measured: some were rolled before it."""
+IDLE_S = 0.25
+"""Workers are idle if they make no step for this many seconds."""
 PRECISIONS = ("float32", "bfloat16")
 
 Speed = Callable[[float], float]
@@ -70,10 +74,19 @@ def collecting(options: argparse.Namespace, agent: Any, inference: Any) -> Itera
             began, steps = time.perf_counter(), 0
             while (elapsed := time.perf_counter() - began) < seconds:
                 steps += int(np.prod(next(stream).shape))
+            wait_until_idle(env)
             return steps / elapsed
 
         yield speed, lambda: env.stats()["acting"][0]
         stream.close()
+
+
+def wait_until_idle(env: farstep.ClusterEnv) -> None:
+    """Wait until all rollouts that may begin before the next one is taken are complete."""
+    rolled = -1
+    while (now := env.stats()["rolled"]) != rolled or env.stats()["in_flight"]:
+        rolled = now
+        time.sleep(IDLE_S)
 
 
 def policy_alone(agent: LargePolicy, options: argparse.Namespace, dtype: Any) -> Speed:
@@ -81,7 +94,8 @@ def policy_alone(agent: LargePolicy, options: argparse.Namespace, dtype: Any) ->
     agent = copy.deepcopy(agent)
     if dtype != "float32":
         agent = reduce_layers(agent, dtype)
-    rows = options.num_envs // 2
+    rows = options.num_envs // 2 if options.device == "cuda" else options.num_envs
+    torch.set_num_threads(1)  # on the CPU, a tiny policy does not need more
     policy = with_graphs(Policy(agent, "auto", options.device == "cuda"), rows)
     obs = np.zeros((rows, NUM_OBS), np.float32)
     if options.is_visual:
@@ -131,12 +145,13 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def settings_of(options: argparse.Namespace, size: str, num_envs: int) -> dict[str, Any]:
-    return {"size": size, "envs": num_envs, "workers": options.workers, "window": options.window}
+    names = ("workers", "window", "device")
+    return {"size": size, "envs": num_envs, **{name: getattr(options, name) for name in names}}
 
 
-def run_case(options: argparse.Namespace, size: str, num_envs: int) -> list[dict[str, Any]]:
-    """Measure one case in another process. Return nothing if it fails."""
-    words = ["--case", size, num_envs, "--workers", options.workers, "--rounds", options.rounds]
+def run_case(options: argparse.Namespace, size: str, num_envs: int, rounds: int) -> list[dict[str, Any]]:
+    """Measure some rounds of a case in another process. Return an empty list if it fails."""
+    words = ["--case", size, num_envs, "--workers", options.workers, "--rounds", rounds]
     words += ["--window", options.window, "--device", options.device]
     command = [sys.executable, str(Path(__file__).resolve()), *map(str, words)]
     with tempfile.TemporaryDirectory() as folder:
@@ -160,11 +175,13 @@ def main() -> int:
     runs, failed = document["runs"], False
     for size in options.sizes:
         for num_envs in options.envs:
-            if any(run.items() >= settings_of(options, size, num_envs).items() for run in runs):
+            settings = settings_of(options, size, num_envs)
+            done = max((run["round"] for run in runs if run.items() >= settings.items()), default=0)
+            if done >= options.rounds:
                 continue
-            began, found = time.monotonic(), run_case(options, size, num_envs)
+            began, found = time.monotonic(), run_case(options, size, num_envs, options.rounds - done)
             failed = failed or not found
-            runs += found
+            runs += [{**run, "round": done + run["round"]} for run in found]
             write_document(options.out, document)
             for dtype in dict.fromkeys(run["dtype"] for run in found):
                 share = median(served_fraction(run) for run in found if run["dtype"] == dtype)
@@ -182,14 +199,16 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--window", type=float, default=0.8, metavar="SECONDS", help="measured time of one window")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds after which a case is given up")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--quick", action="store_true", help="a smoke run with two workers")
+    parser.add_argument("--quick", action="store_true", help="a smoke run with two workers, on the CPU")
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "served-limit.json")
     options = parser.parse_args()
     if options.quick:
-        options.sizes, options.envs, options.workers = ["10k"], [8], 2
+        options.sizes, options.envs, options.workers, options.device = ["10k"], [8], 2, "cpu"
         options.rounds, options.window = 2, 0.2
+    elif options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch finds no GPU; --quick measures a tiny policy on the CPU")
     return options
 
 

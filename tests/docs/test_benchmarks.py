@@ -210,15 +210,7 @@ def test_rounds_over_a_link_are_added_until_there_are_enough(
 def test_served_inference_is_measured_in_windows(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     for missing in (1, 0):
-        command = [
-            sys.executable,
-            str(BENCHMARKS / "served_limit.py"),
-            "--quick",
-            "--device",
-            "cpu",
-            "--out",
-            str(path),
-        ]
+        command = [sys.executable, str(BENCHMARKS / "served_limit.py"), "--quick", "--out", str(path)]
         output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=200).stdout
         assert output.count("of the limit") == missing
     runs = json.loads(path.read_text())["runs"]
@@ -228,13 +220,15 @@ def test_served_inference_is_measured_in_windows(tmp_path: Path) -> None:
 
 def test_fractions_of_served_inference_divide_speeds_of_the_same_round() -> None:
     (tables,) = benchmark_modules("large_policy_tables")
-    case = {"size": "4M", "envs": 8, "workers": 2, "window": 0.5, "dtype": "float32", "batch_size": 3.6}
+    case = {"size": "4M", "envs": 8, "workers": 2, "window": 0.5, "device": "cuda", "dtype": "float32"}
+    case |= {"batch_size": 3.6}
     rounds = [(100, 400, 80), (200, 50, 30), (200, 800, 180)]  # environments, policy, served
     runs = [
         {**case, "round": number + 1, "environments": envs, "policy": policy, "served": served}
         for number, (envs, policy, served) in enumerate(rounds)
     ]
-    page = tables.served_page({"machine": {"cores": 2, "cpu": "X"}, "runs": runs})
+    other = {**runs[0], "workers": 4, "served": 1}
+    page = tables.served_page({"machine": {"cores": 2, "cpu": "X"}, "runs": [other, *runs]})
     cells = [cell.strip() for cell in page.splitlines()[-1].split("|")[1:-1]]
     assert cells == ["4M, float32", "8", "200", "400", "80", "0.80 (0.60 to 0.90)", "4"]
     assert "medians of 3 rounds" in page
