@@ -215,6 +215,21 @@ def test_only_the_first_request_of_a_chunk_is_marked_as_first() -> None:
     assert seen == [(5, 3, 1), (5, 3, 0), (6, 4, 1), (6, 4, 0)]
 
 
+def test_a_chunk_after_a_cancelled_one_announces_its_own_ticket() -> None:
+    server = FakeServer(answer)
+    actor = begun(server)
+    actor.hold(Ticket(5, 0, 2, min_version=3))
+    actor.request(0, 0, True)
+    actor.release()  # its first request was never answered
+    actor.begin(one_row())
+    actor.hold(Ticket(6, 0, 2, min_version=4))
+    actor.request(0, 0, True)
+    assert (server.words[TICKET], server.words[MIN_VERSION], server.words[IS_FIRST]) == (6, 4, 1)
+    actor.receive(0, 0)
+    assert server.words[IS_FIRST] == 0
+    actor.close()
+
+
 def lose_connection(*_: Any) -> Any:
     raise EOFError
 

@@ -69,30 +69,38 @@ class ServedError(Exception):
         self.failed = failed
 
 
-class _Group:
-    """Environments that step together.
+class _GroupViews:
+    """The memory of the environments of one group.
 
     Args:
         part: Which environments of the worker.
-        words: Their words in the mailbox.
-        arrays: Their rows in each array of the mailbox.
+        words: The group's words in the mailbox.
+        arrays: The group's rows in each array of the mailbox.
     """
 
     starts: Array
     versions: Array
-    """Their columns of `episode_start` and `version` in the current chunk."""
+    """The columns of `episode_start` and `version` in the current chunk."""
+    observed: list[tuple[Array, Array]]
+    """What a request copies: to the mailbox, from a row of the chunk."""
+    answered: list[tuple[Array, Array]]
+    """What an answer copies: to a row of the chunk, from the mailbox."""
 
     def __init__(self, part: slice, words: memoryview, arrays: Mapping[str, Array]) -> None:
         self.part, self.words, self.arrays = part, words, arrays
 
     def begin(self, row: Mapping[str, Array], obs: Iterable[str], outputs: Iterable[str]) -> None:
-        """Use these arrays `[steps, envs, ...]` of a chunk, with the names of observations and outputs."""
+        """Prepare views of a chunk's rows.
+
+        Args:
+            row: The arrays of the chunk, `[steps, envs, ...]`.
+            obs: Names of observations.
+            outputs: Names of what the policy returns.
+        """
         self.starts, self.versions = row["episode_start"][:, self.part], row["version"][:, self.part]
         self.observed = [(self.arrays[name], row[name][:, self.part]) for name in obs]
         self.observed.append((self.arrays[STARTS], self.starts))
-        """What a request copies: to the mailbox, from a row of the chunk."""
         self.answered = [(row[name][:, self.part], self.arrays[name]) for name in outputs]
-        """What an answer copies: to a row of the chunk, from the mailbox."""
 
 
 class ServedActor:
@@ -243,7 +251,7 @@ class ServedActor:
         self.structure: dict[str, Any] = unpack(reply.structure)
         self._outputs = leaf_names(self.structure)
         self._groups = [
-            _Group(part, words, {name: array[part] for name, array in self._mailbox.arrays.items()})
+            _GroupViews(part, words, {name: array[part] for name, array in self._mailbox.arrays.items()})
             for part, words in zip(self._mailbox.ranges, self._mailbox.group_words, strict=True)
         ]
         self._state_names = list(reply.state)
@@ -304,13 +312,13 @@ class ServedActor:
     def request(self, t: int, group: int, continues: bool = False) -> None:
         """Ask for the actions of row `t` of a group. `continues`: whether the chunk has a row after it."""
         assert self._exchange is not None
-        found = self._groups[group]
-        words = found.words
-        for target, source in found.observed:
+        views = self._groups[group]
+        words = views.words
+        for target, source in views.observed:
             target[:] = source[t]
-        if b"\1" in found.starts[t].tobytes():  # for a few environments faster than any()
-            found.arrays[ROOTS][:] = self._slots.roots[found.part]
-            found.arrays[EPISODES][:] = self._slots.episodes[found.part]
+        if b"\1" in views.starts[t].tobytes():  # for a few environments faster than any()
+            views.arrays[ROOTS][:] = self._slots.roots[views.part]
+            views.arrays[EPISODES][:] = self._slots.episodes[views.part]
         words[NEWEST] = self.newest
         words[CONTINUES] = True  # the server's window waits for this request until the server can see it
         if self._is_first[group]:
@@ -337,8 +345,8 @@ class ServedActor:
             ServedError: The agent raised.
             ServerLost: The server ended.
         """
-        found = self._groups[group]
-        words = found.words
+        views = self._groups[group]
+        words = views.words
         if words[ANSWER] != self._requested[group]:
             began = time.perf_counter_ns()
             self._wait(words, group, idle or self.idle)
@@ -348,14 +356,14 @@ class ServedActor:
         if words[FAILED]:
             self._ask(am.Explain())  # raises ServedError
         words[USED] = self._requested[group]
-        for target, source in found.answered:
+        for target, source in views.answered:
             target[t] = source
         if self._is_first[group]:
             self._is_first[group] = words[IS_FIRST] = False
             self.divergence = divergence_of_bits(self._mailbox.words[DIVERGENCE])
             for name in self._state_names:
-                self._chunk[name][found.part] = found.arrays[name]
-        found.versions[t] = version = words[VERSION]
+                self._chunk[name][views.part] = views.arrays[name]
+        views.versions[t] = version = words[VERSION]
         if version < self.version:
             self.version = version
         if (counts_as := words[COUNTS_AS]) < self.passed:

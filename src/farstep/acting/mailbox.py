@@ -36,9 +36,9 @@ REQUEST, TICKET, MIN_VERSION, IS_FIRST, USED, NEWEST, CONTINUES, WAITS = range(8
 """Words of a group that the worker writes.
 
 - REQUEST: number of the current request
-- TICKET: its ticket
-- MIN_VERSION: the oldest version that may act
-- IS_FIRST: whether it is the first request of its chunk, for which the recurrent state is recorded
+- TICKET, MIN_VERSION: its ticket, and the oldest version that may act. Written with the first request of a chunk
+- IS_FIRST: whether it is the first request of its chunk, for which the recurrent state is recorded. The worker clears
+  it when it uses the answer
 - USED: the last request whose answer the worker has used. If the server has acted since then, its answer was given up
   with a cancelled chunk
 - NEWEST: the newest version that the head has announced to the worker. Without shared memory, a ticket may arrive at
