@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from farstep.buffer.samplers import NStep, Sampler
 from farstep.config.field_docs import show_fields
 from farstep.elastic.scaling import Rule
+from farstep.errors import ConfigError
 from farstep.learners.networks.agent import check_kind
 from farstep.learners.networks.encoders import Space
 from farstep.learners.networks.soft_actor import SACNetConfig, SoftActor, TwinCritics
@@ -142,6 +143,7 @@ class SAC(ReplayLearner[SoftActor]):
 
     Raises:
         AgentError: The learner cannot train this agent.
+        ConfigError: No policy can have the target entropy.
 
     Example:
         >>> config = SACConfig()
@@ -165,6 +167,19 @@ class SAC(ReplayLearner[SoftActor]):
         self._log_alpha = nn.Parameter(torch.full((1,), math.log(max(start, 1e-30)), device=self.device))
         self._alpha_optimizer = FlatAdam([self._log_alpha], config.alpha_lr)
         self._target_entropy = self._default_entropy() if config.target_entropy is None else config.target_entropy
+        self._check_entropy()
+
+    def _check_entropy(self) -> None:
+        """Raise `ConfigError` if no policy can have the target entropy that the options name."""
+        agent, wanted = self.agent, self.config.target_entropy
+        if wanted is None or self.config.alpha is not None:
+            return
+        largest = math.log(agent.num_actions) if agent.is_discrete else agent.num_actions * math.log(2)
+        if wanted >= largest:
+            raise ConfigError(
+                f"target_entropy is {wanted:g}, but a policy for these actions has at most {largest:.3g} nats, so the "
+                "temperature would grow without bound. Lower target_entropy, or give a fixed alpha."
+            )
 
     def _default_entropy(self) -> float:
         agent = self.agent

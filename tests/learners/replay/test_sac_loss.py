@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
 
-from farstep.errors import SpaceError
+from farstep.errors import ConfigError, SpaceError
 from farstep.learners.networks.soft_actor import SACNetConfig, SoftActor, squashed
 from farstep.learners.replay.batches import ReplayBatch
 from farstep.learners.sac import (
@@ -50,6 +50,18 @@ def test_temperature_rises_while_the_entropy_is_too_low() -> None:
     temperature_loss(log_alpha, torch.tensor([0.5, 0.7]), 1.0).backward()
     assert log_alpha.grad is not None
     assert float(log_alpha.grad) == pytest.approx(-0.4), "a descent step raises it"
+
+
+@pytest.mark.parametrize(("space", "largest"), [(spaces.Discrete(4), math.log(4)), (BOX, 3 * math.log(2))])
+def test_an_entropy_that_no_policy_has_is_refused(space: spaces.Box | spaces.Discrete, largest: float) -> None:
+    def made(target: float, alpha: float | None = None) -> SAC:
+        config = SACConfig(target_entropy=target, alpha=alpha)
+        return SAC(make_soft_actor(BOX, space, config), config, seed=1)
+
+    made(0.99 * largest)
+    made(2 * largest, alpha=0.1)
+    with pytest.raises(ConfigError, match=r"at most .* nats"):
+        made(1.01 * largest)
 
 
 def test_density_of_squashed_samples_is_that_of_torch() -> None:
