@@ -212,7 +212,8 @@ def load_with(
             "If they were saved with other options or another version of farstep, use the same options and version. "
             "Otherwise the files are damaged: restore the folder from a backup, or start without a checkpoint."
         )
-        raise CheckpointError("\n  ".join([f"no checkpoint in {root} can be used:", *refused, advice]))
+        reasons = [f"{sentence.removesuffix('.')}." for sentence in refused]
+        raise CheckpointError("\n  ".join([f"no checkpoint in {root} can be used:", *reasons, advice]))
     if (root / _MANIFEST).exists():
         raise CheckpointError(f"{root} is a single checkpoint; load from its parent folder, {root.parent}.")
     what = "holds no checkpoint" if root.is_dir() else "is not a folder" if root.exists() else "does not exist"
