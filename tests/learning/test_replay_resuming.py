@@ -180,6 +180,12 @@ def test_buffer_that_does_not_fit_is_not_used(case: str, reason: str, tmp_path: 
     assert any(not torch.equal(tensor, run.before[name]) for name, tensor in run.agent.state_dict().items())
 
 
+def test_buffer_of_a_concurrent_run_is_not_used_if_learner_and_workers_take_turns(tmp_path: Path) -> None:
+    Run(CONFIGS["dqn"], tmp_path, 192, launcher="local")
+    run = Run(CONFIGS["dqn"], tmp_path, 512, resume=True)  # in-process
+    assert "starts empty: it was saved without --no-concurrent" in run.texts("warned")
+
+
 def test_checkpoint_of_the_buffer_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "buffer").write_text("not a folder")
     run = Run(CONFIGS["dqn"], tmp_path, 384)

@@ -167,6 +167,7 @@ class ReplayLoop:
         with contextlib.ExitStack() as opened:
             try:
                 buffer = opened.enter_context(checkpoints.restore(self._algorithm.sampler, limiter))
+                self._check_pooling(buffer, env)
                 session = self._open(env, loop, buffer, checkpoints, opened)
             except (CheckpointError, ConfigError) as error:
                 reason = " ".join(str(error).split())  # it may have one line per checkpoint
@@ -178,6 +179,17 @@ class ReplayLoop:
                 return None
             stack.push(opened.pop_all())
         return session
+
+    def _check_pooling(self, restored: Buffer, env: ClusterEnv) -> None:
+        """Raise `CheckpointError` if a concurrent run saved the buffer and this one alternates, or vice versa."""
+        with make_buffer(self._config, self._algorithm.sampler, env, seed=0) as wanted:
+            if wanted.options.is_pooled == restored.options.is_pooled:
+                return
+        now, then = ("without", "with") if is_concurrent(self._config, env) else ("with", "without")
+        raise CheckpointError(
+            f"it was saved {then} --no-concurrent (or --launcher in-process), and the run continues {now} it, so "
+            f"environments share its rows in another way. Resume {then} this option to keep the rows."
+        )
 
 
 def make_buffer(config: LoopConfig, sampler: Sampler, env: ClusterEnv, seed: int) -> Buffer:
