@@ -186,6 +186,13 @@ def test_buffer_of_a_concurrent_run_is_not_used_if_learner_and_workers_take_turn
     assert "starts empty: it was saved without --no-concurrent" in run.texts("warned")
 
 
+def test_run_without_an_update_says_so(tmp_path: Path) -> None:
+    replay = replace(REPLAY, learning_starts=400)
+    run = Run(replace(CONFIGS["dqn"], replay=replay), tmp_path, 192)
+    assert "nothing was learned: 192 steps were too few" in run.texts("warned")
+    assert "nothing was learned" not in Run(CONFIGS["dqn"], tmp_path / "other", 192).texts("warned")
+
+
 def test_checkpoint_of_the_buffer_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "buffer").write_text("not a folder")
     run = Run(CONFIGS["dqn"], tmp_path, 384)

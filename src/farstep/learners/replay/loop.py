@@ -309,7 +309,18 @@ class _Session:
             self._publish()
         if self._going and (self._collected.steps or self._reported_updates < self._updates):
             self._report()
+        if not self._updates and self._collected.total_steps and not self._loop.stopping:
+            self._warn_of_no_update()
         self._checkpoints.finish()
+
+    def _warn_of_no_update(self) -> None:
+        config, steps = self._config, self._collected.total_steps
+        self._env.emit_event(
+            "warned",
+            f"nothing was learned: {steps:,} steps were too few for an update, which needs {config.learning_starts:,} "
+            f"rows in the buffer (--learning-starts) and then enough further rows for {config.batch_size:,} items "
+            "(--batch-size). Raise --total-steps, or lower these options.",
+        )
 
     def _is_done(self) -> bool:
         """Whether all steps have arrived, without filler rows, or a signal has requested the run to stop."""
